@@ -1,0 +1,59 @@
+"""Millpond: give any Hugging Face decoder a memory budget for its KV cache.
+
+Importing this package patches nothing; `compress` switches one model's attention, and `close` switches it back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from millpond.budget import Budget
+from millpond.codec import codecs
+from millpond.errors import (
+    BudgetError,
+    CacheMismatchError,
+    MillpondError,
+    NumericsError,
+    OptionError,
+    PoolFullError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import CacheStats, MillpondCache
+    from millpond.hf.compress import compress
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "CacheMismatchError",
+    "CacheStats",
+    "MillpondCache",
+    "MillpondError",
+    "NumericsError",
+    "OptionError",
+    "PoolFullError",
+    "UnsupportedModelError",
+    "codecs",
+    "compress",
+    "methods",
+]
+
+_LAZY = {"compress": "millpond.hf.compress", "MillpondCache": "millpond.hf.cache", "CacheStats": "millpond.hf.cache"}
+
+
+def methods() -> list[str]:
+    """The names of all methods that decide what is kept."""
+    from millpond.methods import METHODS
+
+    return METHODS.names()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'millpond' has no attribute {name!r}")

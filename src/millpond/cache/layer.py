@@ -1,0 +1,397 @@
+"""LayerCache.attend: the one place where write, attend, score, plan and apply happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.pool import PagePool
+from millpond.cache.rolling import Rolling, Rotation
+from millpond.cache.table import RegionTable
+from millpond.cache.timeline import Span, Timeline
+from millpond.errors import CacheMismatchError, NumericsError
+from millpond.kernels import ops
+from millpond.kernels.observe import window_signal
+from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict
+from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What one layer's attention does besides softmax(q k / sqrt d): see `ops.decode`."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sink_logits: Tensor | None = None
+
+    def kwargs(self) -> dict[str, object]:
+        """As keyword arguments of the ops."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "window": self.window,
+            "sink_logits": self.sink_logits,
+        }
+
+
+class Candidates(NamedTuple):
+    """The entries of one sequence that a plan chooses from: stored ones (padded), then new ones."""
+
+    keys: Tensor  #: (H, N, key_dim)
+    values: Tensor  #: (H, N, value_dim)
+    positions: Tensor  #: (H, N) int32, -1 for none
+    scores: Tensor  #: (H, N) float32
+
+
+@dataclass(slots=True)
+class LayerState:
+    """A layer's state at one moment; its pages are shared with the layer until one of the two writes."""
+
+    table: RegionTable | None
+    columns: int
+    pending: bool
+    queries: dict[int, tuple[Tensor, Tensor]]
+    rolling: Rolling | None
+
+    def release(self) -> None:
+        """Let go of the pages."""
+        if self.table is not None:
+            self.table.clear()
+            self.table = None
+
+
+class LayerCache:
+    """The cache of one attention layer for a batch of sequences.
+
+    Args:
+        index: of the layer.
+        policy: what is kept.
+        entries: `entries(table, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
+        pool: `pool(key_dim, value_dim, dtype, device)` -> the pool that holds pages of this shape.
+        timeline: shared by all layers.
+        between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
+        rotation: how keys are rotated by position, for policies with cache-relative positions.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        policy: Policy,
+        entries: Callable[[RegionTable, int], int],
+        pool: Callable[[int, int, torch.dtype, torch.device], PagePool],
+        timeline: Timeline,
+        *,
+        between_chunks: bool = True,
+        rotation: Rotation | None = None,
+    ) -> None:
+        self.index = index
+        self.policy = policy
+        self.timeline = timeline
+        self.columns = 0  # columns (pads included) that this layer has seen
+        self._entries = entries
+        self._pool = pool
+        self._between_chunks = between_chunks
+        self._table: RegionTable | None = None
+        self._rule: DecodeRule = policy.decode_rule(index)
+        self._shape = AttentionShape(1.0)
+        self._queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pending = False
+        self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
+
+    # ------------------------------------------------------------------ what others may ask
+
+    @property
+    def table(self) -> RegionTable | None:
+        """Pages and lengths; None before the first token."""
+        return self._table
+
+    @property
+    def stored(self) -> np.ndarray:
+        """(n_seq, n_kv_heads) entries held."""
+        return self._table.lengths() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
+
+    def read(self, sequence: int) -> ops.Dense:
+        """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
+        table = self._require_table()
+        dense = self._dense(table, sequence)
+        order = _by_position(dense.positions)
+        return ops.Dense(
+            dense.keys.gather(1, order[..., None].expand_as(dense.keys)),
+            dense.values.gather(1, order[..., None].expand_as(dense.values)),
+            dense.positions.gather(1, order),
+            dense.scores.gather(1, order),
+        )
+
+    # ------------------------------------------------------------------ the step
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+        """Take in new tokens and return their attention over what is kept and themselves.
+
+        Args:
+            q: (B, Hq, Q, key_dim). k: (B, Hkv, Q, key_dim). v: (B, Hkv, Q, value_dim), keys after RoPE.
+            mask: (B, >= Q) bool, newest columns last, False for pads; None: no pads. Pads are never stored.
+
+        Returns:
+            (B, Hq, Q, value_dim); zero at pads.
+
+        Raises:
+            PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
+        """
+        span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
+        table = self._table or self._open(q, k, v, shape)
+        self._shape = shape
+        if span.length == 1 and (span.before > 0).all():
+            self._settle(table)
+            out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.q_pos, span.active())[:, :, None]
+        elif self.policy.prefill == "greedy":
+            out = self._token_by_token(table, q, k, v, span)
+        else:
+            out = self._prefill(table, q, k, v, span)
+        self.columns += span.length
+        return out
+
+    def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
+        pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
+        self._table = RegionTable(pool, k.shape[0], k.shape[1])
+        if shape.window:
+            self._rule = on_sliding_layer(self._rule)
+        return self._table
+
+    def _require_table(self) -> RegionTable:
+        if self._table is None:
+            raise CacheMismatchError(f"layer {self.index} holds nothing yet: run the model first")
+        return self._table
+
+    # ------------------------------------------------------------------ decoding
+
+    def _step(
+        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, active: np.ndarray
+    ) -> Tensor:
+        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim)."""
+        assert q_pos is not None
+        rule = self._rule
+        always = rule.evict is Evict.NEVER
+        table.privatise(whole=not always)
+        table.make_room(always)
+        if self._rolling is not None:
+            q, k = self._rolling.step(table, q, k, v, q_pos)
+        out, lse, _ = ops.decode(
+            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule,
+            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
+            sink_logits=self._shape.sink_logits,
+        )  # fmt: skip
+        table.stepped(always, active)
+        if not always and bool(lse.isnan().any()):
+            raise NumericsError(f"layer {self.index}: attention is NaN; check the model's weights and inputs")
+        return out
+
+    def _token_by_token(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """A multi-token pass as if it had been decoded."""
+        for sequence in range(table.n_seq):
+            self._set_budget(table, sequence, self._budget(table, int(span.after[sequence])), None)
+        steps = []
+        for column in range(span.length):
+            active = np.ones(table.n_seq, dtype=bool) if span.valid is None else span.valid[:, column]
+            steps.append(self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column), active))
+        return torch.stack(steps, 2)
+
+    # ------------------------------------------------------------------ prefill
+
+    def _prefill(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        for sequence in range(table.n_seq):
+            columns = span.columns(sequence)
+            rows = tuple(t[sequence, :, columns] for t in (q, k, v))
+            if rows[0].shape[1]:
+                out[sequence, :, columns] = self._prefill_one(table, sequence, *rows, span.positions(sequence))
+        return out
+
+    def _prefill_one(self, table: RegionTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> Tensor:
+        """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
+        if self._rolling is not None:
+            q, k = self._rolling.prefill(table, sequence, q, k, v, q_pos)
+        past = self._dense(table, sequence)
+        has_past = past.positions.shape[1] > 0
+        keys = torch.cat([past.keys.to(k.dtype), k], 1) if has_past else k
+        values = torch.cat([past.values.to(v.dtype), v], 1) if has_past else v
+        out, _, colsum = ops.prefill(
+            q, keys, values, q_pos, past.positions if has_past else None,
+            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
+            sink_logits=self._shape.sink_logits,
+            colsum=REDUCE[self.policy.reduce] if self.policy.observes_all else None,
+        )  # fmt: skip
+        if self.policy.keeps_all and not self._shape.window:
+            self._append(table, sequence, k, v, q_pos)
+            return out
+        self._remember_queries(sequence, q, q_pos)
+        new_pos = q_pos.expand(k.shape[0], -1)
+        positions = torch.cat([past.positions, new_pos], 1) if has_past else new_pos
+        scores = colsum if colsum is not None else torch.zeros(positions.shape, device=q.device)
+        if has_past:
+            scores[:, : past.scores.shape[1]] += past.scores
+        found = Candidates(keys, values, positions, scores)
+        if self._between_chunks:
+            self._plan(table, sequence, found, int(q_pos[-1]) + 1)
+        else:
+            self._pending = True
+            self._rewrite(table, sequence, found, positions >= 0)
+        return out
+
+    def _append(self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
+        """Store all new entries behind the stored ones."""
+        rows = table.rows(sequence)
+        n_heads, n_new = k.shape[:2]
+        table.privatise(whole=False)
+        start = table.lens[rows].clone()
+        after = table.lengths()[sequence] + n_new
+        table.reserve(sequence, after)
+        index = torch.arange(n_new, dtype=torch.int32, device=k.device).expand(n_heads, -1).contiguous()
+        count = torch.full((n_heads,), n_new, dtype=torch.int32, device=k.device)
+        ops.write(table.pool.arrays, table.pages[rows], start, count, index, k, v, q_pos.expand(n_heads, -1))
+        table.set_lengths(sequence, after)
+
+    def _remember_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
+        """Keep the last queries of a prompt, across its chunks, for scores that look through a window."""
+        if not self.policy.window:
+            return
+        old = self._queries.get(sequence)
+        if old is not None and int(old[1][-1]) + 1 == int(q_pos[0]):
+            q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
+        w = self.policy.window
+        self._queries[sequence] = (q[:, -w:].clone(), q_pos[-w:].clone())
+
+    # ------------------------------------------------------------------ plan and apply
+
+    def _budget(self, table: RegionTable, seen: int) -> int:
+        budget = self._entries(table, seen)
+        return min(budget, self._shape.window) if self._shape.window else budget
+
+    def _set_budget(self, table: RegionTable, sequence: int, budget: int, caps: Tensor | None) -> None:
+        numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
+        if self._shape.window:
+            numbers = np.minimum(numbers, self._shape.window)
+        newest = 0 if self.policy.keeps_all else self.policy.protect.newest(budget)
+        table.set_budget(sequence, numbers.astype(np.int32), newest)
+
+    def _settle(self, table: RegionTable) -> None:
+        """Plan what a prompt in several passes left for its end."""
+        if not self._pending:
+            return
+        for sequence in range(table.n_seq):
+            dense = self._dense(table, sequence)
+            self._plan(table, sequence, Candidates(*dense), int(dense.positions.max()) + 1)
+        self._pending = False
+
+    def _plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int) -> None:
+        """Choose what stays of one sequence and make it so."""
+        alive = found.positions >= 0
+        if self._shape.window:  # what no later query can see
+            alive &= seen - found.positions < self._shape.window
+        if self.policy.keeps_all:
+            self._rewrite(table, sequence, found, alive)
+            self._set_budget(table, sequence, UNBOUNDED, None)
+            return
+        budget = self._budget(table, seen)
+        scores = self._signal(sequence, found)
+        positions = torch.where(alive, found.positions, -1)
+        order = _by_position(positions)
+        view = View(positions.gather(1, order), scores.gather(1, order), seen, self.index)
+        plan = self.policy.plan(view, budget)
+        keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
+        self._rewrite(table, sequence, found._replace(scores=scores), keep)
+        self._set_budget(table, sequence, budget, plan.caps)
+
+    def _signal(self, sequence: int, found: Candidates) -> Tensor:
+        """(H, N) float32: what the policy's score is made of."""
+        if not self.policy.window:
+            return found.scores
+        q, q_pos = self._queries[sequence]
+        return window_signal(
+            q, found.keys, q_pos, found.positions,
+            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
+            sink_logits=self._shape.sink_logits, reduce=REDUCE[self.policy.reduce],
+        )  # fmt: skip
+
+    def _rewrite(self, table: RegionTable, sequence: int, found: Candidates, keep: Tensor) -> None:
+        """Hold exactly the kept candidates, in the order of their positions, in fresh neighbouring pages."""
+        order = _by_position(torch.where(keep, found.positions, -1))
+        counts = keep.sum(1)
+        lens = counts.cpu().numpy().astype(np.int32)
+        rows = table.rows(sequence)
+        table.renew(sequence, lens)
+        index = order[:, : int(lens.max(initial=0))].int().contiguous()
+        ops.write(
+            table.pool.arrays, table.pages[rows], torch.zeros_like(counts).int(), counts.int(), index,
+            found.keys, found.values, found.positions, found.scores,
+        )  # fmt: skip
+        table.set_lengths(sequence, lens)
+
+    def _dense(self, table: RegionTable, sequence: int) -> ops.Dense:
+        rows = table.rows(sequence)
+        width = int(table.lengths()[sequence].max(initial=0))
+        return ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width)
+
+    # ------------------------------------------------------------------ the batch
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences, in this order (beams, batch selection, repetition)."""
+        if self._table is not None:
+            self._table.select(sequences)
+            self._queries = {i: self._queries[s] for i, s in enumerate(sequences) if s in self._queries}
+            if self._rolling is not None:
+                self._rolling.select(sequences)
+
+    # ------------------------------------------------------------------ going back
+
+    def can_truncate(self, shape: AttentionShape) -> bool:
+        """Whether the newest entries can simply be cut off: nothing ever left."""
+        return self.policy.keeps_all and not shape.window
+
+    @property
+    def truncatable(self) -> bool:
+        """The same, after the first pass."""
+        return self.can_truncate(self._shape)
+
+    def truncate(self, n: int) -> None:
+        """Cut off the newest `n` entries of every region."""
+        if self._table is not None:
+            for sequence, lens in enumerate(self._table.lengths()):
+                self._table.set_lengths(sequence, np.maximum(lens - n, 0))
+            self.columns -= n
+
+    def fork(self) -> LayerState:
+        """The state as it is now, to `restore` later or to `release`."""
+        table = self._table.fork() if self._table is not None else None
+        rolling = self._rolling.copy() if self._rolling is not None else None
+        return LayerState(table, self.columns, self._pending, dict(self._queries), rolling)
+
+    def restore(self, state: LayerState) -> None:
+        """Go back to a forked state, which is used up."""
+        if self._table is not None:
+            self._table.clear()
+        self._table, state.table = state.table, None
+        self.columns, self._pending, self._queries, self._rolling = state.columns, state.pending, state.queries, state.rolling
+
+    def reset(self) -> None:
+        """Give back every page and forget every token."""
+        if self._table is not None:
+            self._table.clear()
+        self._table = None
+        self._rule = self.policy.decode_rule(self.index)
+        self._queries.clear()
+        self._pending = False
+        self.columns = 0
+        if self._rolling is not None:
+            self._rolling.reset()
+
+
+def _by_position(positions: Tensor) -> Tensor:
+    """(H, N) column order: ascending positions, -1 last."""
+    return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)

@@ -1,0 +1,217 @@
+"""RegionTable: the page ids and lengths of every region (KV head of a sequence) of one layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pool import PageIds, PagePool
+from millpond.errors import PoolFullError
+from millpond.kernels.rules import UNBOUNDED
+
+Ints = npt.NDArray[np.int32]
+
+
+class RegionTable:
+    """Tables of `n_seq * n_kv_heads` regions over one pool.
+
+    The kernels read `pages`, `lens`, `caps` and `recent` on the pool's device; the host keeps its own copy of each
+    (on the CPU the two are one memory), so that no step waits for a device.
+
+    Attributes:
+        pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
+        recent: (R,) int32 how many newest positions are protected.
+    """
+
+    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int) -> None:
+        self.pool = pool
+        self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
+        n = n_seq * n_kv_heads
+        self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
+        self._owned = np.zeros(n, dtype=np.int64)  # pages per region
+        self._lens: Ints = np.zeros(n, dtype=np.int32)
+        self._caps: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
+        self._recent: Ints = np.zeros(n, dtype=np.int32)
+        self._slack = 0  # decoding steps until some region may need a page
+        self._may_share = False  # some page may have another holder
+        self._publish()
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def n_regions(self) -> int:
+        return len(self._lens)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries held, on the host."""
+        return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def rows(self, sequence: int) -> slice:
+        """The regions of one sequence."""
+        return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
+
+    def held(self) -> PageIds:
+        """Page ids of all regions, a shared page once per holder."""
+        return np.concatenate([row[:n] for row, n in zip(self._ids, self._owned, strict=True)]).astype(np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables themselves."""
+        return sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.caps, self.recent))
+
+    # ------------------------------------------------------------------ budgets
+
+    def set_budget(self, sequence: int, caps: Ints, recent: int) -> None:
+        """How many entries each head of a sequence may hold, and how many newest ones are protected."""
+        rows = self.rows(sequence)
+        self._caps[rows] = caps
+        self._recent[rows] = recent
+        self._slack = 0
+        self._publish(ids=False)
+
+    # ------------------------------------------------------------------ room
+
+    def reserve(self, sequence: int, lens: Ints) -> None:
+        """Give each head of a sequence the pages for `lens` entries, a run of neighbours per head.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        first = self.rows(sequence).start
+        need = np.maximum(-(-lens // self.pool.slots) - self._owned[self.rows(sequence)], 0)
+        ids = self.pool.allocate(int(need.sum()))
+        self._widen(int((self._owned[self.rows(sequence)] + need).max(initial=0)))
+        begin = 0
+        for head, n in enumerate(need.tolist()):
+            row, own = first + head, int(self._owned[first + head])
+            self._ids[row, own : own + n] = ids[begin : begin + n]
+            self._owned[row] += n
+            begin += n
+        self._publish(lens=False)
+
+    def make_room(self, grows_always: bool) -> None:
+        """Before a decoding step: a page for every region that may grow by one entry.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        if self._slack > 0:
+            return
+        growing = np.full(self.n_regions, True) if grows_always else self._lens < self._caps
+        spare = self._owned * self.pool.slots - self._lens
+        needy = np.flatnonzero(growing & (spare == 0))
+        if len(needy):
+            ids = self.pool.allocate(len(needy))
+            self._widen(int(self._owned[needy].max()) + 1)
+            self._ids[needy, self._owned[needy]] = ids
+            self._owned[needy] += 1
+            spare[needy] = self.pool.slots
+            self._publish(lens=False)
+        self._slack = int(spare[growing].min()) if growing.any() else 2**30
+
+    def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
+        """After a decoding step: follow on the host what the kernel did to the lengths."""
+        self._slack -= 1
+        if self.lens.device.type != "cpu":
+            grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._caps))
+            self._lens += grew.astype(np.int32)
+
+    def set_lengths(self, sequence: int, lens: Ints) -> None:
+        """Entries now held by each head of a sequence; pages beyond them return to the pool."""
+        rows = self.rows(sequence)
+        self._lens[rows] = lens
+        for row, length in zip(range(rows.start, rows.stop), lens.tolist(), strict=True):
+            keep = -(-length // self.pool.slots)
+            self.pool.release(self._ids[row, keep : self._owned[row]])
+            self._owned[row] = keep
+        self._slack = 0
+        self._publish(ids=False)
+
+    def renew(self, sequence: int, lens: Ints) -> None:
+        """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be written anew.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        rows = self.rows(sequence)
+        need = int((-(-lens // self.pool.slots)).sum())
+        old = np.concatenate([self._ids[r, : self._owned[r]] for r in range(rows.start, rows.stop)]).astype(np.int32)
+        freed = int((self.pool.refs(old) == 1).sum())
+        if not self.pool.can_allocate(need - freed):
+            raise PoolFullError(
+                f"the page pool is full: {need} pages are needed for a sequence that frees {freed}, "
+                f"{self.pool.n_live} of at most {self.pool.max_pages} are in use; what is cached stays readable. "
+                "Raise memory_limit or lower the budget"
+            )
+        self.pool.release(old)
+        self._owned[rows] = 0
+        self._lens[rows] = 0
+        self.reserve(sequence, lens)
+
+    # ------------------------------------------------------------------ sharing
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
+        regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
+        before = self.held()
+        self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
+        self._lens, self._caps, self._recent = self._lens[regions], self._caps[regions], self._recent[regions]
+        self.n_seq = len(sequences)
+        self.pool.retain(self.held())
+        self.pool.release(before)
+        self._may_share, self._slack = True, 0
+        self._publish()
+
+    def fork(self) -> RegionTable:
+        """Another table of the same entries: pages are shared until one of the two writes."""
+        other = RegionTable(self.pool, self.n_seq, self.n_kv_heads)
+        other._ids, other._owned = self._ids.copy(), self._owned.copy()
+        other._lens, other._caps, other._recent = self._lens.copy(), self._caps.copy(), self._recent.copy()
+        self.pool.retain(self.held())
+        self._may_share = other._may_share = True
+        other._publish()
+        return other
+
+    def privatise(self, whole: bool) -> None:
+        """Before a write: copy the shared pages that will be written, all of a region's or only its last.
+
+        Raises:
+            PoolFullError: no room for the copies; nothing was changed.
+        """
+        if not self._may_share:
+            return
+        column = np.arange(self._ids.shape[1])[None, :]
+        mine = column < self._owned[:, None]
+        if not whole:
+            mine &= column == (self._lens // self.pool.slots)[:, None]
+        self._ids[mine] = self.pool.privatise(self._ids[mine])
+        self._may_share = not whole
+        self._publish(lens=False)
+
+    def clear(self) -> None:
+        """Give every page back."""
+        self.pool.release(self.held())
+        self._owned[:] = 0
+        self._lens[:] = 0
+        self._slack = 0
+        self._publish()
+
+    # ------------------------------------------------------------------ internal
+
+    def _widen(self, columns: int) -> None:
+        if columns > self._ids.shape[1]:
+            grown = np.zeros((self.n_regions, max(columns, self._ids.shape[1] + self._ids.shape[1] // 4)), dtype=np.int32)
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
+
+    def _publish(self, ids: bool = True, lens: bool = True) -> None:
+        """Make the host's numbers visible to the kernels."""
+        device = self.pool.arrays.device
+        if ids:
+            self.pages: Tensor = torch.from_numpy(self._ids).to(device)
+        if lens:
+            self.lens: Tensor = torch.from_numpy(self._lens).to(device)
+            self.caps: Tensor = torch.from_numpy(self._caps).to(device)
+            self.recent: Tensor = torch.from_numpy(self._recent).to(device)

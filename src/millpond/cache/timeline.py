@@ -1,0 +1,137 @@
+"""Timeline: which token of each sequence a forward pass holds, counted once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.errors import CacheMismatchError
+
+#: Parts of one pass (draft tokens) that are remembered.
+MAX_PARTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The new tokens of one forward pass.
+
+    Attributes:
+        start: columns (pads included) before this pass. length: columns of this pass.
+        before, after: (S,) real tokens of each sequence before and after this pass.
+        valid: (S, length) bool on the host, or None if no column is a pad.
+        q_pos: (S,) int32 on the device for a pass of one column: each new token's position, -1 for a pad.
+    """
+
+    start: int
+    length: int
+    before: npt.NDArray[np.int64]
+    after: npt.NDArray[np.int64]
+    valid: npt.NDArray[np.bool_] | None
+    device: torch.device
+    q_pos: Tensor | None
+
+    def columns(self, sequence: int) -> slice | Tensor:
+        """The columns of this pass that hold tokens of `sequence`."""
+        if self.valid is None:
+            return slice(0, self.length)
+        here = np.flatnonzero(self.valid[sequence])
+        if len(here) == 0:
+            return slice(0, 0)
+        if here[-1] - here[0] + 1 == len(here):
+            return slice(int(here[0]), int(here[-1]) + 1)
+        return torch.from_numpy(here).to(self.device)
+
+    def positions(self, sequence: int) -> Tensor:
+        """(n,) int32: positions of the tokens in `columns(sequence)`."""
+        return torch.arange(
+            int(self.before[sequence]), int(self.after[sequence]), dtype=torch.int32, device=self.device
+        )
+
+    def token(self, column: int) -> Tensor:
+        """(S,) int32: position of each sequence's token in one column, -1 for a pad."""
+        valid = np.ones(len(self.before), dtype=bool) if self.valid is None else self.valid[:, column]
+        ahead = column if self.valid is None else self.valid[:, :column].sum(1)
+        return torch.from_numpy(np.where(valid, self.before + ahead, -1).astype(np.int32)).to(self.device)
+
+    def active(self) -> npt.NDArray[np.bool_]:
+        """(S,) bool: which sequences have a token in this pass of one column."""
+        return np.ones(len(self.before), dtype=bool) if self.valid is None else self.valid[:, 0]
+
+
+class Timeline:
+    """Real tokens seen per sequence, and columns (pads included) seen by the whole batch."""
+
+    def __init__(self) -> None:
+        self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.columns = 0
+        self._spans: dict[tuple[int, int], Span] = {}  # of the running pass, which may be taken in in parts
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences in the batch, 0 before the first pass."""
+        return len(self.seen)
+
+    def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> Span:
+        """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
+
+        Args:
+            mask: (n_seq, >= length) bool, the newest `length` columns tell tokens (True) from pads; None: no pads.
+
+        Raises:
+            CacheMismatchError: another batch size, or layers that are out of step.
+        """
+        known = self._spans.get((start, length))
+        if known is not None:
+            return known
+        if start != self.columns:
+            raise CacheMismatchError(
+                f"a layer has seen {start} tokens where the cache has seen {self.columns}: was a forward pass "
+                "interrupted, or the cache used by two models? Call reset() and run the prompt again"
+            )
+        if self.n_seq == 0:
+            self.seen = np.zeros(n_seq, dtype=np.int64)
+        if self.n_seq != n_seq:
+            raise CacheMismatchError(
+                f"a batch of {n_seq} sequences met a cache of {self.n_seq}; call reset() before another prompt"
+            )
+        span = self._open(start, length, mask, device)
+        if len(self._spans) >= MAX_PARTS:
+            self._spans.pop(next(iter(self._spans)))
+        self._spans[start, length] = span
+        self.seen = span.after
+        self.columns = start + length
+        return span
+
+    def span_after(self, columns: int) -> npt.NDArray[np.int64]:
+        """(S,) real tokens seen when `columns` columns had been taken in, for a boundary inside the running pass."""
+        return next(s.after for s in reversed(self._spans.values()) if s.start + s.length == columns)
+
+    def _open(self, start: int, length: int, mask: Tensor | None, device: torch.device) -> Span:
+        valid = None if mask is None else mask[:, -length:].bool().cpu().numpy()
+        if valid is not None and valid.all():
+            valid = None
+        added = length if valid is None else valid.sum(1)
+        after = self.seen + added
+        q_pos = None
+        if length == 1:
+            here = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
+            q_pos = torch.from_numpy(here.astype(np.int32)).to(device)
+        return Span(start, length, self.seen, after, valid, device, q_pos)
+
+    def rewind(self, columns: int, seen: npt.NDArray[np.int64]) -> None:
+        """Go back to an earlier state."""
+        self.columns, self.seen = columns, seen.copy()
+        self._spans.clear()
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice or re-ordering of sequences."""
+        self.seen = self.seen[sequences]
+        self._spans.clear()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rewind(0, np.zeros(0, dtype=np.int64))

@@ -1,0 +1,51 @@
+"""Every error that Millpond raises on purpose.
+
+    MillpondError
+    ├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
+    │   └── BudgetError                  a budget that cannot be met
+    ├── UnsupportedModelError            a model whose attention cannot be replaced
+    ├── CacheMismatchError               a cache used with another model, batch or order than it was made for
+    ├── PoolFullError (MemoryError)      the page pool reached its hard limit; what is cached stays readable
+    └── NumericsError (ArithmeticError)  NaN where a number is needed
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MillpondError(Exception):
+    """Base class of all errors of this package."""
+
+
+class OptionError(MillpondError, ValueError):
+    """An unknown name, an unknown option, or a value out of its range."""
+
+
+class BudgetError(OptionError):
+    """A budget that cannot be parsed or cannot be met."""
+
+
+class UnsupportedModelError(MillpondError):
+    """A model whose attention does not go through the transformers attention interface."""
+
+
+class CacheMismatchError(MillpondError):
+    """A cache that meets another model, batch size or call order than it was made for."""
+
+
+class PoolFullError(MillpondError, MemoryError):
+    """The page pool reached its hard limit. Nothing was lost: what is cached stays readable."""
+
+
+class NumericsError(MillpondError, ArithmeticError):
+    """Attention produced NaN, so no score can be trusted."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> OptionError:
+    """An error for a name that is not in `known`, with the closest known name as a suggestion."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}")

@@ -1,0 +1,263 @@
+"""MillpondCache: what `compress` returns, a transformers Cache with a budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from millpond.budget import Budget
+from millpond.cache.journal import Journal
+from millpond.cache.layer import LayerCache
+from millpond.cache.pool import PagePool
+from millpond.cache.rolling import Rotation
+from millpond.cache.table import RegionTable
+from millpond.cache.timeline import Timeline
+from millpond.errors import BudgetError, CacheMismatchError
+from millpond.hf.layer import MillpondLayer
+from millpond.kernels.rules import UNBOUNDED
+from millpond.policy.policy import Policy
+
+
+class BudgetFloorWarning(UserWarning):
+    """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache holds, measured from its buffers.
+
+    Attributes:
+        seen: tokens processed, per sequence.
+        stored: entries held, [layer][sequence][KV head].
+        evicted: entries that left, over all layers, sequences and heads.
+        kv_bytes: bytes of keys and values in the pages in use, unused slots included.
+        metadata_bytes: bytes of positions, scores and tables beside them.
+        full_kv_bytes: bytes of keys and values that a cache without a budget would hold, in the same format.
+        reserved_bytes: bytes of all pool buffers, free pages included.
+    """
+
+    seen: list[int]
+    stored: list[list[list[int]]]
+    evicted: int
+    kv_bytes: int
+    metadata_bytes: int
+    full_kv_bytes: int
+    reserved_bytes: int
+
+
+class MillpondCache(Cache):
+    """A KV cache inside a budget. Make one with `millpond.compress`; pass it as `past_key_values`.
+
+    Safe for one batch of prompts and their later turns; `reset` before an unrelated prompt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        budget: Budget | None,
+        *,
+        n_layers: int,
+        storage: torch.dtype | None = None,
+        page_slots: int,
+        memory_limit: int | None = None,
+        between_chunks: bool = True,
+        rotation: Rotation | None = None,
+        croppable: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.budget = budget
+        self.croppable = croppable
+        self.timeline = Timeline()
+        self.journal = Journal(self.timeline)
+        self._storage = storage
+        self._page_slots = page_slots
+        self._memory_limit = memory_limit
+        self._pools: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._warned = False
+        cores = [
+            LayerCache(
+                index, policy, self._entries, self._pool, self.timeline,
+                between_chunks=between_chunks, rotation=rotation,
+            )
+            for index in range(n_layers)
+        ]  # fmt: skip
+        super().__init__(layers=[MillpondLayer(core, self.journal) for core in cores])
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    # ------------------------------------------------------------------ what a user asks
+
+    @property
+    def cores(self) -> list[LayerCache]:
+        """The layers' caches."""
+        return [layer.core for layer in self.layers]
+
+    @property
+    def pools(self) -> list[PagePool]:
+        """The page pools: one per shape of entry."""
+        return list(self._pools.values())
+
+    def stats(self) -> CacheStats:
+        """Counts and bytes as they are now."""
+        stored = [core.stored for core in self.cores]
+        seen = self.timeline.seen
+        entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
+        full = 0
+        for core in self.cores:
+            if core.table is not None:
+                arrays = core.table.pool.arrays
+                item = torch.empty(0, dtype=arrays.dtype).element_size()
+                full += int(seen.sum()) * core.table.n_kv_heads * (arrays.key_dim + arrays.value_dim) * item
+        live = [(pool, pool.n_live) for pool in self.pools]
+        tables = sum(core.table.nbytes for core in self.cores if core.table is not None)
+        return CacheStats(
+            seen=[int(n) for n in seen],
+            stored=[s.tolist() for s in stored],
+            evicted=entries - sum(int(s.sum()) for s in stored),
+            kv_bytes=sum(n * pool.kv_bytes_per_page for pool, n in live),
+            metadata_bytes=tables + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
+            full_kv_bytes=full,
+            reserved_bytes=sum(pool.nbytes for pool in self.pools),
+        )
+
+    def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
+        """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
+
+        Raises:
+            CacheMismatchError: there is no such layer or sequence.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}")
+        if not 0 <= sequence < max(self.timeline.n_seq, 1):
+            raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
+        rows = self.cores[layer].read(sequence).positions
+        return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
+
+    def check_integrity(self) -> None:
+        """Assert that every page is held by exactly the tables that name it."""
+        for pool in self.pools:
+            tables = [core.table for core in self.cores if core.table is not None and core.table.pool is pool]
+            pool.check_integrity([table.held() for table in tables])
+
+    def reset(self) -> None:
+        """Forget everything and give all memory back, before an unrelated prompt."""
+        self.journal.reset()
+        super().reset()
+        self.timeline.reset()
+        for pool in self.pools:
+            pool.trim()
+
+    def close(self) -> None:
+        """Give all memory back and the model its own attention."""
+        self.reset()
+        self._hook.remove()
+        while self._undo:
+            self._undo.pop()()
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the cache is closed."""
+        self._undo.append(undo)
+
+    def __enter__(self) -> MillpondCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ what transformers asks
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take any tokens back without a recording."""
+        return self.croppable
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select([int(i) for i in beam_idx.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([s for s in range(self.timeline.n_seq) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._select([int(i) for i in chosen.tolist()])
+
+    def activate_past_recording(self) -> None:
+        self.journal.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens; a negative count, as transformers passes it.
+
+        Raises:
+            CacheMismatchError: a positive count, or entries were evicted and no recording covers the tokens.
+        """
+        if tokens_to_remove > 0:
+            raise CacheMismatchError(f"crop({tokens_to_remove}): pass a negative number, the tokens to take back")
+        self.journal.crop(self.cores, -tokens_to_remove)
+
+    def _select(self, sequences: list[int]) -> None:
+        if sequences == list(range(self.timeline.n_seq)):
+            return
+        for core in self.cores:
+            core.select(sequences)
+        self.timeline.select(sequences)
+
+    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Learn from the model's call how many of its tokens are a draft that may be taken back."""
+        if kwargs.get("past_key_values") is not self:
+            return
+        keep = kwargs.get("logits_to_keep", 0)
+        self.journal.draft = keep - 1 if isinstance(keep, int) and keep > 0 else None
+
+    # ------------------------------------------------------------------ budgets and pools
+
+    def _entries(self, table: RegionTable, seen: int) -> int:
+        """Budget in entries per KV head of a sequence of `seen` tokens."""
+        if self.budget is None:
+            return UNBOUNDED
+        if self.budget.kind == "bytes":
+            return self._entries_of_bytes(table, int(self.budget.amount))
+        entries = self.budget.entries(seen)
+        least = self.policy.protect.minimum()
+        if self.budget.kind == "ratio" and entries < least:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that the "
+                    f"method protects; keeping {least}",
+                    BudgetFloorWarning,
+                    stacklevel=2,
+                )
+            return least
+        return entries
+
+    def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
+        regions = len(self.layers) * table.n_regions
+        page = table.pool.page_bytes + 4
+        pages = (amount // regions - 12) // page
+        if pages < 1:
+            raise BudgetError(
+                f"a budget of {amount} bytes leaves {amount // regions} bytes to each of {regions} heads (layers x "
+                f"sequences x KV heads), less than one page of {page} bytes; raise the budget or lower page_slots"
+            )
+        return int(pages) * table.pool.slots
+
+    def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
+        storage = self._storage or dtype
+        key = (key_dim, value_dim, storage, device)
+        if key not in self._pools:
+            self._pools[key] = PagePool(
+                key_dim, value_dim, storage, device, slots=self._page_slots, limit_bytes=self._memory_limit
+            )
+        return self._pools[key]
+
+

@@ -1,0 +1,100 @@
+"""compress: give a model a cache with a budget, and switch its attention to the one that feeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from millpond.budget import Budget, parse_bytes
+from millpond.cache.pool import DEFAULT_SLOTS
+from millpond.codec import storage_dtype
+from millpond.errors import BudgetError
+from millpond.hf import attention
+from millpond.hf.cache import MillpondCache
+from millpond.hf.rotation import ModelRotation
+from millpond.hf.support import check_supported, n_layers, text_config
+from millpond.methods import METHODS
+
+
+def compress(
+    model: PreTrainedModel,
+    method: str = "h2o",
+    budget: str | int | float | Budget | None = None,
+    codec: str = "auto",
+    *,
+    memory_limit: str | int | None = None,
+    page_slots: int = DEFAULT_SLOTS,
+    between_chunks: bool = True,
+    **options: Any,
+) -> MillpondCache:
+    """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
+
+    Args:
+        model: any transformers decoder that uses the attention interface.
+        method: what is kept; `millpond.methods()` names them.
+        budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
+            out, 20 % of the prompt; `full` takes none.
+        codec: how entries are stored; "auto" stores what the model computes.
+        memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
+        page_slots: entries per page, a power of two.
+        between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
+            plans once, when the prompt is complete, so that the chunk size changes nothing.
+        **options: of the method; see its signature.
+
+    Returns:
+        A cache to pass as `past_key_values`. Its `close`, or the end of a `with` block, gives the model its own
+        attention back.
+
+    Raises:
+        UnsupportedModelError: the model bypasses the attention interface.
+        OptionError: an unknown method, option or codec, or a value out of range.
+        BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
+    """
+    check_supported(model)
+    policy = METHODS.get(method)(**options)
+    chosen = _budget(method, budget, policy.keeps_all)
+    if chosen is not None and chosen.kind == "tokens":
+        policy.protect.check(int(chosen.amount))
+    config = text_config(model)
+    rotation = ModelRotation.of(model) if policy.positions == "cache_relative" else None
+    sliding = bool(getattr(config, "sliding_window", None))
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    cache = MillpondCache(
+        model, policy, chosen,
+        n_layers=n_layers(config), storage=storage_dtype(codec), page_slots=page_slots, memory_limit=limit,
+        between_chunks=between_chunks, rotation=rotation, croppable=policy.keeps_all and not sliding,
+    )  # fmt: skip
+    cache.on_close(_switch(model))
+    return cache
+
+
+def _budget(method: str, budget: str | int | float | Budget | None, keeps_all: bool) -> Budget | None:
+    if keeps_all:
+        if budget is not None:
+            raise BudgetError(f"method {method!r} keeps everything and takes no budget; leave it out, or use memory_limit")
+        return None
+    return Budget.parse("20%" if budget is None else budget)
+
+
+#: Configurations whose attention is switched: id -> (caches that use it, the implementation before the first).
+_switched: dict[int, tuple[int, str | None]] = {}
+
+
+def _switch(model: PreTrainedModel) -> Callable[[], None]:
+    """Let the model's language side attend through Millpond; returns what undoes it, once no other cache needs it."""
+    attention.register()
+    config = text_config(model)
+    users, before = _switched.get(id(config), (0, config._attn_implementation))
+    _switched[id(config)] = (users + 1, before)
+    config._attn_implementation = attention.NAME
+
+    def undo() -> None:
+        users, before = _switched.pop(id(config))
+        if users > 1:
+            _switched[id(config)] = (users - 1, before)
+        else:
+            config._attn_implementation = before
+
+    return undo

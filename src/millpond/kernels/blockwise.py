@@ -1,0 +1,117 @@
+"""Prefill in blocks of query rows: the attention and the exact column sums in one pass, no (Q, N) matrix.
+
+On the CPU the two matrix products go to oneDNN and this is faster than the fused attention of torch, which cannot
+give the column sums. Extra memory: Hq * block * N numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.reference import INF, reduce_group, wide
+from millpond.kernels.rules import Reduce
+
+BLOCK = 256  #: query rows per block
+
+
+def _block_mask(q_pos: Tensor, past_pos: Tensor | None, n_past: int, begin: int, end: int, window: int) -> Tensor | None:
+    """Hidden columns (Hkv or 1, rows, n_past + end) of the rows begin..end, or None if all are visible."""
+    rows = q_pos[begin:end, None]
+    new = q_pos[None, :end]
+    hidden_new = (new > rows) | (rows - new >= window) if window else new > rows
+    if n_past == 0 or past_pos is None:
+        return hidden_new[None]
+    past = past_pos[:, None, :]
+    hidden_past = (past < 0) | (rows - past >= window) if window else past < 0
+    hidden_past = hidden_past.expand(-1, end - begin, -1)
+    return torch.cat([hidden_past, hidden_new[None].expand(hidden_past.shape[0], -1, -1)], -1)
+
+
+def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+    """(Hkv, group, rows, n) logits in the wide dtype, from rows (Hkv, group, rows, D) and keys (Hkv, n, D)."""
+    n_kv_heads, group, n_rows, dim = rows.shape
+    product = torch.bmm(rows.reshape(n_kv_heads, group * n_rows, dim), keys.transpose(1, 2))
+    logits = product.to(wide(rows.dtype)).mul_(scale)
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.view(n_kv_heads, group, n_rows, -1)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    colsum: Reduce | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    n_heads, n_rows, _ = q.shape
+    n_kv_heads, n_columns, _ = k.shape
+    group, n_past = n_heads // n_kv_heads, n_columns - n_rows
+    dtype = wide(q.dtype)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    rows = q.reshape(n_kv_heads, group, n_rows, -1)
+    out = q.new_empty(n_kv_heads, group, n_rows, v.shape[-1])
+    lse = torch.empty(n_kv_heads, group, n_rows, dtype=dtype, device=q.device)
+    sums = torch.zeros(n_kv_heads, n_columns, dtype=dtype, device=q.device) if colsum is not None else None
+    sink = sink_logits.to(dtype).view(n_kv_heads, group, 1, 1) if sink_logits is not None else None
+    for begin in range(0, n_rows, BLOCK):
+        end = min(begin + BLOCK, n_rows)
+        seen = n_past + end
+        p = _logits(rows[:, :, begin:end], k[:, :seen], scale, softcap)
+        hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
+        if hidden is not None:
+            p.masked_fill_(hidden[:, None], -INF)
+        top = p.amax(-1, keepdim=True)
+        top = torch.maximum(top, sink) if sink is not None else top
+        total = p.sub_(top).exp_().sum(-1, keepdim=True)
+        total = total + torch.exp(sink - top) if sink is not None else total
+        p.div_(total)
+        lse[:, :, begin:end] = (top + total.log())[..., 0]
+        if sums is not None and colsum is not None:
+            sums[:, :seen] += _column_sums(p, colsum)
+        flat = p.to(q.dtype).view(n_kv_heads, -1, seen)
+        out[:, :, begin:end] = torch.bmm(flat, v[:, :seen]).view(n_kv_heads, group, end - begin, -1)
+    return out.view(n_heads, n_rows, -1), lse.view(n_heads, n_rows).float(), sums.float() if sums is not None else None
+
+
+def _column_sums(p: Tensor, how: Reduce) -> Tensor:
+    """(Hkv, n) from (Hkv, group, rows, n)."""
+    if how is Reduce.MAX:
+        return reduce_group(p, how, 1).sum(1)
+    sums = p.sum((1, 2))
+    return sums / p.shape[1] if how is Reduce.MEAN else sums
+
+
+def colsum_from_lse(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    reduce: Reduce = Reduce.MEAN,
+) -> Tensor:
+    n_heads, n_rows, _ = q.shape
+    n_kv_heads, n_columns, _ = k.shape
+    n_past = n_columns - n_rows
+    rows = q.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, -1)
+    norm = lse.view(n_kv_heads, -1, n_rows, 1)
+    sums = torch.zeros(n_kv_heads, n_columns, device=q.device)
+    for begin in range(0, n_rows, BLOCK):
+        end = min(begin + BLOCK, n_rows)
+        p = _logits(rows[:, :, begin:end], k[:, : n_past + end].to(q.dtype), scale, softcap)
+        hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
+        if hidden is not None:
+            p.masked_fill_(hidden[:, None], -INF)
+        sums[:, : n_past + end] += _column_sums(p.sub_(norm[:, :, begin:end]).exp_(), reduce)
+    return sums

@@ -1,0 +1,17 @@
+"""The op set for CUDA in Triton: same names, arguments and meaning as `millpond.kernels.reference`.
+
+With TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on CPU tensors.
+"""
+
+from millpond.errors import OptionError
+
+try:
+    import triton as _triton  # noqa: F401
+except ImportError as error:
+    raise OptionError("the gpu kernels need Triton; install it with: pip install 'millpond[gpu]'") from error
+
+from millpond.kernels.gpu.decode import decode
+from millpond.kernels.gpu.pages import read, write
+from millpond.kernels.gpu.prefill import colsum_from_lse, prefill
+
+__all__ = ["colsum_from_lse", "decode", "prefill", "read", "write"]

@@ -1,0 +1,128 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The two attention kernels of `decode`: partial attention over splits of the slots, and their combination."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, POSITIONS, VALUES, logit2, tile_rows
+
+SPLITS = tl.constexpr(32)  # partial results that `combine` loads at once
+
+
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "window"])
+def attend(
+    q, q_s, q_h, bases, n_arenas, table, table_stride, lens, q_pos, part_out, part_max, part_sum, logits, n_splits,
+    scale, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KEEP_LOGITS: tl.constexpr,
+):  # fmt: skip
+    """Output, maximum and sum of one split for all query heads of a region; the logits too if they are kept."""
+    r = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    begin = split * SPLIT
+    s = r // HEADS
+    here = tl.load(q_pos + s)
+    n = tl.load(lens + r)
+    if here < 0 or begin >= n:
+        return
+    end = tl.minimum(n, begin + SPLIT)
+    g = tl.arange(0, GROUP_BLOCK)
+    d = tl.arange(0, KEY_BLOCK)
+    e = tl.arange(0, VALUE_BLOCK)
+    head = (r % HEADS) * GROUP + g
+    q_mask = (g < GROUP)[:, None] & (d < KEY_DIM)[None, :]
+    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + d[None, :], mask=q_mask, other=0.0).to(DOT)  # (G, K)
+    top = tl.full([GROUP_BLOCK], -INF, tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    table_row = table + r * table_stride
+    logit_rows = logits + (r * GROUP + g) * (n_splits * SPLIT)
+    for first in range(begin, end, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        ok = slot < n
+        at = tile_rows(bases, n_arenas, KEYS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, KEY_DIM, TYPE)
+        k = tl.load(at[:, None] + d[None, :], mask=ok[:, None] & (d < KEY_DIM)[None, :], other=0.0)  # (BLOCK, K)
+        at = tile_rows(bases, n_arenas, VALUES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, VALUE_DIM, TYPE)
+        v = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < VALUE_DIM)[None, :], other=0.0)  # (BLOCK, V)
+        visible = ok
+        if HAS_WINDOW:
+            at = tile_rows(
+                bases, n_arenas, POSITIONS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.int32
+            )
+            visible = ok & (here - tl.load(at, mask=ok, other=0) < window)
+        x = logit2(tl.dot(q_tile, tl.trans(k.to(DOT)), input_precision="ieee"), scale, softcap, HAS_CAP)
+        x = tl.where(visible[None, :], x, -INF)
+        if KEEP_LOGITS:
+            tl.store(logit_rows[:, None] + slot[None, :], x, mask=(g < GROUP)[:, None] & ok[None, :])
+        new_top = tl.maximum(top, tl.max(x, 1))
+        finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
+        p = tl.exp2(x - finite[:, None])
+        fade = tl.exp2(top - finite)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    to = (r * n_splits + split) * GROUP + g
+    tl.store(part_max + to, top, mask=g < GROUP)
+    tl.store(part_sum + to, total, mask=g < GROUP)
+    out_mask = (g < GROUP)[:, None] & (e < VALUE_DIM)[None, :]
+    tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["n_splits"])
+def combine(
+    q, q_s, q_h, k_new, k_s, k_h, v_new, v_s, v_h, lens, q_pos, part_out, part_max, part_sum, n_splits,
+    sink_logits, out, lse, new_logits, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of one query head over its splits, its new entry and its sink."""
+    r = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    s = r // HEADS
+    h = r % HEADS
+    head = h * GROUP + g
+    d = tl.arange(0, KEY_BLOCK)
+    e = tl.arange(0, VALUE_BLOCK)
+    out_row = out + (s * HEADS * GROUP + head) * VALUE_DIM
+    if tl.load(q_pos + s) < 0:
+        tl.store(out_row + e, tl.zeros([VALUE_BLOCK], tl.float32).to(out.dtype.element_ty), mask=e < VALUE_DIM)
+        tl.store(lse + s * HEADS * GROUP + head, -INF)
+        return
+    q_row = tl.load(q + s * q_s + head * q_h + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+    k_row = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+    v_row = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0).to(tl.float32)
+    new = logit2(tl.sum(q_row * k_row, 0), scale, softcap, HAS_CAP)
+    tl.store(new_logits + s * HEADS * GROUP + head, new)
+    top = new
+    total = tl.exp2(new - top)  # 1, and NaN where the logit is
+    acc = v_row
+    if HAS_SINK:
+        sink = tl.load(sink_logits + head) * LOG2_E
+        top = tl.maximum(new, sink)
+        weight = tl.exp2(new - top)
+        total = weight + tl.exp2(sink - top)
+        acc = v_row * weight
+    used = tl.cdiv(tl.load(lens + r), SPLIT)
+    for first in range(0, used, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        ok = split < used
+        at = (r * n_splits + split) * GROUP + g
+        tops = tl.load(part_max + at, mask=ok, other=-INF)
+        sums = tl.load(part_sum + at, mask=ok, other=0.0)
+        outs = tl.load(
+            part_out + at[:, None] * VALUE_DIM + e[None, :], mask=ok[:, None] & (e < VALUE_DIM)[None, :], other=0.0
+        )  # (SPLITS, V)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        fade = tl.exp2(top - new_top)
+        weights = tl.exp2(tops - new_top)
+        total = total * fade + tl.sum(sums * weights, 0)
+        acc = acc * fade + tl.sum(outs * weights[:, None], 0)
+        top = new_top
+    tl.store(out_row + e, (acc / total).to(out.dtype.element_ty), mask=e < VALUE_DIM)
+    tl.store(lse + s * HEADS * GROUP + head, (top + tl.log2(total)) * LN_2)

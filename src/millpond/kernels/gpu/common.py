@@ -1,0 +1,118 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the Triton kernels share: where a slot lies, how a logit is made, what a launch checks. Knows no policy.
+
+Logits inside the kernels are in base 2 (natural logit * log2 e), because the hardware exponential is exp2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import Reduce
+
+INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+
+# which row of PageArrays.bases
+KEYS = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+POSITIONS = tl.constexpr(2)
+SCORES = tl.constexpr(3)
+
+REDUCE_MEAN = tl.constexpr(int(Reduce.MEAN))
+REDUCE_MAX = tl.constexpr(int(Reduce.MAX))
+
+
+# ---------------------------------------------------------------------------------------------- in kernels
+
+
+@triton.jit
+def locate(table_row, slot, ok, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr):
+    """The arena (int32) and the row inside it (int64) of each slot of a region; slots where not `ok` are not looked up."""
+    page = tl.load(table_row + (slot >> LOG_SLOTS), mask=ok, other=0)
+    row = (page & ((1 << LOG_PAGES) - 1)).to(tl.int64) << LOG_SLOTS
+    return page >> LOG_PAGES, row + (slot & ((1 << LOG_SLOTS) - 1))
+
+
+@triton.jit
+def slot_rows(bases, n_arenas, WHICH: tl.constexpr, arena, row, ok, DIM: tl.constexpr, TYPE: tl.constexpr):
+    """Pointers to the first number of each row of keys, values, positions or scores."""
+    base = tl.load(bases + WHICH * n_arenas + arena, mask=ok, other=0)
+    # arenas come from the allocator, so they start at a multiple of 16 bytes; an address from memory does not say so
+    return tl.multiple_of(base.to(tl.pointer_type(TYPE)), 16) + row * DIM
+
+
+@triton.jit
+def tile_rows(bases, n_arenas, WHICH: tl.constexpr, table_row, first, slot, ok, LOG_SLOTS: tl.constexpr,
+              LOG_PAGES: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """`slot_rows` of the slots first .. first + BLOCK - 1: one scalar look-up where a tile lies inside one page."""
+    if BLOCK <= (1 << LOG_SLOTS):
+        page = tl.load(table_row + (first >> LOG_SLOTS))
+        base = tl.load(bases + WHICH * n_arenas + (page >> LOG_PAGES))
+        row = (page & ((1 << LOG_PAGES) - 1)).to(tl.int64) << LOG_SLOTS
+        pointer = tl.multiple_of(base.to(tl.pointer_type(TYPE)), 16) + row * DIM
+        return pointer + (slot & ((1 << LOG_SLOTS) - 1)) * DIM
+    else:
+        arena, row = locate(table_row, slot, ok, LOG_SLOTS, LOG_PAGES)
+        return slot_rows(bases, n_arenas, WHICH, arena, row, ok, DIM, TYPE)
+
+
+@triton.jit
+def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
+    """The logit of a product q.k, in base 2."""
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); exp may overflow to inf, which gives 1
+        doubled = tl.exp2(product * (scale / softcap) * (2.0 * LOG2_E))
+        return (1.0 - 2.0 / (doubled + 1.0)) * (softcap * LOG2_E)
+    else:
+        return product * (scale * LOG2_E)
+
+
+# ---------------------------------------------------------------------------------------------- at launch
+
+
+def check(device: torch.device, *dtypes: torch.dtype) -> None:
+    """Refuse what the kernels cannot run on.
+
+    Raises:
+        OptionError: tensors that are not on a CUDA device, or a dtype without a kernel.
+    """
+    if device.type != "cuda" and not INTERPRET:
+        raise OptionError(f"the gpu kernels need CUDA tensors, not {device}; set TRITON_INTERPRET=1 to run them on the CPU")
+    for dtype in dtypes:
+        if dtype not in TYPES:
+            raise OptionError(f"the gpu kernels take float32, float16 and bfloat16, not {dtype}")
+
+
+def dot_type(left: torch.dtype, right: torch.dtype) -> tl.dtype:
+    """The operand type of a matrix product: the common dtype, float32 where they differ.
+
+    The interpreter of Triton multiplies the bit patterns of bfloat16, so there it is float32 too.
+    """
+    if left != right or (INTERPRET and left == torch.bfloat16):
+        return tl.float32
+    return TYPES[left]
+
+
+def block_of(dim: int) -> int:
+    """The power of two, at least 16 (the least a matrix product takes), that holds `dim` numbers."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with its last axis contiguous; a copy only if it is not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def page_logs(pages: PageArrays) -> dict[str, int]:
+    """The shape of pages as shift widths."""
+    return {"LOG_SLOTS": pages.slots.bit_length() - 1, "LOG_PAGES": pages.pages_per_arena.bit_length() - 1}

@@ -1,0 +1,274 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Causal attention of many new queries, and the column sums of its probabilities from the log-sum-exp.
+
+The first kernel walks over column blocks for each block of query rows; the second walks over row blocks for each
+block of columns and sums exp(logit - lse). No (Q, N) matrix, no atomics: each number is summed by one program in a
+fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from millpond.kernels.gpu.common import (
+    INF,
+    LN_2,
+    LOG2_E,
+    REDUCE_MAX,
+    REDUCE_MEAN,
+    block_of,
+    check,
+    dot_type,
+    logit2,
+    rows_of,
+)
+from millpond.kernels.rules import Reduce
+
+
+@triton.jit
+def attend_tile(
+    q_tile, top, total, acc, k_rows, v_rows, positions, row_pos, first, end, d, e, scale, softcap, window,
+    k_n, v_n, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over the columns first .. first + BLOCK - 1 of k_rows, v_rows and positions."""
+    column = first + tl.arange(0, BLOCK)
+    offset = column.to(tl.int64)
+    k_mask = (d < KEY_DIM)[:, None]
+    v_mask = (e < VALUE_DIM)[None, :]
+    if MASKED:
+        k_mask = k_mask & (column < end)[None, :]
+        v_mask = v_mask & (column < end)[:, None]
+    k = tl.load(k_rows + offset[None, :] * k_n + d[:, None], mask=k_mask, other=0.0)  # (K, BLOCK)
+    v = tl.load(v_rows + offset[:, None] * v_n + e[None, :], mask=v_mask, other=0.0)  # (BLOCK, V)
+    x = logit2(tl.dot(q_tile, k.to(DOT), input_precision="ieee"), scale, softcap, HAS_CAP)
+    if MASKED:
+        position = tl.load(positions + column, mask=column < end, other=-1)[None, :]
+        visible = (position >= 0) & (position <= row_pos[:, None])
+        if HAS_WINDOW:
+            visible = visible & (row_pos[:, None] - position < window)
+        x = tl.where(visible, x, -INF)
+    new_top = tl.maximum(top, tl.max(x, 1))
+    finite = tl.where(new_top == -INF, 0.0, new_top)
+    p = tl.exp2(x - finite[:, None])
+    fade = tl.exp2(top - finite)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
+def forward(
+    q, q_h, q_n, k, k_h, k_n, v, v_h, v_n, q_pos, past_pos, past_h, sink_logits, out, lse,
+    n_rows, n_past, scale, softcap, window,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of ROWS query rows of one query head."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long rows start first
+    head = tl.program_id(1).to(tl.int64)
+    kv = head // GROUP
+    row = first_row + tl.arange(0, ROWS)
+    inside = row < n_rows
+    d = tl.arange(0, KEY_BLOCK)
+    e = tl.arange(0, VALUE_BLOCK)
+    long_row = row.to(tl.int64)
+    q_mask = inside[:, None] & (d < KEY_DIM)[None, :]
+    q_tile = tl.load(q + head * q_h + long_row[:, None] * q_n + d[None, :], mask=q_mask, other=0.0).to(DOT)
+    row_pos = tl.load(q_pos + row, mask=inside, other=-1)
+    top = tl.full([ROWS], -INF, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINK:
+        top = tl.zeros([ROWS], tl.float32) + tl.load(sink_logits + head) * LOG2_E
+        total = tl.where(top == -INF, 0.0, 1.0)
+    acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    k_rows = k + kv * k_h
+    v_rows = v + kv * v_h
+    for first in range(0, n_past, BLOCK):
+        top, total, acc = attend_tile(
+            q_tile, top, total, acc, k_rows, v_rows, past_pos + kv * past_h, row_pos, first, n_past, d, e,
+            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True,
+        )  # fmt: skip
+    k_rows += n_past.to(tl.int64) * k_n
+    v_rows += n_past.to(tl.int64) * v_n
+    begin = 0
+    if HAS_WINDOW:
+        # positions ascend by at least 1 a row, so what lies `window` rows back is hidden
+        begin = tl.maximum(first_row - window + 1, 0) // BLOCK * BLOCK
+    diagonal = first_row // BLOCK * BLOCK
+    end = tl.minimum(first_row + ROWS, n_rows)
+    if HAS_WINDOW:
+        diagonal = begin
+    for first in range(begin, diagonal, BLOCK):
+        top, total, acc = attend_tile(
+            q_tile, top, total, acc, k_rows, v_rows, q_pos, row_pos, first, n_rows, d, e,
+            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, False,
+        )  # fmt: skip
+    for first in range(diagonal, end, BLOCK):
+        top, total, acc = attend_tile(
+            q_tile, top, total, acc, k_rows, v_rows, q_pos, row_pos, first, n_rows, d, e,
+            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True,
+        )  # fmt: skip
+    seen = total > 0.0
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    base = (head * n_rows + long_row) * VALUE_DIM
+    out_mask = inside[:, None] & (e < VALUE_DIM)[None, :]
+    tl.store(out + base[:, None] + e[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
+    norm = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, -INF)
+    tl.store(lse + head * n_rows + row, norm, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
+def column_sums(
+    q, q_h, q_n, k, k_h, k_n, q_pos, past_pos, past_h, lse, sums, n_rows, n_past, scale, softcap, window,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """Sums over all rows, reduced over the group, of the probabilities in BLOCK columns of one KV head."""
+    first = tl.program_id(0) * BLOCK
+    kv = tl.program_id(1).to(tl.int64)
+    n_columns = n_past + n_rows
+    column = first + tl.arange(0, BLOCK)
+    is_past = column < n_past
+    d = tl.arange(0, KEY_BLOCK)
+    k_mask = (d < KEY_DIM)[:, None] & (column < n_columns)[None, :]
+    k_tile = tl.load(k + kv * k_h + column.to(tl.int64)[None, :] * k_n + d[:, None], mask=k_mask, other=0.0).to(DOT)
+    old = tl.load(past_pos + kv * past_h + column, mask=is_past, other=-1)
+    new = tl.load(q_pos + column - n_past, mask=(column >= n_past) & (column < n_columns), other=-1)
+    position = tl.where(is_past, old, new)
+    # rows above the diagonal see none of these columns; nor do, under a window, rows far below
+    begin = tl.maximum(first - n_past, 0) // ROWS * ROWS
+    end = n_rows
+    if HAS_WINDOW:
+        end = tl.where(first >= n_past, tl.minimum(n_rows, first + BLOCK - n_past + window), n_rows)
+    tile = tl.zeros([ROWS, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    # one flat loop over (row block, query head): the inner one alone is too short to pipeline
+    for step in range(0, tl.cdiv(tl.maximum(end - begin, 0), ROWS) * GROUP):
+        g = step % GROUP
+        head = kv * GROUP + g
+        row = begin + step // GROUP * ROWS + tl.arange(0, ROWS)
+        inside = row < n_rows
+        q_mask = inside[:, None] & (d < KEY_DIM)[None, :]
+        q_tile = tl.load(q + head * q_h + row.to(tl.int64)[:, None] * q_n + d[None, :], mask=q_mask, other=0.0).to(DOT)
+        norm = tl.load(lse + head * n_rows + row, mask=inside, other=0.0) * LOG2_E
+        row_pos = tl.load(q_pos + row, mask=inside, other=-1)
+        x = logit2(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, softcap, HAS_CAP)
+        visible = (position >= 0)[None, :] & (position[None, :] <= row_pos[:, None])
+        if HAS_WINDOW:
+            visible = visible & (row_pos[:, None] - position[None, :] < window)
+        p = tl.where(visible, tl.exp2(x - norm[:, None]), 0.0)
+        if REDUCE == REDUCE_MAX:
+            tile = tl.where(g == 0, p, tl.maximum(tile, p))
+            total += tl.where(g == GROUP - 1, tl.sum(tile, 0), 0.0)
+        else:
+            tile += p
+    if REDUCE != REDUCE_MAX:
+        total = tl.sum(tile, 0)
+    if REDUCE == REDUCE_MEAN:
+        total = total * (1.0 / GROUP)
+    tl.store(sums + kv * n_columns + column, total, mask=column < n_columns)
+
+
+class Tile(NamedTuple):
+    """Sizes that change speed and not meaning."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+def forward_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of `forward` for heads of width `dim` (a power of two). Float32 runs without tensor cores."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 1)
+    return Tile(128, 64, 8, 3) if dim <= 128 else Tile(64, 32, 4, 2)
+
+
+def sums_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of `column_sums`."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 1)
+    return Tile(64, 128, 8, 3) if dim <= 128 else Tile(32, 64, 4, 2)
+
+
+def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
+    """The positions of the stored entries, and the stride from one KV head to the next (0: all share one row)."""
+    if past_pos is None:
+        return q_pos, 0
+    past_pos = rows_of(past_pos)
+    return past_pos, past_pos.stride(0) if past_pos.shape[0] > 1 else 0
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    colsum: Reduce | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    check(q.device, q.dtype)
+    n_heads, n_rows, key_dim = q.shape
+    n_kv_heads, n_columns, value_dim = v.shape
+    q, k, v, q_pos = rows_of(q), rows_of(k.to(q.dtype)), rows_of(v.to(q.dtype)), q_pos.contiguous()
+    past, past_stride = _past(past_pos, q_pos)
+    out = torch.empty(n_heads, n_rows, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(n_heads, n_rows, dtype=torch.float32, device=q.device)
+    tile = forward_tile(block_of(max(key_dim, value_dim)), q.dtype)
+    if n_rows and n_heads:
+        forward[(triton.cdiv(n_rows, tile.rows), n_heads)](
+            q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], q_pos, past, past_stride,
+            sink_logits.float().contiguous() if sink_logits is not None else lse, out, lse,
+            n_rows, n_columns - n_rows, float(scale), float(softcap), window,
+            GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            KEY_BLOCK=block_of(key_dim), VALUE_BLOCK=block_of(value_dim), ROWS=tile.rows, BLOCK=tile.block,
+            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0,
+            HAS_SINK=sink_logits is not None, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    if colsum is None:
+        return out, lse, None
+    sums = colsum_from_lse(q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum)
+    return out, lse, sums
+
+
+def colsum_from_lse(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    reduce: Reduce = Reduce.MEAN,
+) -> Tensor:
+    check(q.device, q.dtype)
+    n_heads, n_rows, key_dim = q.shape
+    n_kv_heads, n_columns = k.shape[:2]
+    q, k, q_pos, lse = rows_of(q), rows_of(k.to(q.dtype)), q_pos.contiguous(), lse.contiguous()
+    past, past_stride = _past(past_pos, q_pos)
+    sums = torch.empty(n_kv_heads, n_columns, dtype=torch.float32, device=q.device)
+    tile = sums_tile(block_of(key_dim), q.dtype)
+    if n_kv_heads and n_columns:
+        column_sums[(triton.cdiv(n_columns, tile.block), n_kv_heads)](
+            q, *q.stride()[:2], k, *k.stride()[:2], q_pos, past, past_stride, lse, sums,
+            n_rows, n_columns - n_rows, float(scale), float(softcap), window,
+            GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, KEY_BLOCK=block_of(key_dim), ROWS=tile.rows, BLOCK=tile.block,
+            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0, REDUCE=int(reduce),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return sums

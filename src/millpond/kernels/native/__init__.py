@@ -1,0 +1,38 @@
+"""The page ops in C++ for the CPU, through a plain C ABI: same functions and meaning as `reference`.
+
+MILLPOND_ISA=baseline|v3|v4|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
+Without a compiler at install time there are no libraries: `is_available()` is False and says so once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from millpond.kernels.native import library
+from millpond.kernels.native.library import NativeKernelsWarning
+from millpond.kernels.native.ops import decode, read, write
+
+__all__ = ["NativeKernelsWarning", "decode", "is_available", "isa", "read", "read_bandwidth", "write"]
+
+
+@cache
+def is_available() -> bool:
+    """Whether native kernels can run here; warns once per process if not."""
+    if library.load() is not None:
+        return True
+    library.warn_missing()
+    return False
+
+
+def isa() -> str:
+    """The instruction set of the library in use: baseline, v3, v4, v4bf16, neon, or none."""
+    loaded = library.load()
+    return loaded[0] if loaded is not None else "none"
+
+
+def read_bandwidth(address: int, n_bytes: int, n_threads: int) -> None:
+    """Read memory once on `n_threads` threads, as fast as it goes: time this call to learn the limit."""
+    loaded = library.load()
+    if loaded is not None:
+        loaded[1].mp_read_bandwidth(ctypes.c_void_p(address), ctypes.c_int64(n_bytes), ctypes.c_int(n_threads))

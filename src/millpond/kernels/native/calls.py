@@ -1,0 +1,119 @@
+"""Tensors to C structs and back: one packed struct and one foreign call per op, nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.native import library
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+TORCH_DTYPES = tuple(DTYPES)
+#: the order of fields is that of csrc/args.hpp
+DECODE = Struct("=40q3d").pack
+WRITE = Struct("=30q").pack
+READ = Struct("=17q").pack
+INT32 = torch.int32
+
+Call = Callable[[bytes], int]
+
+
+@cache
+def entry_point(name: str) -> Call:
+    """The C function of that name, taking one packed struct."""
+    loaded = library.load()
+    if loaded is None:
+        raise OptionError("this install has no native kernels; reinstall millpond with a C++ compiler")
+    function: ctypes._NamedFuncPointer = getattr(loaded[1], name)
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    return function
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with contiguous rows in a dtype that the kernels read."""
+    x = x if x.dtype in DTYPES else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat(x: Tensor) -> Tensor:
+    """An index tensor with contiguous int32 rows."""
+    if x.dtype is not INT32:
+        raise OptionError(f"index tensors of the kernels are int32, not {x.dtype}")
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def decode(
+    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
+    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
+    scale: float, softcap: float, decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
+    table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
+    if lens.dtype is not INT32 or not lens.is_contiguous():
+        raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    n_seq, n_heads, _ = q.shape
+    n_kv_heads = k_new.shape[1]
+    out = torch.empty((n_seq, n_heads, pool[3]), dtype=q.dtype)
+    lse = torch.empty((n_seq, n_heads), dtype=torch.float32)
+    evicted = torch.empty((n_seq * n_kv_heads,), dtype=INT32)
+    q_seq, q_head, _ = q.stride()
+    k_seq, k_head, _ = k_new.stride()
+    v_seq, v_head, _ = v_new.stride()
+    failed = entry_point("mp_decode")(DECODE(
+        bases.data_ptr(), bases.shape[1], *pool,
+        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), DTYPES[q.dtype], DTYPES[k_new.dtype], DTYPES[v_new.dtype],
+        q_seq, q_head, k_seq, k_head, v_seq, v_head,
+        table.data_ptr(), table.stride(0), lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
+        n_seq, n_heads, n_kv_heads, window, *rule, torch.get_num_threads(), scale, softcap, decay,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the decode kernel")
+    return out, lse, evicted
+
+
+def write(
+    bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, scores: Tensor | None, pool: list[int],
+) -> None:  # fmt: skip
+    if index.numel() == 0:
+        return
+    table, start, count, index = _flat(table), _flat(start), _flat(count), _flat(index)
+    keys, values = _rows(keys), _rows(values)
+    if positions.dtype is not INT32:
+        raise OptionError(f"positions are int32, not {positions.dtype}")
+    scores = scores if scores is None else scores.float()
+    entry_point("mp_write")(WRITE(
+        bases.data_ptr(), bases.shape[1], *pool,
+        table.data_ptr(), table.stride(0), table.shape[0], start.data_ptr(), count.data_ptr(),
+        index.data_ptr(), index.stride(0), index.shape[1], keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
+        0 if scores is None else scores.data_ptr(), DTYPES[keys.dtype], DTYPES[values.dtype],
+        *keys.stride()[:2], *values.stride()[:2], *positions.stride(),
+        *((0, 0) if scores is None else scores.stride()), torch.get_num_threads(),
+    ))  # fmt: skip
+
+
+def read(
+    bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, dtype = table.shape[0], TORCH_DTYPES[pool[4]]
+    keys = torch.empty((n, width, pool[2]), dtype=dtype)
+    values = torch.empty((n, width, pool[3]), dtype=dtype)
+    positions = torch.empty((n, width), dtype=INT32)
+    scores = torch.empty((n, width), dtype=torch.float32)
+    if n and width:
+        table, lens = _flat(table), _flat(lens)
+        entry_point("mp_read")(READ(
+            bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0), n, lens.data_ptr(), width,
+            keys.data_ptr(), values.data_ptr(), positions.data_ptr(), scores.data_ptr(), torch.get_num_threads(),
+        ))  # fmt: skip
+    return keys, values, positions, scores

@@ -1,0 +1,190 @@
+// One decoding step of one layer over the whole ragged batch.
+//
+// Work items are (region, split), handed out in order. The thread that finishes a region's last split completes the
+// region while its weights are still in its cache. With fewer regions than threads the scoring pass is split too.
+#include <cstdlib>
+#include <mutex>
+
+#include "merge.hpp"
+#include "store.hpp"
+#include "threads.hpp"
+
+namespace mp {
+namespace {
+
+// Memory that grows and stays: one per calling thread.
+class Workspace {
+ public:
+  ~Workspace() { std::free(memory_); }
+  char* get(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(memory_);
+      size_ = round_up(bytes + bytes / 4, 4096);
+      memory_ = static_cast<char*>(std::aligned_alloc(4096, size_t(size_)));
+      if (memory_ == nullptr) size_ = 0;
+    }
+    return memory_;
+  }
+
+ private:
+  char* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+struct RegionState {
+  std::atomic<int> left;  // splits not yet done
+  int slab;               // which slab it uses
+};
+
+class Step {
+ public:
+  explicit Step(const DecodeArgs& args) : c_(args) {}
+  int run();
+
+ private:
+  void choose_threads(int64_t n_items);
+  void work(int thread);
+  void attend_split(int r, int split, int thread);
+  void combine(int r);
+  void settle(int r, int thread);
+  int score_splits(int r) const;
+  void score_in_parallel();
+  bool take(int& r, int& split);
+
+  Slab slab(int r) const { return Slab(c_, slabs_ + states_[r].slab * Slab::bytes(c_)); }
+  Scratch scratch(int thread) const { return Scratch(c_, scratches_ + thread * Scratch::bytes(c_)); }
+  float* shared_mean(int thread) const { return means_ + thread * int64_t(c_.most + W); }
+
+  Call c_;
+  int threads_ = 1;
+  bool apart_ = false;  // attention first, then scores: both split over the threads
+  RegionState* states_ = nullptr;
+  float* scores_ = nullptr;  // per region: the new entry's accumulator
+  std::atomic<int>* heads_left_ = nullptr;  // per sequence
+  int* free_ = nullptr;                     // stack of free slabs
+  int n_free_ = 0, next_region_ = 0, next_split_ = 0;
+  char *slabs_ = nullptr, *scratches_ = nullptr;
+  float* means_ = nullptr;
+  std::mutex mutex_;
+};
+
+// A thread is worth waking for this many bytes of keys and values.
+constexpr int64_t BYTES_PER_THREAD = 128 * 1024;
+
+void Step::choose_threads(int64_t n_items) {
+  int64_t slots = 0;
+  for (int r = 0; r < c_.n_regions; ++r)
+    if (c_.active(r)) slots += c_.a.lens[r];
+  const int64_t bytes = slots * (c_.pool.key_dim + c_.pool.value_dim) * c_.pool.item;
+  const int64_t worth = 1 + bytes / BYTES_PER_THREAD;
+  threads_ = int(std::max<int64_t>(1, std::min({c_.a.n_threads, worth, n_items})));
+  apart_ = c_.n_regions < threads_;
+}
+
+bool Step::take(int& r, int& split) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (next_region_ == c_.n_regions) return false;
+  r = next_region_;
+  split = next_split_;
+  if (split == 0 && !apart_) states_[r].slab = free_[--n_free_];
+  if (++next_split_ == c_.splits(r)) ++next_region_, next_split_ = 0;
+  return true;
+}
+
+void Step::attend_split(int r, int split, int thread) {
+  switch (c_.pool.dtype) {
+    case F32: return attend<float>(c_, r, split, slab(r), scratch(thread));
+    case F16: return attend<f16>(c_, r, split, slab(r), scratch(thread));
+    default: return attend<bf16>(c_, r, split, slab(r), scratch(thread));
+  }
+}
+
+// Output and log-sum-exp of a region whose splits are done, and the new entry's accumulator.
+void Step::combine(int r) {
+  scores_[r] = 0.0f;
+  if (!c_.active(r)) return leave_out(c_, r);
+  const float received = merge(c_, r, slab(r));
+  if (c_.gathers) scores_[r] = received;
+}
+
+// The new entry of region r, or of its whole sequence where the KV heads decide together.
+void Step::settle(int r, int thread) {
+  if (!c_.active(r)) return;
+  if (!averaged(c_)) return store_alone(c_, r, slab(r), scores_[r]);
+  const int seq = c_.seq(r);
+  if (heads_left_[seq].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  store_shared(c_, seq, shared_mean(thread), scores_ + seq * c_.a.n_kv_heads);
+}
+
+int Step::score_splits(int r) const { return c_.gathers || c_.full(r) ? c_.splits(r) : 0; }
+
+void Step::work(int thread) {
+  int r, split;
+  while (take(r, split)) {
+    if (c_.active(r)) attend_split(r, split, thread);
+    if (apart_ || states_[r].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    combine(r);
+    for (int i = 0; c_.active(r) && i < score_splits(r); ++i)
+      score_part(c_, r, i, slab(r), scratch(thread).correction);
+    settle(r, thread);
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_[n_free_++] = states_[r].slab;
+  }
+}
+
+void Step::score_in_parallel() {
+  std::atomic<int> next{0};
+  const int per_region = int(Slab::splits(c_));
+  for (int r = 0; r < c_.n_regions; ++r) combine(r);
+  auto body = [&](int thread) {
+    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < c_.n_regions * per_region;) {
+      const int r = i / per_region, split = i % per_region;
+      if (c_.active(r) && split < score_splits(r)) score_part(c_, r, split, slab(r), scratch(thread).correction);
+    }
+  };
+  parallel(threads_, body);
+  for (int r = 0; r < c_.n_regions; ++r) settle(r, 0);
+}
+
+int Step::run() {
+  const int n = c_.n_regions;
+  int64_t n_items = 0;
+  for (int r = 0; r < n; ++r) n_items += c_.splits(r);
+  choose_threads(n_items);
+  const int n_slabs = apart_ ? n : threads_;
+  int64_t bytes = 0;
+  auto reserve = [&bytes](int64_t size) { return std::exchange(bytes, bytes + round_up(size, 64)); };
+  const int64_t slabs = reserve(n_slabs * Slab::bytes(c_)), scratches = reserve(threads_ * Scratch::bytes(c_));
+  const int64_t means = reserve(averaged(c_) ? threads_ * int64_t(c_.most + W) * 4 : 0);
+  const int64_t states = reserve(n * int64_t(sizeof(RegionState))), scores = reserve(n * int64_t(sizeof(float)));
+  const int64_t counters = reserve(c_.a.n_seq * int64_t(sizeof(std::atomic<int>)));
+  const int64_t stack = reserve(n_slabs * int64_t(sizeof(int)));
+  static thread_local Workspace workspace;
+  char* memory = workspace.get(bytes);
+  if (memory == nullptr) return 1;
+  slabs_ = memory + slabs;
+  scratches_ = memory + scratches;
+  means_ = reinterpret_cast<float*>(memory + means);
+  states_ = reinterpret_cast<RegionState*>(memory + states);
+  scores_ = reinterpret_cast<float*>(memory + scores);
+  heads_left_ = reinterpret_cast<std::atomic<int>*>(memory + counters);
+  free_ = reinterpret_cast<int*>(memory + stack);
+  for (int i = 0; i < n_slabs; ++i) free_[i] = n_slabs - 1 - i;
+  n_free_ = n_slabs;
+  for (int r = 0; r < n; ++r) {
+    states_[r].left.store(c_.splits(r), std::memory_order_relaxed);
+    states_[r].slab = r;
+  }
+  for (int s = 0; s < c_.a.n_seq; ++s) heads_left_[s].store(int(c_.a.n_kv_heads), std::memory_order_relaxed);
+  auto body = [this](int thread) { work(thread); };
+  parallel(threads_, body);
+  if (apart_) score_in_parallel();
+  return 0;
+}
+
+}  // namespace
+}  // namespace mp
+
+extern "C" __attribute__((visibility("default"))) int mp_decode(const mp::DecodeArgs* args) {
+  return mp::Step(*args).run();
+}

@@ -1,0 +1,86 @@
+"""Finds and loads the shared library of native kernels that suits this CPU best."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  (before any library: the kernels use the thread pool that torch brings)
+
+from millpond.errors import OptionError
+
+ABI = 1  #: of csrc/cpu.cpp
+X86 = ("baseline", "v3", "v4", "v4bf16")  #: by level, see mp_cpu_level in csrc/cpu.cpp
+NEEDS = {"v3": "AVX2 and FMA", "v4": "AVX-512 F, BW, VL, DQ", "v4bf16": "AVX-512 BF16"}
+
+
+class NativeKernelsWarning(UserWarning):
+    """The native CPU kernels are missing, so the slow torch reference runs."""
+
+
+def _folders() -> list[Path]:
+    # an editable install keeps the libraries apart from the sources; the package path names both folders
+    return [Path(folder) for folder in sys.modules[__package__ or __name__].__path__]
+
+
+def installed() -> dict[str, Path]:
+    """The libraries that this install brought, by instruction set."""
+    found: dict[str, Path] = {}
+    for folder in _folders():
+        for file in sorted(folder.glob("millpond_*.so")):
+            found.setdefault(file.stem.removeprefix("millpond_"), file)
+    return found
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(path))
+        return library if library.mp_abi_version() == ABI else None
+    except (OSError, AttributeError):
+        return None
+
+
+def runnable() -> list[str]:
+    """The installed instruction sets that this CPU can run, best first."""
+    have = installed()
+    if "neon" in have:
+        return ["neon"]
+    base = _open(have["baseline"]) if "baseline" in have else None
+    level = base.mp_cpu_level() if base is not None else -1
+    return [name for name in reversed(X86[: level + 1]) if name in have]
+
+
+@cache
+def load() -> tuple[str, ctypes.CDLL] | None:
+    """The chosen instruction set and its library; None if there is none to run.
+
+    Raises:
+        OptionError: MILLPOND_ISA names one that is not installed or that this CPU cannot run.
+    """
+    can = runnable()
+    wanted = os.environ.get("MILLPOND_ISA", "")
+    if wanted and wanted not in can:
+        known = ", ".join(can) or "none"
+        if wanted not in (*X86, "neon"):
+            raise OptionError(f"MILLPOND_ISA={wanted!r} is not an instruction set; this install can run: {known}")
+        needs = f"it needs a CPU with {NEEDS[wanted]} and a build that has it" if wanted in NEEDS else "it is not built"
+        raise OptionError(f"MILLPOND_ISA={wanted!r} cannot run here: {needs}; this install can run: {known}")
+    for name in [wanted] if wanted else can:
+        library = _open(installed()[name])
+        if library is not None:
+            return name, library
+    return None
+
+
+def warn_missing() -> None:
+    warnings.warn(
+        "millpond was installed without its native CPU kernels, so the torch reference runs, many times slower. "
+        "Install a C++ compiler (GCC or Clang) and reinstall: pip install --force-reinstall --no-cache-dir "
+        "--no-deps --no-binary millpond millpond",
+        NativeKernelsWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,113 @@
+"""`decode`, `write` and `read` with the signatures of `reference`, and their registration with torch.
+
+millpond::decode, ::write and ::read are what torch.compile sees; eager calls skip the dispatcher. Page memory is
+reached through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.native import calls
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule
+
+LIBRARY = torch.library.Library("millpond", "DEF")
+LIBRARY.define(
+    "decode(Tensor q, Tensor k_new, Tensor v_new, Tensor(a!) bases, Tensor table, Tensor(b!) lens, Tensor caps, "
+    "Tensor recent, Tensor q_pos, Tensor? sink_logits, int[] pool, int[] rule, int window, float scale, "
+    "float softcap, float decay) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "write(Tensor(a!) bases, Tensor table, Tensor start, Tensor count, Tensor index, Tensor keys, Tensor values, "
+    "Tensor positions, Tensor? scores, int[] pool) -> ()"
+)
+LIBRARY.define(
+    "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.impl("decode", calls.decode, "CPU")
+LIBRARY.impl("write", calls.write, "CPU")
+LIBRARY.impl("read", calls.read, "CPU")
+
+
+@torch.library.register_fake("millpond::decode", lib=LIBRARY)
+def _decode_shapes(
+    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
+    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
+    scale: float, softcap: float, decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n_seq, n_heads, _ = q.shape
+    out = q.new_empty((n_seq, n_heads, pool[3]))
+    lse = q.new_empty((n_seq, n_heads), dtype=torch.float32)
+    return out, lse, q.new_empty((n_seq * k_new.shape[1],), dtype=torch.int32)
+
+
+@torch.library.register_fake("millpond::write", lib=LIBRARY)
+def _write_shapes(
+    bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, scores: Tensor | None, pool: list[int],
+) -> None:  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("millpond::read", lib=LIBRARY)
+def _read_shapes(
+    bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, dtype = table.shape[0], calls.TORCH_DTYPES[pool[4]]
+    keys = bases.new_empty((n, width, pool[2]), dtype=dtype)
+    values = bases.new_empty((n, width, pool[3]), dtype=dtype)
+    positions = bases.new_empty((n, width), dtype=torch.int32)
+    return keys, values, positions, bases.new_empty((n, width), dtype=torch.float32)
+
+
+def _pool(pages: PageArrays) -> list[int]:
+    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, calls.DTYPES[pages.dtype]]
+
+
+def decode(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = [int(rule.signal), int(rule.reduce), int(rule.evict), rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF]
+    call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else calls.decode
+    result: tuple[Tensor, Tensor, Tensor] = call(
+        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), numbers, window,
+        scale, softcap, rule.decay,
+    )  # fmt: skip
+    return result
+
+
+def write(
+    pages: PageArrays,
+    table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+) -> None:
+    call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else calls.write
+    call(pages.bases, table, start, count, index, keys, values, positions, scores, _pool(pages))
+
+
+def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else calls.read
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = call(pages.bases, table, lens, width, _pool(pages))
+    return result

@@ -1,0 +1,220 @@
+"""The op set: signatures, checks and dispatch. One call per layer for a whole ragged batch.
+
+Words: a *region* is one KV head of one sequence in one layer, region r = sequence * n_kv_heads + head. Its entries
+lie in slots 0 .. lens[r]-1, spread over the pages table[r, 0], table[r, 1], ... in any order of positions.
+
+Three implementations have the same functions with the same signatures: `reference` (plain torch, the truth, every
+dtype), `native` (C++ on the CPU: float32, float16, bfloat16) and `gpu` (Triton). MILLPOND_KERNELS=reference|native|
+gpu chooses one by force; by default the fastest that can take the tensors runs.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels import blockwise, reference
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule, Reduce
+
+NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Dense(NamedTuple):
+    """Entries read out of pages, padded to one width. Padding has position -1."""
+
+    keys: Tensor  #: (R, width, key_dim)
+    values: Tensor  #: (R, width, value_dim)
+    positions: Tensor  #: (R, width) int32
+    scores: Tensor  #: (R, width) float32
+
+
+def _load_native() -> ModuleType | None:
+    from millpond.kernels import native
+
+    return native if native.is_available() else None
+
+
+def backend(pages_dtype: torch.dtype, device: torch.device) -> ModuleType:
+    """The implementation that serves page ops for this dtype and device.
+
+    Raises:
+        OptionError: MILLPOND_KERNELS names an implementation that does not exist or cannot run here.
+    """
+    forced = os.environ.get("MILLPOND_KERNELS", "auto")
+    if forced == "reference":
+        return reference
+    if forced == "gpu" or (forced == "auto" and device.type == "cuda"):
+        from millpond.kernels import gpu
+
+        return gpu if pages_dtype in NATIVE_DTYPES else reference
+    if forced not in ("auto", "native"):
+        raise OptionError(f"MILLPOND_KERNELS={forced!r}: use auto, reference, native or gpu")
+    native = _load_native()
+    if native is None and forced == "native":
+        raise OptionError("MILLPOND_KERNELS=native, but this install has no native kernels; reinstall with a compiler")
+    return native if native is not None and pages_dtype in NATIVE_DTYPES and device.type == "cpu" else reference
+
+
+def decode(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoding step of one layer: attend, gather scores, choose the victim, store the new entry.
+
+    Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries than
+    its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of lowest
+    value among the stored and the new one, and the new entry takes its slot (or is itself the one that leaves).
+    The caller guarantees a page for slot lens[r] wherever a region may grow. A region never holds more than its cap.
+
+    Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, and the `recent[r]`
+    newest positions (q_pos - position < recent[r]). Chosen first: what the sliding window hides from the next query.
+
+    Args:
+        q: (S, Hq, key_dim), query heads grouped by KV head: query head h reads KV head h // (Hq // Hkv).
+        k_new, v_new: (S, Hkv, key_dim), (S, Hkv, value_dim).
+        pages: the pool's memory; written.
+        table: (R, n) int32 page ids, R = S * Hkv.
+        lens: (R,) int32, written.
+        caps: (R,) int32, most entries a region may hold; at least 1.
+        recent: (R,) int32, how many of the newest positions are protected.
+        q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output
+            is zero, its lse -inf, nothing is stored).
+        scale: factor on q.k. softcap: 0 or c, logits become c * tanh(logit / c).
+        window: 0 or w: an entry is visible while q_pos - position < w.
+        sink_logits: (Hq,) float32 or None: a logit per query head that only enters the denominator (gpt-oss).
+
+    Returns:
+        out (S, Hq, value_dim) in q's dtype; lse (S, Hq) float32, the log of the denominator (sink included);
+        evicted (R,) int32: the position that left, -1 if none did.
+    """
+    impl = backend(pages.dtype, q.device)
+    out: tuple[Tensor, Tensor, Tensor] = impl.decode(
+        q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule,
+        scale=scale, softcap=softcap, window=window, sink_logits=sink_logits,
+    )  # fmt: skip
+    return out
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    colsum: Reduce | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
+
+    The columns are n_past = N - Q stored entries, all older than every query, then the Q new ones in order. No
+    (Q, N) matrix is kept: the work runs in blocks of query rows.
+
+    Args:
+        q: (Hq, Q, key_dim). k: (Hkv, N, key_dim). v: (Hkv, N, value_dim), N = n_past + Q; any strides.
+        q_pos: (Q,) int32, positions of the new tokens, ascending.
+        past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 where there is none (ragged heads).
+        scale, softcap, window, sink_logits: as in `decode`.
+        colsum: how to reduce the query heads of a group in the column sums; None: none are made.
+
+    Returns:
+        out (Hq, Q, value_dim) in q's dtype; lse (Hq, Q) float32; colsum (Hkv, N) float32 or None:
+        colsum[g, j] = sum_i reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
+    """
+    forced = os.environ.get("MILLPOND_KERNELS", "auto")
+    impl: ModuleType = reference if forced == "reference" else blockwise
+    if forced == "gpu" or (forced == "auto" and q.device.type == "cuda" and q.dtype in NATIVE_DTYPES):
+        from millpond.kernels import gpu
+
+        impl = gpu
+    result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
+        q, k, v, q_pos, past_pos,
+        scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, colsum=colsum,
+    )  # fmt: skip
+    return result
+
+
+def write(
+    pages: PageArrays,
+    table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+) -> None:
+    """Store chosen rows: row index[r, i] of region r goes to its slot start[r] + i, for i < count[r].
+
+    Args:
+        pages: written. table: (R, n) int32 page ids.
+        start, count: (R,) int32. index: (R, width) int32, entries past count[r] are ignored.
+        keys: (R, N, key_dim), values: (R, N, value_dim): any strides with contiguous rows; cast to the pages' dtype.
+        positions: (R, N) int32 (may be expanded). scores: (R, N) float32, zero if None.
+    """
+    backend(pages.dtype, table.device).write(pages, table, start, count, index, keys, values, positions, scores)
+
+
+def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> Dense:
+    """Copy the entries of every region out of its pages, padded to `width` >= max(lens)."""
+    return Dense(*backend(pages.dtype, table.device).read(pages, table, lens, width))
+
+
+def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
+    """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
+    reference.copy_pages(pages, source, target)
+
+
+def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over a union of two disjoint sets from the attention over each.
+
+    Args:
+        out_a, out_b: (..., D). lse_a, lse_b: (...) float32, -inf where a set is empty.
+
+    Returns:
+        out (..., D), lse (...): out = sum_i out_i exp(lse_i - lse), lse = log(exp(lse_a) + exp(lse_b)).
+    """
+    return reference.lse_merge(out_a, lse_a, out_b, lse_b)
+
+
+def colsum_from_lse(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    reduce: Reduce = Reduce.MEAN,
+) -> Tensor:
+    """The column sums of `prefill`, (Hkv, N) float32, from the log-sum-exp (Hq, Q) that another kernel returned."""
+    impl: ModuleType = reference if os.environ.get("MILLPOND_KERNELS") == "reference" else blockwise
+    result: Tensor = impl.colsum_from_lse(
+        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=reduce
+    )
+    return result

@@ -1,0 +1,35 @@
+"""H2O: heavy-hitter oracle (Zhang et al., NeurIPS 2023, arXiv:2306.14048)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import AccumulatedAttention
+
+
+@method("h2o", paper="arXiv:2306.14048")
+def h2o(
+    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    grace: Annotated[int, "steps for which a new entry cannot be evicted"] = 0,
+    average: Annotated[bool, "divide the score by the number of queries that saw the entry"] = False,
+    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
+    prefill: Annotated[Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"] = "once",
+) -> Policy:
+    """Keep the entries that have gathered most attention, and the newest ones.
+
+    The score of entry j is the attention it has received from every query since it was written, in float32:
+    s_j = sum_i A_ij (Algorithm 2). At each step the lowest score among all unprotected entries leaves, and the
+    softmax runs over what is kept (Definition 2.2).
+
+    Departs from the paper: Algorithm 2 as printed scores the new token 0 and would freeze; the recent window of
+    sections 3.2 and 5 is part of the definition here. Sinks are protected (set sinks=0 for the paper's rule). The
+    heads of a GQA group, which the paper does not treat, are averaged.
+    """
+    return Policy(
+        score=AccumulatedAttention(average=average),
+        protect=Protect(sinks=sinks, recent=recent, grace=grace),
+        reduce=reduce,
+        prefill=prefill,
+    )

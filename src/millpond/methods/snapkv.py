@@ -1,0 +1,33 @@
+"""SnapKV: an observation window picks what the prompt needs (Li et al., NeurIPS 2024, arXiv:2404.14469)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import WindowAttention
+
+
+@method("snapkv", paper="arXiv:2404.14469")
+def snapkv(
+    window: Annotated[int, "queries at the prompt's end that vote; their entries always stay"] = 32,
+    kernel: Annotated[int, "width of the pool over neighbouring positions, odd"] = 7,
+    pool: Annotated[Literal["max", "avg", "none"], "kind of pool"] = "max",
+    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"] = "mean",
+    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+) -> Policy:
+    """Keep what the last queries of the prompt attend to, chosen per KV head, once.
+
+    c_j = mean_i A_ij over the window's queries, pooled; the best (budget - window) entries and the window stay.
+    The paper's LongBench settings (window 32, kernel 7, max pool) are the defaults.
+
+    Departs from the paper: one set per KV head (the official code stores one per query head, group times the
+    memory). decode="evict" keeps the budget while decoding, by the attention accumulated since the prompt's end.
+    """
+    return Policy(
+        score=WindowAttention(window=window, kernel=kernel, pool=pool),
+        protect=Protect(sinks=sinks, recent=window),
+        reduce=reduce,
+        every_step=decode == "evict",
+    )

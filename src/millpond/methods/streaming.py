@@ -1,0 +1,23 @@
+"""StreamingLLM: attention sinks (Xiao et al., ICLR 2024, arXiv:2309.17453)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import Recency
+
+
+@method("streaming", paper="arXiv:2309.17453")
+def streaming(
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    positions: Annotated[
+        Literal["cache_relative", "absolute"], "close the gap behind the sinks (the paper), or leave it"
+    ] = "cache_relative",
+) -> Policy:
+    """Keep the first tokens and the newest ones, at positions inside the cache, for endless text.
+
+    Keeps [0, sinks) and the newest budget - sinks entries. Attention depends on distances only, so the paper's
+    in-cache positions are reached by rotating just the sinks, exactly, to lie right before the oldest recent entry.
+    """
+    return Policy(score=Recency(), protect=Protect(sinks=sinks), positions=positions)

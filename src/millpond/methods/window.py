@@ -1,0 +1,16 @@
+"""window: the baseline that keeps the newest entries."""
+
+from typing import Annotated
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import Recency
+
+
+@method("window")
+def window(
+    sinks: Annotated[int, "first positions that always stay; 0 is the plain sliding window"] = 0,
+) -> Policy:
+    """Keep the newest entries: s_j = position of j."""
+    return Policy(score=Recency(), protect=Protect(sinks=sinks))

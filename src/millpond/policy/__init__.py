@@ -1,0 +1,1 @@
+"""What is kept: scores, protection, allocation and selection. Sees numbers (scores, positions), never pages."""

@@ -1,0 +1,130 @@
+"""Policy: the composition of a score, a protection, an allocation, triggers and a position rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from millpond.errors import NumericsError, OptionError
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+from millpond.policy.allocate import HeadAllocation, Uniform
+from millpond.policy.protect import Protect
+from millpond.policy.score import Score
+from millpond.policy.select import keep_best
+from millpond.policy.view import View
+
+REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What stays of one layer of one sequence.
+
+    Attributes:
+        keep: (H, N) bool over the view's columns.
+        caps: (H,) int64: most entries each head may hold from now on.
+    """
+
+    keep: Tensor
+    caps: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A method as a composition.
+
+    Attributes:
+        score: what decides; None keeps everything.
+        protect: what no score can evict.
+        heads: how a layer's budget is split over its KV heads.
+        reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
+        shared: all KV heads of a layer keep the same positions (the score is averaged over them).
+        every_step: evict at each decoding step; else the cache grows while decoding.
+        prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
+            token of the prompt, as if it had been decoded.
+        positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gap between sinks and
+            recent entries by exact rotation, so that no distance exceeds the cache.
+        seed: of random scores.
+    """
+
+    score: Score | None = None
+    protect: Protect = Protect()
+    heads: HeadAllocation = Uniform()
+    reduce: Literal["mean", "max", "sum"] = "mean"
+    shared: bool = False
+    every_step: bool = True
+    prefill: Literal["once", "greedy"] = "once"
+    positions: Literal["absolute", "cache_relative"] = "absolute"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCE:
+            raise OptionError(f"reduce={self.reduce!r} must be one of {', '.join(REDUCE)}")
+        if self.shared and not isinstance(self.heads, Uniform):
+            raise OptionError("a set shared by all heads of a layer cannot have head budgets of its own")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing is ever evicted."""
+        return self.score is None
+
+    @property
+    def observes_all(self) -> bool:
+        """The prompt's column sums over all queries are needed."""
+        return self.score is not None and self.score.queries == "all"
+
+    @property
+    def window(self) -> int:
+        """How many of the prompt's last queries must be kept for the plan; 0 for none."""
+        return self.score.window if self.score is not None and self.score.queries == "window" else 0
+
+    def layer_seed(self, layer: int) -> int:
+        """The seed of one layer."""
+        return (self.seed * 1_000_003 + layer * 7919 + 1) & 0x7FFFFFFF
+
+    def decode_rule(self, layer: int) -> DecodeRule:
+        """What the decode kernel does for this policy at each step."""
+        if self.score is None or not self.every_step:
+            return KEEP_ALL
+        return DecodeRule(
+            signal=self.score.signal,
+            reduce=REDUCE[self.reduce],
+            evict=self.score.evict,
+            sinks=self.protect.sinks,
+            shared=self.shared,
+            seed=self.layer_seed(layer),
+        )
+
+    def plan(self, view: View, budget: int) -> Plan:
+        """Choose what stays of `view` under `budget` entries per head.
+
+        Raises:
+            BudgetError: what must be protected does not fit.
+            NumericsError: the scores are NaN.
+        """
+        assert self.score is not None, "a policy that keeps everything makes no plan"
+        self.protect.check(budget)
+        value = self.score.score(view, self.layer_seed(view.layer))
+        if self.shared:
+            value = value.mean(0, keepdim=True).expand_as(value)
+        if bool((value.isnan() & view.valid).any()):
+            raise NumericsError(f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs")
+        pinned = self.protect.mask(view, budget)
+        counts = self.heads.keep_counts(value, view.valid, pinned, budget)
+        keep = keep_best(value, view.valid, pinned, counts)
+        return Plan(keep, self._caps(counts, view, budget))
+
+    def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
+        if not self.every_step:
+            return counts.new_full(counts.shape, UNBOUNDED)
+        nothing_left_out = bool((counts == view.counts).all())
+        return counts.new_full(counts.shape, budget) if nothing_left_out else counts
+
+
+def on_sliding_layer(rule: DecodeRule) -> DecodeRule:
+    """The rule for a layer with a sliding window: what grows elsewhere drops the oldest here, where nothing sees it."""
+    if rule.evict is not Evict.NEVER:
+        return rule
+    return replace(rule, evict=Evict.OLDEST, signal=Signal.NONE, sinks=0)

@@ -1,0 +1,61 @@
+"""Which entries no score can evict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from millpond.errors import BudgetError, OptionError
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Protect:
+    """Sinks, recent entries and a grace period.
+
+    Attributes:
+        sinks: the first positions of the text, never evicted.
+        recent: the newest positions: a count (int) or a share of the budget (float in 0..1).
+        grace: steps for which a new entry cannot be evicted, whatever `recent` is.
+    """
+
+    sinks: int = 0
+    recent: int | float = 0
+    grace: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent", "grace"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name}={getattr(self, name)} must not be negative")
+        if isinstance(self.recent, float) and self.recent > 1:
+            raise OptionError(f"recent={self.recent} is a share of the budget, 0 to 1; give a whole number for a count")
+
+    def newest(self, budget: int) -> int:
+        """How many of the newest positions are protected under a budget of `budget` entries."""
+        count = math.floor(self.recent * budget) if isinstance(self.recent, float) else self.recent
+        if isinstance(self.recent, float):
+            count = min(count, budget - min(self.sinks, budget))
+        return max(count, self.grace)
+
+    def minimum(self) -> int:
+        """The smallest budget that leaves room for what is protected (a share of it takes what is left)."""
+        recent = 0 if isinstance(self.recent, float) else self.recent
+        return max(1, self.sinks + max(recent, self.grace))
+
+    def check(self, budget: int) -> None:
+        """
+        Raises:
+            BudgetError: what must be protected does not fit into `budget` entries.
+        """
+        recent = self.newest(budget)
+        if budget < max(1, self.sinks + recent):
+            raise BudgetError(
+                f"budget {budget} is smaller than sinks {self.sinks} + recent {recent}; raise budget or lower sinks, recent or grace"
+            )
+
+    def mask(self, view: View, budget: int) -> Tensor:
+        """(H, N) bool: the protected entries."""
+        newest = view.positions >= view.seen - self.newest(budget)
+        return view.valid & (newest | (view.positions < self.sinks))

@@ -1,0 +1,177 @@
+"""Names -> builders. A builder is a function whose signature documents its options: `Annotated[type, "help"]`.
+
+A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from millpond.errors import OptionError, unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a builder: what a command line, a config file or a page of documentation needs to know."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The allowed values, empty where the type alone decides."""
+        return typing.get_args(self.annotation) if typing.get_origin(self.annotation) is Literal else ()
+
+    def checked(self, value: Any, owner: str) -> Any:
+        """`value` as this option's type; text is converted, as a command line needs it.
+
+        Raises:
+            OptionError: it is not one of the choices, or not of the type.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise OptionError(f"{owner}: {self.name}={value!r} must be one of {', '.join(map(repr, self.choices))}")
+            return value
+        errors = []
+        for kind in _alternatives(self.annotation):
+            try:
+                return _convert(value, kind)
+            except (TypeError, ValueError) as error:
+                errors.append(str(error))
+        raise OptionError(f"{owner}: {self.name}={value!r} is not a valid {_spell(self.annotation)}")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _spell(annotation: Any) -> str:
+    return " or ".join(getattr(kind, "__name__", str(kind)) for kind in _alternatives(annotation))
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    if kind is type(None):
+        if value is None:
+            return None
+        raise ValueError("not None")
+    if kind is bool:
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
+            return value.lower() in ("true", "yes", "1")
+        if isinstance(value, bool):
+            return value
+        raise ValueError("not a bool")
+    if isinstance(value, bool):
+        raise ValueError("a bool is not a number")
+    if kind is int:
+        if isinstance(value, float):
+            raise ValueError("not whole")
+        return int(value)
+    if kind is float:
+        number = float(value)
+        if number != number:
+            raise ValueError("NaN")
+        return number
+    if kind is str:
+        if isinstance(value, str):
+            return value
+        raise ValueError("not text")
+    if isinstance(value, kind):
+        return value
+    raise ValueError(f"not a {kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """A registered builder with what is known about it."""
+
+    name: str
+    build: Callable[..., T]
+    paper: str
+    options: dict[str, Option]
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.build) or "").split("\n")[0]
+
+    def __call__(self, **options: Any) -> T:
+        """Build with checked options.
+
+        Raises:
+            OptionError: an unknown option (with a suggestion) or a value that does not fit.
+        """
+        checked = {}
+        for name, value in options.items():
+            if name not in self.options:
+                raise unknown(f"option of {self.name}", name, self.options)
+            checked[name] = self.options[name].checked(value, self.name)
+        return self.build(**checked)
+
+
+class Registry(Generic[T]):
+    """Builders by name, filled by importing every module under `package` on first use."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._entries: dict[str, Entry[T]] = {}
+        self._walked = False
+
+    def register(self, name: str, paper: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Decorator that files a builder under `name`."""
+
+        def file(build: Callable[..., T]) -> Callable[..., T]:
+            if name in self._entries:
+                raise OptionError(f"{self.kind} {name!r} is registered twice")
+            self._entries[name] = Entry(name, build, paper, _options_of(build))
+            return build
+
+        return file
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self._walk()
+        return sorted(self._entries)
+
+    def get(self, name: str) -> Entry[T]:
+        """The entry called `name`.
+
+        Raises:
+            OptionError: there is none, with the closest name as a suggestion.
+        """
+        self._walk()
+        if name not in self._entries:
+            raise unknown(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def _walk(self) -> None:
+        if self._walked:
+            return
+        self._walked = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self._package}.{module.name}")
+
+
+def _options_of(build: Callable[..., Any]) -> dict[str, Option]:
+    hints = typing.get_type_hints(build, include_extras=True)
+    options = {}
+    for name, parameter in inspect.signature(build).parameters.items():
+        hint, text = hints[name], ""
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, text = typing.get_args(hint)[:2]
+        options[name] = Option(name, hint, parameter.default, text)
+    return options

@@ -1,0 +1,317 @@
+"""The Triton kernels against the reference: on the GPU if there is one, else in the interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels import ops, reference
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
+
+from millpond.kernels import gpu
+from millpond.kernels.gpu.common import INTERPRET
+
+if not INTERPRET and not torch.cuda.is_available():
+    pytest.skip("no GPU, and Triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRET else "cuda")
+DECODE = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: of the output, relative to the largest number in it
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
+
+quick = settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+seeds = st.integers(0, 2**31)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+def new_pool(dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_arenas: int) -> PageArrays:
+    """Pages full of NaN: what a kernel must never read."""
+    pages = PageArrays(4, slots, key_dim, value_dim, dtype, DEVICE)
+    for _ in range(n_arenas):
+        pages.add_arena()
+    for tensor in (*pages.keys, *pages.values, *pages.scores):
+        tensor.fill_(float("nan"))
+    for tensor in pages.positions:
+        tensor.fill_(-7)
+    return pages
+
+
+def copy_of(pages: PageArrays) -> PageArrays:
+    names = ("keys", "values", "positions", "scores")
+    twin = replace(pages, **{name: [t.clone() for t in getattr(pages, name)] for name in names})
+    twin._refresh()
+    return twin
+
+
+def assert_same_pages(got: PageArrays, want: PageArrays) -> None:
+    for name in ("keys", "values", "positions"):
+        for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    for a, b in zip(got.scores, want.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def ints(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32).to(DEVICE)
+
+
+def random_table(n_regions: int, width: int, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Page ids in random order, as a view into a wider table, and the number of arenas of 4 pages that they need."""
+    ids = torch.randperm(n_regions * width, generator=generator).view(n_regions, width)
+    table = torch.full((n_regions, width + 2), 2**30, dtype=torch.int32)
+    table[:, :width] = ids
+    return table.to(DEVICE)[:, :width], -(-n_regions * width // 4)
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def fill(pages: PageArrays, table: Tensor, lens: Tensor, positions: Tensor, scores: Tensor, g: torch.Generator) -> None:
+    n, width = positions.shape
+    index = torch.arange(width, dtype=torch.int32, device=DEVICE).expand(n, width)
+    keys, values = normal(g, n, width, pages.key_dim), normal(g, n, width, pages.value_dim)
+    reference.write(pages, table, ints([0] * n), lens, index, keys, values, positions, scores)
+
+
+rules = st.builds(
+    DecodeRule,
+    signal=st.sampled_from(Signal),
+    reduce=st.sampled_from(Reduce),
+    evict=st.sampled_from(Evict),
+    decay=st.sampled_from((1.0, 0.75)),
+    sinks=st.sampled_from((0, 2, 5)),
+    shared=st.booleans(),
+    seed=st.sampled_from((0, 1, 12345, 2**40 + 7)),
+)
+
+
+@quick
+@given(
+    st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2, 4, 7, 16)),
+    st.sampled_from(((16, 16), (24, 40), (80, 8), (5, 32))), st.sampled_from((4, 16, 64)), st.integers(0, 75), rules,
+    st.sampled_from((0.0, 3.0)), st.sampled_from((0, 1, 40)), st.booleans(), st.booleans(), seeds,
+)  # fmt: skip
+def test_decode(
+    dtype: torch.dtype, n_seq: int, n_kv_heads: int, group: int, dims: tuple[int, int], slots: int, longest: int,
+    rule: DecodeRule, softcap: float, window: int, has_sink: bool, small: bool, seed: int,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    n_regions = n_seq * n_kv_heads
+    # one length and one order of positions for the heads of a sequence if they must agree
+    owners = n_seq if rule.shared else n_regions
+    lens = torch.randint(0, longest + 1, (owners,), generator=g)
+    caps = torch.where(torch.rand(owners, generator=g) < 0.7, lens, lens + 3).clamp(min=1)
+    positions = torch.stack([torch.randperm(100, generator=g)[: longest + 1] for _ in range(owners)])
+    lens, caps, positions = (ints(t.repeat_interleave(n_regions // owners, 0)) for t in (lens, caps, positions))
+    recent = ints(torch.randint(0, 60, (n_regions,), generator=g))
+    q_pos = ints(torch.where(torch.rand(n_seq, generator=g) < 0.2, -1, 100 + torch.arange(n_seq)))
+    # spread so wide that rounding does not decide who leaves
+    scores = torch.stack([torch.randperm(longest + 1, generator=g) for _ in range(n_regions)]) * 0.37
+    scores = scores.float().to(DEVICE)
+
+    table, n_arenas = random_table(n_regions, -(-(longest + 1) // slots), g)
+    pages = new_pool(dtype, *dims, slots, n_arenas)
+    fill(pages, table, lens, positions, scores, g)
+    twin, twin_lens = copy_of(pages), lens.clone()
+    q = normal(g, n_seq, n_kv_heads * group, dims[0], dtype=dtype)
+    k_new = normal(g, n_seq, n_kv_heads, dims[0], dtype=dtype)
+    v_new = normal(g, n_seq, n_kv_heads, dims[1] + 3, dtype=dtype)[..., : dims[1]]  # a view
+    sink = normal(g, n_kv_heads * group) if has_sink else None
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "window": window, "sink_logits": sink}
+
+    want = reference.decode(q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(DECODE, "TUNING", SMALL)
+        got = gpu.decode(q, k_new, v_new, twin, table, twin_lens, caps, recent, q_pos, rule, **options)
+    close(got[0], want[0], dtype)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    assert got[2].tolist() == want[2].tolist()
+    assert got[2].dtype == torch.int32
+    assert twin_lens.tolist() == lens.tolist()
+    assert_same_pages(twin, pages)
+
+
+@pytest.mark.parametrize("evict", [Evict.ACC, Evict.ACC_MEAN, Evict.RANDOM])
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
+    """Errors would add up: twelve steps over pages that fill, with the twin's own accumulators."""
+    g = torch.Generator().manual_seed(3)
+    rule = DecodeRule(Signal.SUM, Reduce.MEAN, evict, sinks=1, shared=shared, seed=9)
+    table, n_arenas = random_table(4, 2, g)
+    pages = new_pool(torch.float32, 16, 16, 4, n_arenas)
+    twin = copy_of(pages)
+    lens, twin_lens = ints([0] * 4), ints([0] * 4)
+    for step in range(12):
+        q, k, v = normal(g, 2, 6, 16), normal(g, 2, 2, 16), normal(g, 2, 2, 16)
+        rest = (ints([7, 7, 8, 8]), ints([2] * 4), ints([step, step + 3]), rule)
+        want = reference.decode(q, k, v, pages, table, lens, *rest, scale=0.5)
+        got = gpu.decode(q, k, v, twin, table, twin_lens, *rest, scale=0.5)
+        close(got[0], want[0], torch.float32)
+        assert got[2].tolist() == want[2].tolist()
+    assert lens.tolist() == twin_lens.tolist() == [7, 7, 8, 8]
+    assert_same_pages(twin, pages)
+
+
+@pytest.mark.parametrize("recent", [0, 1000])
+def test_ties_leave_oldest_first(recent: int) -> None:
+    """Equal accumulators, and nothing but protected entries: both times the oldest position goes."""
+    g = torch.Generator().manual_seed(1)
+    table, n_arenas = random_table(1, 5, g)
+    pages = new_pool(torch.float32, 16, 16, 16, n_arenas)
+    positions = ints(torch.randperm(70, generator=g)[None] + 11)
+    fill(pages, table, ints([70]), positions, torch.zeros(1, 70, device=DEVICE), g)
+    rule = DecodeRule(evict=Evict.ACC)
+    q, k = normal(g, 1, 1, 16), normal(g, 1, 1, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DECODE, "TUNING", SMALL)
+        lens = ints([70])
+        gone = gpu.decode(q, k, k, pages, table, lens, lens.clone(), ints([recent]), ints([200]), rule, scale=1.0)[2]
+    assert gone.tolist() == [11]
+    assert lens.tolist() == [70]
+
+
+def test_hash_is_exact() -> None:
+    """The victim of RANDOM is the lowest of `reference.hash_priority`, over many seeds and large positions."""
+    for seed in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, -5):
+        g = torch.Generator().manual_seed(7)
+        table, n_arenas = random_table(3, 4, g)
+        pages = new_pool(torch.float32, 16, 16, 16, n_arenas)
+        positions = ints(torch.randint(0, 2**20, (3, 64), generator=g) * 2000 + torch.arange(64))
+        fill(pages, table, ints([64] * 3), positions, torch.zeros(3, 64, device=DEVICE), g)
+        rule = DecodeRule(evict=Evict.RANDOM, seed=seed)
+        q, last = normal(g, 1, 3, 16), 2**31 - 2
+        lens = ints([64] * 3)
+        gone = gpu.decode(q, q, q, pages, table, lens, ints([64] * 3), ints([0] * 3), ints([last]), rule, scale=1.0)[2]
+        seen = torch.cat([positions, ints([[last]] * 3)], 1)
+        value = reference.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
+        assert gone.tolist() == seen.gather(1, value.argmin(1, keepdim=True))[:, 0].tolist()
+
+
+def test_nothing_to_do() -> None:
+    """No sequence, an empty pool, inactive sequences: no launch fails and nothing is written."""
+    none = PageArrays(4, 16, 16, 16, torch.float32, DEVICE)
+    rows = torch.zeros(2, 1, 16, device=DEVICE)
+    empty = torch.zeros(2, 0, dtype=torch.int32, device=DEVICE)
+    zeros = ints([0, 0])
+    for n in (0, 2):
+        lens, caps, idle = zeros[:n].clone(), zeros[:n] + 1, zeros[:n] - 1
+        rest = (none, empty[:n], lens, caps, zeros[:n], idle, KEEP_ALL)
+        out, lse, gone = gpu.decode(rows[:n], rows[:n], rows[:n], *rest, scale=1.0)
+        assert out.abs().sum() == 0 and lse.tolist() == [[-float("inf")]] * n and gone.tolist() == [-1] * n
+    keys, _, positions, _ = gpu.read(none, empty, zeros, 3)
+    assert keys.shape == (2, 3, 16) and positions.tolist() == [[-1] * 3] * 2
+
+
+@quick
+@given(
+    st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(((16, 16), (24, 40), (3, 100))),
+    st.sampled_from((4, 16, 64)), st.integers(0, 70), st.booleans(), st.booleans(), seeds,
+)  # fmt: skip
+def test_write_and_read(
+    dtype: torch.dtype, source: torch.dtype, dims: tuple[int, int], slots: int, width: int, has_scores: bool,
+    expanded: bool, seed: int,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    n, n_rows = 3, width + 5
+    start = ints(torch.randint(0, 6, (n,), generator=g))
+    count = ints(torch.randint(0, width + 1, (n,), generator=g))
+    index = ints(torch.randint(0, n_rows, (n, width), generator=g))
+    table, n_arenas = random_table(n, (width + 6) // slots + 1, g)
+    pages = new_pool(dtype, *dims, slots, n_arenas)
+    twin = copy_of(pages)
+    keys = normal(g, n_rows, n, dims[0], dtype=source).transpose(0, 1)
+    values = normal(g, n, n_rows, dims[1] + 1, dtype=source)[..., 1:]
+    positions = ints(torch.randperm(n_rows, generator=g))[None].expand(n, -1) if expanded else index.repeat(1, 2)
+    positions = positions if positions.shape[1] >= n_rows else ints(torch.arange(n_rows)).expand(n, -1)
+    scores = normal(g, n, n_rows) if has_scores else None
+    for where, implementation in ((pages, reference), (twin, gpu)):
+        implementation.write(where, table, start, count, index, keys, values, positions, scores)
+    assert_same_pages(twin, pages)
+
+    lens = torch.where(count > 0, count, 0)  # the first `start` slots may be unwritten NaN: both sides copy them
+    for got, want in zip(gpu.read(twin, table, lens, width), reference.read(pages, table, lens, width), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@quick
+@given(
+    st.sampled_from(DTYPES), st.sampled_from((1, 2)), st.sampled_from((1, 3, 4)),
+    st.sampled_from(((16, 16), (24, 40), (80, 8))), st.integers(1, 150), st.sampled_from((0, 1, 33, 70)),
+    st.sampled_from((None, *Reduce)), st.sampled_from((0.0, 3.0)), st.sampled_from((0, 1, 50)), st.booleans(),
+    st.booleans(), seeds,
+)  # fmt: skip
+def test_prefill(
+    dtype: torch.dtype, n_kv_heads: int, group: int, dims: tuple[int, int], n_rows: int, n_past: int,
+    colsum: Reduce | None, softcap: float, window: int, has_sink: bool, one_row: bool, seed: int,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    n_heads, n_columns = n_kv_heads * group, n_past + n_rows
+    q = normal(g, n_rows, n_heads, dims[0], dtype=dtype).transpose(0, 1)
+    k = normal(g, n_columns, n_kv_heads, dims[0], dtype=dtype).transpose(0, 1)
+    v = normal(g, n_kv_heads, n_columns, dims[1], dtype=dtype)
+    past_pos = ints(torch.randint(-1, 80, (1 if one_row else n_kv_heads, n_past), generator=g)) if n_past else None
+    gaps = torch.randint(1, 3, (n_rows,), generator=g)  # positions ascend, not always by one
+    sink = normal(g, n_heads) if has_sink else None
+    options: dict[str, Any] = {
+        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": sink, "colsum": colsum,
+    }  # fmt: skip
+    q_pos = ints(80 + gaps.cumsum(0))
+    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
+    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
+    close(got[0], want[0], dtype)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    if colsum is None:
+        assert got[2] is None
+    else:
+        assert got[2] is not None and want[2] is not None
+        torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
+
+
+def test_ops_reach_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    assert ops.backend(torch.bfloat16, DEVICE) is gpu
+    q = torch.ones(1, 4, 16, device=DEVICE)
+    sums = ops.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0, colsum=Reduce.SUM)[2]
+    assert sums is not None
+    assert sums.sum().item() == pytest.approx(4.0)
+
+
+def test_other_dtypes_are_refused() -> None:
+    q = torch.zeros(1, 4, 16, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(OptionError, match=r"not torch\.float64"):
+        gpu.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0)
+
+
+def test_unbounded_regions_grow() -> None:
+    g = torch.Generator().manual_seed(0)
+    table, n_arenas = random_table(2, 1, g)
+    pages = new_pool(torch.bfloat16, 16, 16, 4, n_arenas)
+    lens, row = ints([0, 0]), normal(g, 1, 2, 16, dtype=torch.bfloat16)
+    for step in range(4):
+        gone = gpu.decode(
+            row, row, row, pages, table, lens, ints([UNBOUNDED] * 2), ints([0, 0]), ints([step]),
+            DecodeRule(evict=Evict.OLDEST), scale=1.0,
+        )[2]  # fmt: skip
+        assert gone.tolist() == [-1, -1]
+    assert lens.tolist() == [4, 4]
+    assert gpu.read(pages, table, lens, 4)[2].tolist() == [[0, 1, 2, 3]] * 2
