@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -25,6 +26,8 @@ def snapkv(
     Departs from the paper: one set per KV head (the official code stores one per query head, group times the
     memory). decode="evict" keeps the budget while decoding, by the attention accumulated since the prompt's end.
     """
+    if kernel % 2 == 0:
+        raise OptionError(f"snapkv: kernel={kernel} must be odd, so that the pool keeps its place")
     return Policy(
         score=WindowAttention(window=window, kernel=kernel, pool=pool),
         protect=Protect(sinks=sinks, recent=window),

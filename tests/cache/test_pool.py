@@ -1,0 +1,101 @@
+"""The page pool: growth, limits, bytes."""
+
+import numpy as np
+import pytest
+import torch
+
+from millpond.cache.pool import PagePool
+from millpond.errors import OptionError, PoolFullError
+
+
+def make_pool(**kwargs: object) -> PagePool:
+    return PagePool(8, 4, torch.float32, slots=16, **kwargs)  # type: ignore[arg-type]
+
+
+def test_bytes_are_summed_from_real_buffers() -> None:
+    pool = make_pool()
+    pool.allocate(3)
+    arrays = pool.arrays
+    buffers = [*arrays.keys, *arrays.values, *arrays.positions, *arrays.scores]
+    assert pool.nbytes == sum(t.untyped_storage().nbytes() for t in buffers)
+    assert pool.kv_bytes_per_page == 16 * (8 + 4) * 4
+    assert pool.page_bytes == pool.kv_bytes_per_page + 16 * 8
+
+
+def test_growth_does_not_move_live_pages() -> None:
+    pool = make_pool()
+    pool.allocate(1)
+    address = pool.arrays.keys[0].data_ptr()
+    pool.allocate(2 * pool.arrays.pages_per_arena)
+    assert pool.arrays.n_arenas >= 2
+    assert pool.arrays.keys[0].data_ptr() == address
+    assert pool.arrays.bases[0, 0].item() == address
+
+
+def test_lowest_free_pages_go_out_first_as_neighbours() -> None:
+    pool = make_pool()
+    first = pool.allocate(6)
+    assert first.tolist() == list(range(6))
+    pool.release(first[2:4])
+    assert pool.allocate(3).tolist() == [2, 3, 6]
+
+
+def test_limit_is_hard_and_nothing_is_lost() -> None:
+    pool = make_pool(limit_bytes=10 * make_pool().page_bytes)
+    held = pool.allocate(8)
+    with pytest.raises(PoolFullError, match=r"3 pages .* 8 of at most 10 .*stays readable"):
+        pool.allocate(3)
+    assert pool.n_live == 8
+    assert pool.nbytes <= 10 * pool.page_bytes
+    pool.release(held)
+    assert len(pool.allocate(10)) == 10
+    pool.check_integrity()
+
+
+def test_trim_gives_memory_back() -> None:
+    pool = make_pool()
+    step = pool.arrays.pages_per_arena
+    kept = pool.allocate(1)
+    rest = pool.allocate(2 * step)
+    before = pool.nbytes
+    pool.release(rest)
+    freed = pool.trim()
+    assert freed > 0
+    assert pool.nbytes == before - freed
+    assert pool.n_pages == step
+    pool.release(kept)
+    pool.trim()
+    assert pool.nbytes == 0
+
+
+def test_privatise_copies_only_what_others_hold() -> None:
+    pool = make_pool()
+    mine = pool.allocate(2)
+    pool.arrays.keys[0][int(mine[0])] = 7.0
+    pool.retain(mine[:1])
+    private = pool.privatise(mine)
+    assert private[0] != mine[0]
+    assert private[1] == mine[1]
+    assert (pool.arrays.keys[0][int(private[0])] == 7.0).all()
+    assert pool.refs(mine).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("slots", [0, 3, 48])
+def test_slots_must_be_a_power_of_two(slots: int) -> None:
+    with pytest.raises(OptionError, match="power of two"):
+        PagePool(8, 8, torch.float32, slots=slots)
+
+
+def test_limit_below_one_page() -> None:
+    with pytest.raises(OptionError, match="smaller than one page"):
+        make_pool(limit_bytes=100)
+
+
+def test_misuse_is_caught() -> None:
+    pool = make_pool()
+    ids = pool.allocate(1)
+    pool.release(ids)
+    with pytest.raises(AssertionError, match="free page"):
+        pool.release(ids)
+    with pytest.raises(AssertionError, match="free page"):
+        pool.retain(np.array([0], dtype=np.int32))

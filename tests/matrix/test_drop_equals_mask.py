@@ -1,0 +1,55 @@
+"""Real dropping equals an independent mask over the full cache: float64, 40 steps, padded and unpadded."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import millpond as mp
+from tests.matrix.models import llama, prompts
+from tests.matrix.oracle import Oracle, Rule, running
+
+STEPS = 40
+
+CASES: dict[str, tuple[str, dict[str, Any], int | str, Rule]] = {
+    "full": ("full", {}, 0, Rule("newest", 10**6)),
+    "h2o": ("h2o", {"sinks": 2}, 12, Rule("sum", 12, sinks=2, recent=0.5)),
+    "h2o_heavy_only": ("h2o", {"sinks": 0, "recent": 0}, 10, Rule("sum", 10)),
+    "h2o_ratio": ("h2o", {"sinks": 1, "recent": 0.25}, "40%", Rule("sum", 0.4, sinks=1, recent=0.25)),
+    "window": ("window", {"sinks": 1}, 9, Rule("newest", 9, sinks=1)),
+    "streaming_absolute": ("streaming", {"sinks": 3, "positions": "absolute"}, 9, Rule("newest", 9, sinks=3)),
+    "tova": ("tova", {}, 11, Rule("last", 11, shared=True)),
+    "snapkv": (
+        "snapkv", {"window": 4, "kernel": 3}, 12,
+        Rule("window", 12, recent=4, window=4, kernel=3, evicts_while_decoding=False),
+    ),
+    "ada": ("ada", {"alpha": 0.3, "score": "h2o"}, 14, Rule("sum", 14, sinks=4, recent=0.5, alpha=0.3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_drop_equals_mask(case: str, batch: int, heads: str) -> None:
+    method, options, budget, rule = CASES[case]
+    model = llama(heads)
+    ids, mask = prompts(batch)
+    generator = torch.Generator().manual_seed(2)
+    later = torch.randint(2, 96, (batch, STEPS), generator=generator)
+    oracle, stock = Oracle(rule), DynamicCache(config=model.config)
+    kwargs: dict[str, Any] = {} if method == "full" else {"budget": budget}
+    with torch.no_grad(), mp.compress(model, method=method, page_slots=4, **kwargs, **options) as cache:
+        for t in range(STEPS + 1):
+            step = ids if t == 0 else later[:, t - 1 : t]
+            seen = torch.cat([mask, torch.ones(batch, t, dtype=mask.dtype)], 1)
+            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            inputs = {"attention_mask": seen, "position_ids": places}
+            ours = model(step, past_key_values=cache, **inputs).logits
+            with running(model, oracle):
+                theirs = model(step, past_key_values=stock, **inputs).logits
+            real = seen[:, -step.shape[1] :].bool()
+            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+        for (layer, b, h), head in oracle.heads.items():
+            assert cache.positions(layer, b)[h] == head.kept
+        cache.check_integrity()

@@ -1,0 +1,97 @@
+"""Ada-KV: floors, exact totals, the bound of Theorem 3.1."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from millpond.errors import OptionError
+from millpond.methods import METHODS
+from millpond.policy.allocate import Ada, Uniform
+from millpond.policy.select import keep_best
+from tests.papers.fixture import feed, kept, layer_cache
+
+A = torch.tensor([[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25]])
+ALL = torch.ones(2, 4, dtype=torch.bool)
+NONE = torch.zeros(2, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, [1, 3]), (0.5, [1, 3]), (1.0, [2, 2])])
+def test_floor_rule(alpha: float, expected: list[int]) -> None:
+    assert Ada(alpha).keep_counts(A, ALL, NONE, 2).tolist() == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
+    alpha=st.floats(0, 1), seed=st.integers(0, 999), ties=st.booleans(),
+)  # fmt: skip
+def test_totals_are_exact_and_no_head_is_emptied(
+    heads: int, n: int, budget: int, pinned: int, alpha: float, seed: int, ties: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.rand(heads, n, generator=generator).round(decimals=1 if ties else 6)
+    valid = torch.arange(n) < torch.randint(1, n + 1, (heads, 1), generator=generator)
+    pin = torch.arange(n).expand(heads, n) < min(pinned, budget)
+    counts = Ada(alpha).keep_counts(value, valid, pin & valid, budget)
+    assert int(counts.sum()) == min(heads * budget, int(valid.sum())) or bool((counts == valid.sum(1)).any())
+    assert int(counts.sum()) <= heads * budget
+    assert int(counts.sum()) == min(heads * budget, int(valid.sum()))
+    assert (counts >= torch.minimum(valid.sum(1), torch.tensor(max(1, int(alpha * (budget - min(pinned, budget))))))).all()
+    assert (counts <= valid.sum(1)).all()
+    keep = keep_best(value, valid, pin & valid, counts)
+    assert keep.sum(1).tolist() == counts.tolist()
+
+
+def test_bound_of_the_output_error() -> None:
+    """loss <= 2C(H - sum kept A) always, and Ada's bound is never above the uniform one."""
+    generator = torch.Generator().manual_seed(0)
+    h, n, d, budget = 4, 24, 8, 6
+    for _ in range(100):
+        a = torch.softmax(3 * torch.randn(h, n, generator=generator, dtype=torch.float64), 1)
+        v = torch.randn(h, n, d, generator=generator, dtype=torch.float64)
+        w = torch.randn(h, d, 16, generator=generator, dtype=torch.float64)
+        projected = v @ w  # (h, n, 16)
+        c = projected.abs().sum(-1).max()
+        full = (a[..., None] * projected).sum((0, 1))
+        bounds = []
+        for allocation in (Ada(0.0), Uniform()):
+            valid = torch.ones(h, n, dtype=torch.bool)
+            keep = keep_best(a, valid, ~valid, allocation.keep_counts(a, valid, ~valid, budget))
+            kept_mass = (a * keep).sum(1)
+            renormalised = a * keep / kept_mass[:, None]
+            loss = (full - (renormalised[..., None] * projected).sum((0, 1))).abs().sum()
+            bounds.append(2 * c * (h - kept_mass.sum()))
+            assert loss <= bounds[-1] + 1e-9
+        assert bounds[0] <= bounds[1] + 1e-9
+
+
+@pytest.mark.parametrize("score", ["snapkv", "h2o"])
+def test_heads_differ_and_memory_follows(score: str) -> None:
+    torch.manual_seed(0)
+    n = 96
+    logits = torch.randn(4, n, n, dtype=torch.float64)
+    logits[0] *= 6  # a head that looks at few entries
+    logits[1] *= 0.01  # a head that looks at all
+    cache = layer_cache(METHODS.get("ada")(score=score), budget=48, slots=4)
+    feed(cache, logits, 0, n)
+    lens = cache.stored[0]
+    assert lens.sum() == 4 * 48
+    assert len(set(lens.tolist())) > 1
+    table = cache.table
+    assert table is not None
+    assert table.pool.n_live == sum(-(-int(x) // 4) for x in lens)
+    if score == "h2o":
+        feed(cache, logits[:, :, :], n - 1, n)
+        assert cache.stored[0].sum() == 4 * 48
+    assert all(len(kept(cache, h)) == cache.stored[0][h] for h in range(4))
+
+
+def test_a_shared_set_has_no_head_budgets() -> None:
+    with pytest.raises(OptionError, match="no score per head"):
+        METHODS.get("ada")(score="tova")
+
+
+def test_alpha_out_of_range() -> None:
+    with pytest.raises(OptionError, match=r"alpha=1.5 must lie in 0..1"):
+        METHODS.get("ada")(alpha=1.5)

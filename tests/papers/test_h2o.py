@@ -1,0 +1,143 @@
+"""H2O by hand: one-shot, greedy, averaged, the window, sinks and float32 sums."""
+
+import pytest
+import torch
+
+from millpond.errors import BudgetError
+from millpond.kernels import ops
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule, Evict, Signal
+from millpond.methods import METHODS
+from millpond.policy.view import View
+from tests.papers.fixture import COLUMN_SUMS, LOGITS, N, feed, kept, layer_cache, run
+
+h2o = METHODS.get("h2o")
+
+
+def test_one_shot_keeps_two_heavy_and_two_recent() -> None:
+    assert run(h2o(recent=2, sinks=0), budget=4) == [0, 1, 4, 5]
+
+
+def test_greedy_differs_from_one_shot() -> None:
+    """Algorithm 2 with the window: attention is renormalised over the kept set at every step."""
+    cache = layer_cache(h2o(recent=2, sinks=0), budget=4)
+    seen = []
+    feed(cache, LOGITS[None], 0, 1)
+    seen.append(kept(cache))
+    for t in range(1, N):
+        feed(cache, LOGITS[None], t, t + 1)
+        seen.append(kept(cache))
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2, 3, 4], [0, 2, 4, 5]]
+
+
+def test_greedy_prefill_is_the_same_as_decoding() -> None:
+    assert run(h2o(recent=2, sinks=0, prefill="greedy"), budget=4) == [0, 2, 4, 5]
+
+
+def test_average_divides_by_the_queries_that_saw_the_entry() -> None:
+    """ObservedAttention's numbers: the sum over the number of rows below."""
+    view = View(torch.arange(N, dtype=torch.int32)[None], torch.tensor([COLUMN_SUMS]), seen=N, layer=0)
+    policy = h2o(average=True)
+    assert policy.score is not None
+    expected = [0.472058, 0.221344, 0.221962, 0.239641, 0.091794, 0.270577]
+    assert torch.allclose(policy.score.score(view, 0)[0], torch.tensor(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize(("recent", "expected"), [(0, [0, 1, 2, 3]), (4, [2, 3, 4, 5]), (1, [0, 1, 2, 5])])
+def test_no_window_and_all_window_are_legal(recent: int, expected: list[int]) -> None:
+    assert run(h2o(recent=recent, sinks=0), budget=4) == expected
+
+
+def test_sinks_stay_though_nobody_looks_at_them() -> None:
+    logits = LOGITS.clone()
+    logits[:, 0] = -20.0
+    logits[0, 0] = 0.0
+    for sinks, has_first in ((0, False), (1, True)):
+        cache = layer_cache(h2o(recent=2, sinks=sinks), budget=3 + sinks)
+        feed(cache, logits[None], 0, 1)
+        for t in range(1, N):
+            feed(cache, logits[None], t, t + 1)
+        assert (0 in kept(cache)) is has_first
+
+
+def test_grace_protects_a_new_entry_for_some_steps() -> None:
+    policy = h2o(recent=0, sinks=0, grace=3)
+    assert policy.decode_rule(0).evict is Evict.ACC
+    cache = layer_cache(policy, budget=4)
+    feed(cache, LOGITS[None], 0, 1)
+    for t in range(1, N):
+        feed(cache, LOGITS[None], t, t + 1)
+        assert set(range(max(0, t - 2), t + 1)) <= set(kept(cache))
+
+
+def test_protection_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"budget 8 is smaller than sinks 4 \+ recent 8; raise budget"):
+        run(h2o(recent=8, sinks=4), budget=8)
+
+
+def test_the_newest_entry_is_always_visible_to_itself() -> None:
+    """Defect H4 and E2: with recent = 0 the token that is being read still attends to itself."""
+    cache = layer_cache(h2o(recent=0, sinks=0), budget=1)
+    feed(cache, LOGITS[None], 0, 1)
+    out = feed(cache, LOGITS[None], 1, 2)
+    assert float(out[0, 0, 0, 1]) == pytest.approx(0.268941, abs=1e-6)
+
+
+def test_no_resurrection() -> None:
+    """Defect H3: what was evicted never comes back, over many random steps."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 60, 60, dtype=torch.float64) * 3
+    cache = layer_cache(h2o(recent=3, sinks=1), budget=8)
+    feed(cache, logits, 0, 10)
+    before = [set(kept(cache, h)) for h in range(2)]
+    for t in range(10, 60):
+        feed(cache, logits, t, t + 1)
+        for h in range(2):
+            now = set(kept(cache, h))
+            assert now <= before[h] | {t}
+            assert len(now) == 8
+            assert t in now
+            before[h] = now
+
+
+def test_no_future_leaks_into_the_selection() -> None:
+    """Defect H9: changing a later token cannot change what was kept before it."""
+    torch.manual_seed(1)
+    logits = torch.randn(1, 30, 30, dtype=torch.float64) * 3
+    other = logits.clone()
+    other[:, 20:] = torch.randn(1, 10, 30, dtype=torch.float64)
+    sets = []
+    for text in (logits, other):
+        cache = layer_cache(h2o(recent=3, sinks=1), budget=6)
+        feed(cache, text, 0, 12)
+        for t in range(12, 20):
+            feed(cache, text, t, t + 1)
+        sets.append(kept(cache))
+    assert sets[0] == sets[1]
+
+
+def test_scores_keep_their_order_over_a_million_steps() -> None:
+    """Defect H7: in half precision 2048 + 0.9 = 2048; in float32 two entries that differ stay in order."""
+    pages = PageArrays(1, 4, 1, 1, torch.float32, torch.device("cpu"))
+    pages.add_arena()
+    pages.scores[0].zero_()
+    heavy, light = 0.5, 0.4999
+    total = torch.zeros(2)
+    for _ in range(1000):
+        total += torch.tensor([heavy, light]) * 1000
+    assert total[0] > total[1]
+    pages.positions[0][0] = torch.arange(4, dtype=torch.int32)
+    pages.scores[0][0, :2] = total
+    pages.keys[0].zero_()
+    pages.values[0].zero_()
+    one = torch.ones(1, dtype=torch.int32)
+    before = pages.scores[0][0, :2].clone()
+    for t in range(2000):
+        lens = one * 2
+        ops.decode(
+            torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), pages, torch.zeros(1, 1, dtype=torch.int32),
+            lens, one * 2, one * 0, one * (1_000_000 + t), DecodeRule(Signal.SUM, evict=Evict.NEVER), scale=1.0,
+        )  # fmt: skip
+    grown = pages.scores[0][0, :2] - before
+    assert torch.allclose(grown, torch.full((2,), 2000 / 3), rtol=0.05)
+    assert pages.scores[0][0, 0] > pages.scores[0][0, 1]
