@@ -35,6 +35,7 @@ class Case:
     window: int = 0
     sinks: bool = False
     same_slots: bool = False  # all KV heads of a sequence hold the same positions in the same slots
+    room: int = 1  # slots that a region can grow by
     seed: int = 0
 
     def build(self) -> Call:
@@ -61,7 +62,7 @@ class Call:
         gen = torch.Generator().manual_seed(case.seed)
         n_regions = case.n_seq * case.n_kv_heads
         width = max(case.lens, default=0)
-        n_table = width // case.slots + 1
+        n_table = -(-(width + case.room) // case.slots)
         self.pages = empty_pool(case, n_regions * n_table)
         order = torch.randperm(n_regions * n_table, generator=gen)
         self.table = order.view(n_regions, n_table).int()

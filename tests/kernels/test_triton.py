@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,14 +27,14 @@ if not INTERPRET and not torch.cuda.is_available():
     pytest.skip("no GPU, and Triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
-DECODE = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
+DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: of the output, relative to the largest number in it
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
 
 quick = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 seeds = st.integers(0, 2**31)
 
@@ -55,8 +56,9 @@ def new_pool(dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_are
 
 
 def copy_of(pages: PageArrays) -> PageArrays:
-    names = ("keys", "values", "positions", "scores")
-    twin = replace(pages, **{name: [t.clone() for t in getattr(pages, name)] for name in names})
+    twin = replace(pages)
+    for name in ("keys", "values", "positions", "scores"):
+        setattr(twin, name, [t.clone() for t in getattr(pages, name)])
     twin._refresh()
     return twin
 
@@ -104,7 +106,7 @@ rules = st.builds(
 )
 
 
-@quick
+@settings(quick, max_examples=35)
 @given(
     st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2, 4, 7, 16)),
     st.sampled_from(((16, 16), (24, 40), (80, 8), (5, 32))), st.sampled_from((4, 16, 64)), st.integers(0, 75), rules,
@@ -122,7 +124,8 @@ def test_decode(
     caps = torch.where(torch.rand(owners, generator=g) < 0.7, lens, lens + 3).clamp(min=1)
     positions = torch.stack([torch.randperm(100, generator=g)[: longest + 1] for _ in range(owners)])
     lens, caps, positions = (ints(t.repeat_interleave(n_regions // owners, 0)) for t in (lens, caps, positions))
-    recent = ints(torch.randint(0, 60, (n_regions,), generator=g))
+    protects = torch.rand(n_regions, generator=g) < 0.5  # without it the new entry may be the one that leaves
+    recent = ints(torch.randint(1, 60, (n_regions,), generator=g) * protects)
     q_pos = ints(torch.where(torch.rand(n_seq, generator=g) < 0.2, -1, 100 + torch.arange(n_seq)))
     # spread so wide that rounding does not decide who leaves
     scores = torch.stack([torch.randperm(longest + 1, generator=g) for _ in range(n_regions)]) * 0.37
@@ -154,40 +157,47 @@ def test_decode(
 @pytest.mark.parametrize("evict", [Evict.ACC, Evict.ACC_MEAN, Evict.RANDOM])
 @pytest.mark.parametrize("shared", [False, True])
 def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
-    """Errors would add up: twelve steps over pages that fill, with the twin's own accumulators."""
+    """Errors would add up: nine steps over pages that fill, with the twin's own accumulators."""
     g = torch.Generator().manual_seed(3)
-    rule = DecodeRule(Signal.SUM, Reduce.MEAN, evict, sinks=1, shared=shared, seed=9)
+    rule = DecodeRule(Signal.SUM, Reduce.MEAN, evict, decay=0.75, sinks=1, shared=shared, seed=9)
+    # a window one longer than the first cap: the next query hides one stored entry, which goes first
+    options: dict[str, Any] = {"scale": 0.5, "window": 0 if shared else 4}
     table, n_arenas = random_table(4, 2, g)
     pages = new_pool(torch.float32, 16, 16, 4, n_arenas)
     twin = copy_of(pages)
     lens, twin_lens = ints([0] * 4), ints([0] * 4)
-    for step in range(12):
+    for step in range(9):
         q, k, v = normal(g, 2, 6, 16), normal(g, 2, 2, 16), normal(g, 2, 2, 16)
-        rest = (ints([7, 7, 8, 8]), ints([2] * 4), ints([step, step + 3]), rule)
-        want = reference.decode(q, k, v, pages, table, lens, *rest, scale=0.5)
-        got = gpu.decode(q, k, v, twin, table, twin_lens, *rest, scale=0.5)
+        rest = (ints([3, 3, 6, 6]), ints([2] * 4), ints([step, step + 3]), rule)
+        want = reference.decode(q, k, v, pages, table, lens, *rest, **options)
+        got = gpu.decode(q, k, v, twin, table, twin_lens, *rest, **options)
         close(got[0], want[0], torch.float32)
         assert got[2].tolist() == want[2].tolist()
-    assert lens.tolist() == twin_lens.tolist() == [7, 7, 8, 8]
+    assert lens.tolist() == twin_lens.tolist() == [3, 3, 6, 6]
     assert_same_pages(twin, pages)
 
 
-@pytest.mark.parametrize("recent", [0, 1000])
+@pytest.mark.parametrize("recent", [0, 2000])
 def test_ties_leave_oldest_first(recent: int) -> None:
-    """Equal accumulators, and nothing but protected entries: both times the oldest position goes."""
+    """Equal accumulators, and nothing but protected entries: both times the oldest position goes, from the last slot.
+
+    The region is so long that its splits and its chunks are combined in more than one round.
+    """
     g = torch.Generator().manual_seed(1)
     table, n_arenas = random_table(1, 5, g)
-    pages = new_pool(torch.float32, 16, 16, 16, n_arenas)
-    positions = ints(torch.randperm(70, generator=g)[None] + 11)
-    fill(pages, table, ints([70]), positions, torch.zeros(1, 70, device=DEVICE), g)
-    rule = DecodeRule(evict=Evict.ACC)
-    q, k = normal(g, 1, 1, 16), normal(g, 1, 1, 16)
+    pages = new_pool(torch.float32, 16, 16, 256, n_arenas)
+    positions = ints(1100 - torch.arange(1100))[None]
+    fill(pages, table, ints([1100]), positions, torch.zeros(1, 1100, device=DEVICE), g)
+    twin, lens, twin_lens = copy_of(pages), ints([1100]), ints([1100])
+    q, k = normal(g, 1, 2, 16), normal(g, 1, 1, 16)
+    rest = (ints([1100]), ints([recent]), ints([1500]), DecodeRule(evict=Evict.ACC))
+    want = reference.decode(q, k, k, pages, table, lens, *rest, scale=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DECODE, "TUNING", SMALL)
-        lens = ints([70])
-        gone = gpu.decode(q, k, k, pages, table, lens, lens.clone(), ints([recent]), ints([200]), rule, scale=1.0)[2]
-    assert gone.tolist() == [11]
-    assert lens.tolist() == [70]
+        got = gpu.decode(q, k, k, twin, table, twin_lens, *rest, scale=1.0)
+    assert got[2].tolist() == want[2].tolist() == [1]
+    close(got[0], want[0], torch.float32)
+    assert_same_pages(twin, pages)
 
 
 def test_hash_is_exact() -> None:
@@ -217,9 +227,12 @@ def test_nothing_to_do() -> None:
         lens, caps, idle = zeros[:n].clone(), zeros[:n] + 1, zeros[:n] - 1
         rest = (none, empty[:n], lens, caps, zeros[:n], idle, KEEP_ALL)
         out, lse, gone = gpu.decode(rows[:n], rows[:n], rows[:n], *rest, scale=1.0)
-        assert out.abs().sum() == 0 and lse.tolist() == [[-float("inf")]] * n and gone.tolist() == [-1] * n
+        assert out.abs().sum() == 0
+        assert lse.tolist() == [[-float("inf")]] * n
+        assert gone.tolist() == [-1] * n
     keys, _, positions, _ = gpu.read(none, empty, zeros, 3)
-    assert keys.shape == (2, 3, 16) and positions.tolist() == [[-1] * 3] * 2
+    assert keys.shape == (2, 3, 16)
+    assert positions.tolist() == [[-1] * 3] * 2
 
 
 @quick
@@ -255,11 +268,13 @@ def test_write_and_read(
 
 @quick
 @given(
-    st.sampled_from(DTYPES), st.sampled_from((1, 2)), st.sampled_from((1, 3, 4)),
+    st.sampled_from(DTYPES), st.sampled_from((1, 2)), st.sampled_from((1, 3)),
     st.sampled_from(((16, 16), (24, 40), (80, 8))), st.integers(1, 150), st.sampled_from((0, 1, 33, 70)),
     st.sampled_from((None, *Reduce)), st.sampled_from((0.0, 3.0)), st.sampled_from((0, 1, 50)), st.booleans(),
     st.booleans(), seeds,
 )  # fmt: skip
+@example(torch.float32, 1, 2, (16, 16), 150, 0, Reduce.SUM, 0.0, 50, False, False, 0)
+@example(torch.float16, 1, 3, (16, 16), 40, 9, Reduce.MAX, 0.0, 0, False, False, 0)
 def test_prefill(
     dtype: torch.dtype, n_kv_heads: int, group: int, dims: tuple[int, int], n_rows: int, n_past: int,
     colsum: Reduce | None, softcap: float, window: int, has_sink: bool, one_row: bool, seed: int,
@@ -283,7 +298,8 @@ def test_prefill(
     if colsum is None:
         assert got[2] is None
     else:
-        assert got[2] is not None and want[2] is not None
+        assert got[2] is not None
+        assert want[2] is not None
         torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
 
 
@@ -300,6 +316,14 @@ def test_other_dtypes_are_refused() -> None:
     q = torch.zeros(1, 4, 16, dtype=torch.float64, device=DEVICE)
     with pytest.raises(OptionError, match=r"not torch\.float64"):
         gpu.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0)
+
+
+def test_missing_triton_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("millpond.kernels.gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(OptionError, match=r"pip install 'millpond\[gpu\]'"):
+        importlib.import_module("millpond.kernels.gpu")
 
 
 def test_unbounded_regions_grow() -> None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, POSITIONS, VALUES, logit2, tile_rows
 
@@ -47,7 +47,9 @@ def attend(
         ok = slot < n
         at = tile_rows(bases, n_arenas, KEYS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, KEY_DIM, TYPE)
         k = tl.load(at[:, None] + d[None, :], mask=ok[:, None] & (d < KEY_DIM)[None, :], other=0.0)  # (BLOCK, K)
-        at = tile_rows(bases, n_arenas, VALUES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, VALUE_DIM, TYPE)
+        at = tile_rows(
+            bases, n_arenas, VALUES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, VALUE_DIM, TYPE
+        )
         v = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < VALUE_DIM)[None, :], other=0.0)  # (BLOCK, V)
         visible = ok
         if HAS_WINDOW:

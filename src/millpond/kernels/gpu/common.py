@@ -6,14 +6,22 @@ Logits inside the kernels are in base 2 (natural logit * log2 e), because the ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import Reduce
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -37,7 +45,7 @@ REDUCE_MAX = tl.constexpr(int(Reduce.MAX))
 
 @triton.jit
 def locate(table_row, slot, ok, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr):
-    """The arena (int32) and the row inside it (int64) of each slot of a region; slots where not `ok` are not looked up."""
+    """The arena (int32) and the row in it (int64) of each slot of a region; nothing is looked up where not `ok`."""
     page = tl.load(table_row + (slot >> LOG_SLOTS), mask=ok, other=0)
     row = (page & ((1 << LOG_PAGES) - 1)).to(tl.int64) << LOG_SLOTS
     return page >> LOG_PAGES, row + (slot & ((1 << LOG_SLOTS) - 1))
@@ -80,6 +88,18 @@ def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
 # ---------------------------------------------------------------------------------------------- at launch
 
 
+def on_its_device(op: Callable[P, R]) -> Callable[P, R]:
+    """Run `op` with the device of its first argument current: Triton launches on the current device only."""
+
+    @wraps(op)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: torch.device = next(iter((*args, *kwargs.values()))).device  # type: ignore[attr-defined]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return op(*args, **kwargs)
+
+    return run
+
+
 def check(device: torch.device, *dtypes: torch.dtype) -> None:
     """Refuse what the kernels cannot run on.
 
@@ -87,7 +107,7 @@ def check(device: torch.device, *dtypes: torch.dtype) -> None:
         OptionError: tensors that are not on a CUDA device, or a dtype without a kernel.
     """
     if device.type != "cuda" and not INTERPRET:
-        raise OptionError(f"the gpu kernels need CUDA tensors, not {device}; set TRITON_INTERPRET=1 to run them on the CPU")
+        raise OptionError(f"the gpu kernels need CUDA tensors, not {device}; TRITON_INTERPRET=1 runs them on the CPU")
     for dtype in dtypes:
         if dtype not in TYPES:
             raise OptionError(f"the gpu kernels take float32, float16 and bfloat16, not {dtype}")

@@ -15,11 +15,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.gpu.attend import attend, combine
-from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, page_logs, rows_of
+from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.settle import score, settle
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Signal
@@ -40,6 +41,7 @@ class Tuning(NamedTuple):
 TUNING = Tuning()
 
 
+@on_its_device
 def decode(
     q: Tensor,
     k_new: Tensor,
@@ -89,15 +91,16 @@ def decode(
     where = (pages.bases, pages.n_arenas, table, table.stride(0))
     stored = {"TYPE": TYPES[pages.dtype], **page_logs(pages)}
     cap = {"HAS_CAP": softcap != 0.0}
-    # float32 operands take twice the shared memory, wide heads too
-    shrink = max(1, block_of(max(pages.key_dim, pages.value_dim)) // 128) * (pages.dtype.itemsize // 2)
+    dot = dot_type(q.dtype, pages.dtype)
+    # wide heads take more shared memory, float32 products more registers
+    shrink = max(1, block_of(max(pages.key_dim, pages.value_dim)) // 128) * (4 if dot == tl.float32 else 1)
     block = max(16, TUNING.block // shrink)
 
     if n_splits and pages.n_arenas:
         attend[(n_regions, n_splits)](
             q, *q.stride()[:2], *where, lens, q_pos, *partial, logits, n_splits,
             float(scale), float(softcap), window,
-            DOT=dot_type(q.dtype, pages.dtype), SPLIT=TUNING.split, BLOCK=block, GROUP_BLOCK=block_of(group),
+            DOT=dot, SPLIT=TUNING.split, BLOCK=block, GROUP_BLOCK=block_of(group),
             HAS_WINDOW=window > 0, KEEP_LOGITS=signals, **dims, **heads, **stored, **cap,
             num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2,
         )  # fmt: skip
@@ -112,7 +115,10 @@ def decode(
     shared = rule.shared and rule.evict in (Evict.ACC, Evict.ACC_MEAN) and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, window, seed - (1 << 32) if seed >> 31 else seed)
-    flags = {"SIGNAL": int(rule.signal), "REDUCE": int(rule.reduce), "EVICT": int(rule.evict), "SHARED": shared}
+    flags = {
+        "SIGNAL": int(rule.signal), "REDUCE": int(rule.reduce), "EVICT": int(rule.evict), "SHARED": shared,
+        "HASH_HEADS": 1 if rule.shared else n_kv_heads,
+    }  # fmt: skip
     chooses = rule.evict is not Evict.NEVER
     # a shared value reads the accumulators of the other heads, so they are all updated first
     passes = [(signals, False), (False, chooses)] if shared and signals else [(signals, chooses)]

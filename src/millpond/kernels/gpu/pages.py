@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.gpu.common import (
@@ -17,6 +17,7 @@ from millpond.kernels.gpu.common import (
     block_of,
     check,
     locate,
+    on_its_device,
     page_logs,
     rows_of,
     slot_rows,
@@ -31,7 +32,8 @@ def _copy_in(source, row, target, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Rows `row` of source (row pointers) to target (row pointers)."""
     lane = tl.arange(0, WIDTH)
     both = ok[:, None] & (lane < DIM)[None, :]
-    tl.store(target[:, None] + lane[None, :], tl.load((source + row)[:, None] + lane[None, :], mask=both, other=0), both)
+    rows = tl.load((source + row)[:, None] + lane[None, :], mask=both, other=0)
+    tl.store(target[:, None] + lane[None, :], rows, mask=both)
 
 
 @triton.jit
@@ -95,6 +97,7 @@ def _read(
     tl.store(scores + to, tl.load(at, mask=ok, other=0.0), mask=inside)
 
 
+@on_its_device
 def write(
     pages: PageArrays,
     table: Tensor,
@@ -124,6 +127,7 @@ def write(
     )  # fmt: skip
 
 
+@on_its_device
 def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check(table.device, pages.dtype)
     n, device = table.shape[0], table.device

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.gpu.common import (
@@ -25,6 +25,7 @@ from millpond.kernels.gpu.common import (
     check,
     dot_type,
     logit2,
+    on_its_device,
     rows_of,
 )
 from millpond.kernels.rules import Reduce
@@ -187,13 +188,17 @@ class Tile(NamedTuple):
 
 def forward_tile(dim: int, dtype: torch.dtype) -> Tile:
     """The tile of `forward` for heads of width `dim` (a power of two). Float32 runs without tensor cores."""
+    if dim > 256:
+        return Tile(16, 16, 4, 1)
     if dtype == torch.float32:
-        return Tile(32, 32, 8, 1)
+        return Tile(32, 16, 8, 1)
     return Tile(128, 64, 8, 3) if dim <= 128 else Tile(64, 32, 4, 2)
 
 
 def sums_tile(dim: int, dtype: torch.dtype) -> Tile:
     """The tile of `column_sums`."""
+    if dim > 256:
+        return Tile(16, 16, 4, 1)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 1)
     return Tile(64, 128, 8, 3) if dim <= 128 else Tile(32, 64, 4, 2)
@@ -207,6 +212,7 @@ def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
     return past_pos, past_pos.stride(0) if past_pos.shape[0] > 1 else 0
 
 
+@on_its_device
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -244,6 +250,7 @@ def prefill(
     return out, lse, sums
 
 
+@on_its_device
 def colsum_from_lse(
     q: Tensor,
     k: Tensor,

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 from millpond.kernels.gpu.common import (
     INF,
@@ -65,7 +65,9 @@ def plain_value(scores, position, here, head, seed, EVICT: tl.constexpr):
 
 
 @triton.jit
-def region_scores(bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr):
+def region_scores(
+    bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
+):  # fmt: skip
     """The accumulators in the slots of region r, 0 past its length."""
     ok = slot < tl.load(lens + r)
     arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
@@ -78,7 +80,7 @@ def score(
     lowest_value, lowest_position, lowest_slot, n_chunks, decay, sinks, window, seed,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, CHUNK: tl.constexpr,
     SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
-    UPDATE: tl.constexpr, CHOOSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HASH_HEADS: tl.constexpr, UPDATE: tl.constexpr, CHOOSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """UPDATE the accumulators of one chunk with the attention it received; CHOOSE its lowest entry."""
     r = tl.program_id(0).to(tl.int64)
@@ -107,7 +109,7 @@ def score(
         if SIGNAL == SUM:
             scores = decay * tl.load(score_at, mask=ok, other=0.0) + scores
         tl.store(score_at, scores, mask=ok)
-    if CHOOSE:
+    if CHOOSE:  # noqa: SIM102 - known at compile time, unlike `full`
         if full:
             position_at = slot_rows(bases, n_arenas, POSITIONS, arena, row, ok, 1, tl.int32)
             position = tl.load(position_at, mask=ok, other=-1)
@@ -121,7 +123,7 @@ def score(
             else:
                 if not UPDATE:
                     scores = tl.load(score_at, mask=ok, other=0.0)
-                value = plain_value(scores, position, here, r % HEADS, seed, EVICT)
+                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT)
             value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
             least = tl.min(tl.where(ok, value, INF), 0)
             tied = ok & (value == least)
@@ -153,7 +155,8 @@ def settle(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
-    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
+    HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim."""
     r = tl.program_id(0).to(tl.int64)
@@ -179,7 +182,7 @@ def settle(
             for other in range(HEADS):
                 new_value += received_by_new(new_logits, lse, s * HEADS + other, GROUP, GROUP_BLOCK, REDUCE)
             new_value = new_value * (1.0 / HEADS)
-        new_value = plain_value(new_value, here, here, h, seed, EVICT)
+        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT)
         new_value = ranked(new_value, here, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
         least = tl.full([], INF, tl.float32)
         oldest = tl.full([], LAST_INT, tl.int32)
