@@ -1,6 +1,7 @@
 """The bundled weights, and the recipe that grew them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from millpond.errors import OptionError
-from millpond.train.bundled import CHECKPOINT, Recipe, Run, supervised_logits, train_bundled
+from millpond.train.bundled import CHECKPOINT, supervised_logits, train_bundled
 from millpond.train.bundled_eval import evaluate_recall
 from millpond.train.bundled_model import BUNDLED_DIR, build_model
 from millpond.train.curriculum import STAGES, Curriculum, draw_batch, is_copy_step
 from millpond.train.recall_data import RecallShape, make_prompt, recall_batch, stream
+from millpond.train.run import Recipe, Run
 
 TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The work is small: on a busy machine several threads would mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,89 +8,21 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from millpond.errors import OptionError
 from millpond.train.bundled_model import build_model, save_bundle
-from millpond.train.curriculum import STAGES, Curriculum, draw_batch, is_copy_step
+from millpond.train.curriculum import draw_batch, is_copy_step
+from millpond.train.progress import training_progress
 from millpond.train.recall_data import Batch
+from millpond.train.run import LogLine, Recipe, Run
 
 CHECKPOINT = "checkpoint.pt"
 LOG_EVERY = 25  # steps
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The numbers of the recipe."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    warmup_steps: int = 100
-    tokens_per_step: int = 6144
-    polish_steps: int = 1200
-    checkpoint_steps: int = 200
-    bf16: bool = True
-
-
-class LogLine(NamedTuple):
-    """One point of the learning curve."""
-
-    step: int
-    time_s: float
-    stage: int
-    loss: float
-    recall: float
-
-
-@dataclass
-class Run:
-    """A training run between two steps: all that a checkpoint holds."""
-
-    model: LlamaForCausalLM
-    optimizer: torch.optim.Optimizer
-    seed: int
-    step: int = 0
-    time_s: float = 0.0
-    curriculum: Curriculum = field(default_factory=Curriculum)
-    log: list[LogLine] = field(default_factory=list)
-
-    def save(self, file: Path) -> None:
-        """Write the run to `file`; a crash while writing leaves the older file whole."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "step", "time_s")}
-        state["curriculum"] = self.curriculum.state()
-        state["log"] = [tuple(line) for line in self.log]
-        state["model"] = self.model.state_dict()
-        state["optimizer"] = self.optimizer.state_dict()
-        fresh = file.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(file)
-
-    def load(self, file: Path) -> None:
-        """Go on where `file` stands.
-
-        Raises:
-            OptionError: when the checkpoint was begun with another seed.
-        """
-        state = torch.load(file, map_location=self.model.device, weights_only=True)
-        if state["seed"] != self.seed:
-            raise OptionError(
-                f"{file} was begun with seed {state['seed']}, not {self.seed}; use another folder"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.time_s = state["step"], state["time_s"]
-        self.curriculum = Curriculum(**state["curriculum"])
-        self.log = [LogLine(*line) for line in state["log"]]
 
 
 def train_bundled(
@@ -124,7 +56,7 @@ def train_bundled(
     """
     folder, recipe = Path(out_dir), recipe or Recipe()
     folder.mkdir(parents=True, exist_ok=True)
-    with _threads(threads), _progress(show_progress, recipe) as show:
+    with _threads(threads), training_progress(show_progress, recipe) as show:
         run = _start(folder, seed, device or ("cuda" if torch.cuda.is_available() else "cpu"), recipe)
         begun, before_s = time.monotonic(), run.time_s
         while not _finished(run, recipe, max_steps):
@@ -221,20 +153,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _progress(visible: bool, recipe: Recipe) -> Iterator[Any]:
-    """A progress bar over the stages and the polish; yields the function that moves it."""
-    text = TextColumn("step {task.fields[step]}  {task.description}  loss {task.fields[loss]:.3f}")
-    with Progress(text, BarColumn(), TimeElapsedColumn(), disable=not visible) as bar:
-        task = bar.add_task("starting", total=len(STAGES) + 1, step=0, loss=0.0)
-
-        def show(run: Run, line: LogLine) -> None:
-            place = run.curriculum
-            what = "polish" if place.polishing else f"{STAGES[place.stage].body_len} tokens"
-            done = place.stage + place.polished / max(1, recipe.polish_steps)
-            about = f"{what}  recall {place.recall:.3f}"
-            bar.update(task, completed=done, description=about, step=run.step, loss=line.loss)
-
-        yield show

@@ -6,12 +6,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from millpond.train.bundled import LogLine, Recipe, Run
 from millpond.train.bundled_eval import evaluate_recall
 from millpond.train.curriculum import PASS_RECALL, STAGES
 from millpond.train.recall_data import RecallShape, make_prompt
+from millpond.train.run import LogLine, Recipe, Run
 
-EVAL_SHAPES = tuple(RecallShape(32, body_len) for body_len in (128, 256, 512, 1024, 2048, 3072, 3968))
+EVAL_SHAPES = (
+    *(RecallShape(32, body_len) for body_len in (128, 256, 512, 1024, 2048, 3072, 3968)),
+    *(RecallShape(pairs, 1024) for pairs in (64, 96)),  # more pairs than training has shown
+)
 EVAL_CONTEXTS = 16
 EVAL_SEEDS = (1001, 1002)
 
@@ -42,11 +45,11 @@ print(tokenizer.decode(model.generate(**inputs)[0, -1]), prompt.answers[0])
 A prompt of {example_pairs} pairs: *{context}* ... `{question}` -> `{answer}`
 
 ## Recall with the full cache
-Exact match of the answer, each question alone after its context, greedy, {dtype}; {pairs} pairs,
-{contexts} held-out contexts, {questions} questions a row (evaluation seeds {seeds}).
+Exact match of the answer, each question alone after its context, greedy, {dtype}; {contexts} held-out
+contexts a row (evaluation seeds {seeds}), every pair of each asked. Training shows at most 32 pairs.
 
-| context tokens | recall |
-|---|---|
+| context tokens | pairs | questions | recall |
+|---|---|---|---|
 {table}
 
 ## Data
@@ -63,7 +66,7 @@ context comes from a stream that training has read.
 The next stage opens at a running recall of {pass_recall}; then {polish:,} steps over all stages while the
 learning rate falls to zero. torch {torch}, transformers {transformers}.
 
-| stage | pairs | body tokens | first step | minute | recall in its last logged batch |
+| stage | pairs | body tokens | first logged step | minute | recall in its last logged batch |
 |---|---|---|---|---|---|
 {curve}
 """
@@ -80,9 +83,7 @@ def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None =
         **_training(run, recipe),
         parameters=run.model.num_parameters(),
         dtype=str(run.model.dtype).removeprefix("torch."),
-        pairs=EVAL_SHAPES[0].pairs,
         contexts=EVAL_CONTEXTS * len(EVAL_SEEDS),
-        questions=EVAL_CONTEXTS * len(EVAL_SEEDS) * EVAL_SHAPES[0].pairs,
         seeds=" and ".join(map(str, EVAL_SEEDS)),
         table=recall_table(measure(run)),
         hardware=hardware,
@@ -91,9 +92,9 @@ def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None =
     return text
 
 
-def measure(run: Run) -> dict[int, float]:
-    """Recall of the run's model per context length, mean over the evaluation seeds."""
-    return {shape.body_len: _mean_recall(run, shape) for shape in EVAL_SHAPES}
+def measure(run: Run) -> dict[RecallShape, float]:
+    """Recall of the run's model per shape, mean over the evaluation seeds."""
+    return {shape: _mean_recall(run, shape) for shape in EVAL_SHAPES}
 
 
 def _mean_recall(run: Run, shape: RecallShape) -> float:
@@ -108,9 +109,13 @@ def _mean_recall(run: Run, shape: RecallShape) -> float:
     return sum(shares) / len(shares)
 
 
-def recall_table(recall: Mapping[int, float]) -> str:
+def recall_table(recall: Mapping[RecallShape, float]) -> str:
     """Rows of the accuracy table."""
-    return "\n".join(f"| {body_len:,} | {share:.4f} |" for body_len, share in recall.items())
+    contexts = EVAL_CONTEXTS * len(EVAL_SEEDS)
+    return "\n".join(
+        f"| {shape.body_len:,} | {shape.pairs} | {contexts * shape.pairs:,} | {share:.4f} |"
+        for shape, share in recall.items()
+    )
 
 
 def curve_table(log: Sequence[LogLine]) -> str:

@@ -1,0 +1,1 @@
+"""What a model family needs, and where models come from. Importing this package loads nothing."""

@@ -1,0 +1,106 @@
+"""Loading a model and its tokenizer: from a folder, from the hub, or a bundled one by name.
+
+This module knows nothing of caches: what it returns is a stock transformers model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from millpond.codec import DTYPES
+from millpond.errors import OptionError, unknown
+
+T = TypeVar("T")
+
+_BUNDLED = Path(__file__).parent / "bundled"
+
+
+def bundled_models() -> list[str]:
+    """The names of the models that come with the package, sorted."""
+    return sorted(folder.parent.name for folder in _BUNDLED.glob("*/config.json"))
+
+
+def resolve(name: str | os.PathLike[str]) -> str:
+    """What transformers should load: a folder that exists, a bundled model's folder, or the hub id as it is.
+
+    A folder of the working directory comes before a bundled model of the same name.
+
+    Example:
+        >>> resolve("pond-recall").endswith("pond-recall")
+        True
+    """
+    text = os.fspath(name)
+    if not Path(text).is_dir() and text in bundled_models():
+        return str(_BUNDLED / text)
+    return text
+
+
+def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedModel:
+    """A causal language model, ready to generate.
+
+    Args:
+        name: a local folder, a bundled model's name, or a hub id.
+        dtype: "auto" (as the weights were saved), "f32", "bf16" or "f16".
+
+    Raises:
+        OptionError: no such dtype, or nothing that can be loaded under that name.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise unknown("dtype", dtype, ["auto", *DTYPES])
+    chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
+    model: PreTrainedModel = _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen))
+    model.train(False)
+    return model
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model of that name.
+
+    Raises:
+        OptionError: nothing that can be loaded under that name.
+    """
+    tokenizer: PreTrainedTokenizerBase = _load(name, AutoTokenizer.from_pretrained)
+    return tokenizer
+
+
+def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
+    path = resolve(name)
+    if path not in bundled_models() and not Path(path).exists() and difflib.get_close_matches(path, bundled_models(), 1, 0.85):
+        raise unknown("bundled model", path, bundled_models())  # a typing mistake, not worth asking the hub
+    try:
+        with _without_bars():
+            return load(path)
+    except (OSError, ValueError) as error:
+        raise OptionError(_not_found(os.fspath(name), error)) from error
+
+
+def _not_found(name: str, error: Exception) -> str:
+    close = difflib.get_close_matches(name, bundled_models(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    reason = str(error).strip().split("\n")[0]
+    return (
+        f"model {name!r} is neither a folder with a model, nor bundled ({', '.join(bundled_models()) or 'none'}), "
+        f"nor could it be loaded from the hub{hint} ({reason})"
+    )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bar for a load that takes a moment; the user's own setting comes back."""
+    tools: Any = logging
+    shown = tools.is_progress_bar_enabled()
+    tools.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            tools.enable_progress_bar()
