@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import UNBOUNDED, DecodeRule
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Case:
     caps: list[int] | None = None
     recent: list[int] | None = None
     inactive: set[int] = field(default_factory=set)
-    rule: DecodeRule = DecodeRule()
+    rule: DecodeRule = KEEP_ALL
     softcap: float = 0.0
     window: int = 0
     sinks: bool = False
@@ -43,9 +43,7 @@ class Case:
 
 
 def empty_pool(case: Case, n_pages: int) -> PageArrays:
-    pages = PageArrays(
-        case.pages_per_arena, case.slots, case.key_dim, case.value_dim, case.dtype, torch.device("cpu")
-    )
+    pages = PageArrays(case.pages_per_arena, case.slots, case.key_dim, case.value_dim, case.dtype, torch.device("cpu"))
     while pages.n_arenas * case.pages_per_arena < n_pages:
         pages.add_arena()
     for keys, values, positions, scores in zip(pages.keys, pages.values, pages.positions, pages.scores, strict=True):
@@ -93,9 +91,7 @@ class Call:
     def _fill(self, impl: ModuleType) -> None:
         index = torch.arange(self.keys.shape[1], dtype=torch.int32).expand(len(self.lens), -1)
         start = torch.zeros_like(self.lens)
-        impl.write(
-            self.pages, self.table, start, self.lens, index, self.keys, self.values, self.positions, self.scores
-        )
+        impl.write(self.pages, self.table, start, self.lens, index, self.keys, self.values, self.positions, self.scores)
 
     def clone(self) -> Call:
         other = copy.copy(self)
@@ -123,9 +119,7 @@ def reference_module() -> ModuleType:
 
 
 def clone_pages(pages: PageArrays) -> PageArrays:
-    other = PageArrays(
-        pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, pages.dtype, pages.device
-    )
+    other = PageArrays(pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, pages.dtype, pages.device)
     for name in ("keys", "values", "positions", "scores"):
         setattr(other, name, [t.clone() for t in getattr(pages, name)])
     other._refresh()

@@ -12,10 +12,19 @@ from torch import Tensor
 from millpond.kernels.reference import INF, reduce_group, wide
 from millpond.kernels.rules import Reduce
 
-BLOCK = 256  #: query rows per block
+
+def block_rows(group: int) -> int:
+    """Query rows per block: few, so that little is computed above the diagonal and the logits stay in the cache.
+
+    64 rows of a group of 4 took 0.76 of the time of 256 rows (4k queries, D=128, bf16, 2 cores of a Zen 5); with one
+    query head per KV head the matrix products want 128.
+    """
+    return max(64, min(128, 256 // group))
 
 
-def _block_mask(q_pos: Tensor, past_pos: Tensor | None, n_past: int, begin: int, end: int, window: int) -> Tensor | None:
+def _block_mask(
+    q_pos: Tensor, past_pos: Tensor | None, n_past: int, begin: int, end: int, window: int
+) -> Tensor | None:
     """Hidden columns (Hkv or 1, rows, n_past + end) of the rows begin..end, or None if all are visible."""
     rows = q_pos[begin:end, None]
     new = q_pos[None, :end]
@@ -61,8 +70,9 @@ def prefill(
     lse = torch.empty(n_kv_heads, group, n_rows, dtype=dtype, device=q.device)
     sums = torch.zeros(n_kv_heads, n_columns, dtype=dtype, device=q.device) if colsum is not None else None
     sink = sink_logits.to(dtype).view(n_kv_heads, group, 1, 1) if sink_logits is not None else None
-    for begin in range(0, n_rows, BLOCK):
-        end = min(begin + BLOCK, n_rows)
+    block = block_rows(group)
+    for begin in range(0, n_rows, block):
+        end = min(begin + block, n_rows)
         seen = n_past + end
         p = _logits(rows[:, :, begin:end], k[:, :seen], scale, softcap)
         hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
@@ -107,8 +117,9 @@ def colsum_from_lse(
     rows = q.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, -1)
     norm = lse.view(n_kv_heads, -1, n_rows, 1)
     sums = torch.zeros(n_kv_heads, n_columns, device=q.device)
-    for begin in range(0, n_rows, BLOCK):
-        end = min(begin + BLOCK, n_rows)
+    block = block_rows(n_heads // n_kv_heads)
+    for begin in range(0, n_rows, block):
+        end = min(begin + block, n_rows)
         p = _logits(rows[:, :, begin:end], k[:, : n_past + end].to(q.dtype), scale, softcap)
         hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
         if hidden is not None:

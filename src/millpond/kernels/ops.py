@@ -55,10 +55,25 @@ def backend(pages_dtype: torch.dtype, device: torch.device) -> ModuleType:
         return gpu if pages_dtype in NATIVE_DTYPES else reference
     if forced not in ("auto", "native"):
         raise OptionError(f"MILLPOND_KERNELS={forced!r}: use auto, reference, native or gpu")
+    fits = pages_dtype in NATIVE_DTYPES and device.type == "cpu"
+    if forced == "auto" and not fits:
+        return reference
     native = _load_native()
     if native is None and forced == "native":
         raise OptionError("MILLPOND_KERNELS=native, but this install has no native kernels; reinstall with a compiler")
-    return native if native is not None and pages_dtype in NATIVE_DTYPES and device.type == "cpu" else reference
+    return native if native is not None and fits else reference
+
+
+def _dense_backend(q: Tensor) -> ModuleType:
+    """The implementation that serves `prefill` and `colsum_from_lse`, which see no pages."""
+    forced = os.environ.get("MILLPOND_KERNELS", "auto")
+    if forced == "reference":
+        return reference
+    if q.dtype in NATIVE_DTYPES and (forced == "gpu" or (forced == "auto" and q.device.type == "cuda")):
+        from millpond.kernels import gpu
+
+        return gpu
+    return blockwise
 
 
 def decode(
@@ -135,7 +150,8 @@ def prefill(
     Args:
         q: (Hq, Q, key_dim). k: (Hkv, N, key_dim). v: (Hkv, N, value_dim), N = n_past + Q; any strides.
         q_pos: (Q,) int32, positions of the new tokens, ascending.
-        past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 where there is none (ragged heads).
+        past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 where there is none (ragged
+            heads).
         scale, softcap, window, sink_logits: as in `decode`.
         colsum: how to reduce the query heads of a group in the column sums; None: none are made.
 
@@ -143,12 +159,7 @@ def prefill(
         out (Hq, Q, value_dim) in q's dtype; lse (Hq, Q) float32; colsum (Hkv, N) float32 or None:
         colsum[g, j] = sum_i reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
     """
-    forced = os.environ.get("MILLPOND_KERNELS", "auto")
-    impl: ModuleType = reference if forced == "reference" else blockwise
-    if forced == "gpu" or (forced == "auto" and q.device.type == "cuda" and q.dtype in NATIVE_DTYPES):
-        from millpond.kernels import gpu
-
-        impl = gpu
+    impl = _dense_backend(q)
     result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
         q, k, v, q_pos, past_pos,
         scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, colsum=colsum,
@@ -213,8 +224,7 @@ def colsum_from_lse(
     reduce: Reduce = Reduce.MEAN,
 ) -> Tensor:
     """The column sums of `prefill`, (Hkv, N) float32, from the log-sum-exp (Hq, Q) that another kernel returned."""
-    impl: ModuleType = reference if os.environ.get("MILLPOND_KERNELS") == "reference" else blockwise
-    result: Tensor = impl.colsum_from_lse(
+    result: Tensor = _dense_backend(q).colsum_from_lse(
         q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=reduce
     )
     return result

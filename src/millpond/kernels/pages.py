@@ -10,7 +10,9 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PageArrays:
-    """Arenas of equal size (the last may be shorter). Page `i` is row `i % pages_per_arena` of arena `i // pages_per_arena`.
+    """Arenas of equal size (the last may be shorter).
+
+    Page `i` is row `i % pages_per_arena` of arena `i // pages_per_arena`.
 
     Natural rows everywhere: a slot is one row of `key_dim` (or `value_dim`) numbers.
 

@@ -56,9 +56,7 @@ def _occupied(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tup
     return torch.where(valid, ids, 0), valid
 
 
-def read(
-    pages: PageArrays, table: Tensor, lens: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n = table.shape[0]
     if width == 0 or pages.n_arenas == 0:
         dev = table.device
@@ -105,10 +103,10 @@ def write(
 
 
 def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
+    slots = torch.arange(pages.slots, device=source.device)
+    from_ids, to_ids = ((ids[:, None] * pages.slots + slots).flatten() for ids in (source, target))
     for arenas in (pages.keys, pages.values, pages.positions, pages.scores):
-        n = pages.pages_per_arena
-        for src, dst in zip(source.tolist(), target.tolist(), strict=True):
-            arenas[dst // n][dst % n] = arenas[src // n][src % n]
+        scatter(arenas, to_ids, gather(arenas, from_ids))
 
 
 # ---------------------------------------------------------------------------------------------- attention
@@ -153,7 +151,9 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
         return hash_priority(rule.seed, head, positions)
     value = scores / (q_pos - positions + 1).clamp(min=1) if rule.evict is Evict.ACC_MEAN else scores
     if rule.shared:
-        value = value.view(-1, n_kv_heads, value.shape[-1]).mean(1, keepdim=True).expand(-1, n_kv_heads, -1).flatten(0, 1)
+        value = (
+            value.view(-1, n_kv_heads, value.shape[-1]).mean(1, keepdim=True).expand(-1, n_kv_heads, -1).flatten(0, 1)
+        )
     return value
 
 
@@ -206,10 +206,14 @@ def decode(
     if window:
         visible &= pos_r - positions < window
 
-    logits = soft_cap(q.to(dtype).reshape(n_regions, group, -1) @ keys.transpose(1, 2) * scale, softcap)  # (R, group, T)
+    logits = soft_cap(
+        q.to(dtype).reshape(n_regions, group, -1) @ keys.transpose(1, 2) * scale, softcap
+    )  # (R, group, T)
     sink = None
     if sink_logits is not None:
-        sink = sink_logits.to(dtype).view(1, n_kv_heads, group, 1).expand(n_seq, -1, -1, -1).reshape(n_regions, group, 1)
+        sink = (
+            sink_logits.to(dtype).view(1, n_kv_heads, group, 1).expand(n_seq, -1, -1, -1).reshape(n_regions, group, 1)
+        )
         sink = sink.masked_fill(~active[..., None], -INF)
     p, lse = softmax_with_sink(logits, visible[:, None], sink)
     out = p @ values

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import torch
+
 from millpond.kernels.native import library
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.ops import decode, read, write
@@ -17,12 +19,17 @@ __all__ = ["NativeKernelsWarning", "decode", "is_available", "isa", "read", "rea
 
 
 @cache
-def is_available() -> bool:
-    """Whether native kernels can run here; warns once per process if not."""
+def _found() -> bool:
     if library.load() is not None:
         return True
     library.warn_missing()
     return False
+
+
+@torch.compiler.assume_constant_result  # a compiled graph need not trace how a library is found
+def is_available() -> bool:
+    """Whether native kernels can run here; warns once per process if not."""
+    return _found()
 
 
 def isa() -> str:

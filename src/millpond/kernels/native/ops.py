@@ -83,7 +83,8 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = [int(rule.signal), int(rule.reduce), int(rule.evict), rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF]
+    kinds = [int(rule.signal), int(rule.reduce), int(rule.evict)]
+    numbers = [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF]
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else calls.decode
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), numbers, window,

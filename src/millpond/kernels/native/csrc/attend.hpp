@@ -7,23 +7,31 @@
 
 namespace mp {
 
-// Per thread: the queries of a region and the weights of a chunk.
+// Per thread: the queries of a region, the weights of a chunk, and a few rows.
 struct Scratch {
-  static int64_t bytes(const Call& c) {
-    const int64_t q = c.group * round_up(c.a.pool.key_dim, QUERY_PAD);
-    return round_up(4 * (q + int64_t(c.group) * (CHUNK + 3) + CHUNK + 4 * W), 4096);
-  }
-  float *query, *weights, *bias, *correction;
+  float *query, *weights, *bias, *factors, *rows;
   Scratch(const Call& c, char* memory) {
-    query = reinterpret_cast<float*>(memory);
-    weights = query + c.group * round_up(c.a.pool.key_dim, QUERY_PAD);
-    bias = weights + c.group * CHUNK + W;
-    correction = bias + CHUNK + W;
+    float* p = reinterpret_cast<float*>(memory);
+    auto take = [&p](int64_t n) { return std::exchange(p, p + round_up(n, W)); };
+    query = take(c.group * round_up(c.a.pool.key_dim, QUERY_PAD));
+    weights = take(c.group * CHUNK + W);
+    bias = take(CHUNK);
+    factors = take(c.group + W);
+    rows = take(2 * round_up(c.a.pool.key_dim, W) + c.out_stride);
+  }
+  static int64_t bytes(const Call& c) {
+    const int64_t query = c.group * round_up(c.a.pool.key_dim, QUERY_PAD), rows = 2 * c.a.pool.key_dim + c.out_stride;
+    return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + 12 * W), 4096);
   }
 };
 
-MP_INLINE void prefetch_rows(const char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+// The queries of region r in the type that they meet the keys in, rows padded with zeros.
+template <class Q>
+inline void load_queries(const Call& c, int r, int stride, Q* to) {
+  constexpr bool rounded = sizeof(Q) == 2;
+  std::memset(to, 0, size_t(c.group) * size_t(stride) * sizeof(Q));
+  for (int h = 0; h < c.group; ++h)
+    copy_row(to + h * stride, rounded ? BF16 : F32, c.query(r, h), c.a.q_dtype, c.pool.key_dim);
 }
 
 // weights[i] of one head: logits in, exp(logit - top) out. Returns the sum; raises `top` to the running maximum.
@@ -61,9 +69,34 @@ inline void window_bias(const Call& c, int r, int begin, int n, float* bias) {
   }
 }
 
-// Slots begin .. end of region r, part number `split`.
-template <class T>
-void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& scratch) {
+// The online softmax of one chunk: logits to weights, and what came before rescaled to the new maximum.
+inline void soften_chunk(const Call& c, int r, int at, int n, const Slab& slab, const Scratch& scratch, float* weights,
+                         float* top, float* total, float* out) {
+  const float* bias = nullptr;
+  if (c.a.window > 0) window_bias(c, r, at, n, scratch.bias), bias = scratch.bias;
+  for (int h = 0; h < c.group; ++h) {
+    const float before = top[h];
+    const float added = soften(c, weights + h * CHUNK, n, bias, top[h]);
+    if (c.gathers) slab.chunk_top[int64_t(at / CHUNK) * c.group + h] = top[h];
+    if (before != top[h]) {
+      const vf factor = exp(splat(before - top[h]));
+      total[h] *= factor[0];
+      float* o = out + h * c.out_stride;
+      for (int d = 0; d < c.out_stride; d += W) store(o + d, load(o + d) * factor);
+    }
+    total[h] += added;
+  }
+}
+
+// The chunk of slots that will be read after the current one: `n` slots from `at` on.
+struct Ahead {
+  const int32_t* pages;
+  int at, n;
+};
+
+// Part number `split` of region r. `next()`: the first chunk of the work item that is likely to follow.
+template <class T, class Next>
+void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& scratch, const Next& next) {
   using Q = typename Lane<T>::Q;
   const int group = c.group, key_dim = int(c.pool.key_dim), value_dim = int(c.pool.value_dim);
   const int q_stride = int(round_up(key_dim, QUERY_PAD));
@@ -75,44 +108,26 @@ void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& sc
   for (int h = 0; h < group; ++h) top[h] = LOW, total[h] = 0.0f;
   std::memset(out, 0, size_t(group) * size_t(c.out_stride) * 4);
   Q* query = reinterpret_cast<Q*>(scratch.query);
-  for (int h = 0; h < group; ++h) {
-    const void* row = offset(c.a.q, c.a.q_dtype, c.seq(r) * c.a.q_seq + (c.query_head(r) + h) * c.a.q_head);
-    for (int d = 0; d < q_stride; ++d)
-      put_query(query + h * q_stride + d, d < key_dim ? get_number(row, c.a.q_dtype, d) : 0.0f);
-  }
+  load_queries(c, r, q_stride, query);
   constexpr int RUN = 32;  // slots whose values stay in the L1 cache between the blocks of the output row
   for (int at = begin; at < end; at += CHUNK) {
     const int n = std::min(CHUNK, end - at);
+    const Ahead ahead = at + CHUNK < end ? Ahead{pages, at + CHUNK, std::min(CHUNK, end - at - CHUNK)} : next();
     float* weights = c.gathers ? slab.weights + int64_t(at / CHUNK) * group * CHUNK : scratch.weights;
     for (int i = 0; i < n;) {
       const int run = c.pool.run(at + i, at + n, RUN);
-      prefetch_rows(c.pool.value(pages, at + i), run * value_dim * int64_t(sizeof(T)));
-      const T* key = reinterpret_cast<const T*>(c.pool.key(pages, at + i));
-      dot_run<T>(key, int(round_up(run, 4)), key_dim, query, q_stride, group, weights + i, CHUNK);
+      const char* key = c.pool.key(pages, at + i);
+      const char* later = i < ahead.n ? c.pool.key(ahead.pages, ahead.at + i) : key;
+      dot_run<T>(reinterpret_cast<const T*>(key), int(round_up(run, 4)), key_dim, query, q_stride, group, weights + i,
+                 CHUNK, later);
       i += run;
     }
-    const float* bias = nullptr;
-    if (c.a.window > 0) window_bias(c, r, at, n, scratch.bias), bias = scratch.bias;
-    for (int h = 0; h < group; ++h) {
-      const float before = top[h];
-      const float added = soften(c, weights + h * CHUNK, n, bias, top[h]);
-      scratch.correction[h] = before - top[h];
-      if (c.gathers) slab.chunk_top[int64_t(at / CHUNK) * group + h] = top[h];
-      if (before != top[h]) {
-        exp_few(scratch.correction + h, scratch.correction + h, 1);
-        const vf factor = splat(scratch.correction[h]);
-        total[h] *= scratch.correction[h];
-        float* o = out + h * c.out_stride;
-        for (int d = 0; d < c.out_stride; d += W) store(o + d, load(o + d) * factor);
-      }
-      total[h] += added;
-    }
+    soften_chunk(c, r, at, n, slab, scratch, weights, top, total, out);
     for (int i = 0; i < n;) {
       const int run = c.pool.run(at + i, at + n, RUN);
-      const int ahead = at + i + CHUNK;
-      if (ahead < end) prefetch_rows(c.pool.key(pages, ahead), run * key_dim * int64_t(sizeof(T)));
-      const T* value = reinterpret_cast<const T*>(c.pool.value(pages, at + i));
-      weigh_run<T>(value, run, value_dim, weights + i, CHUNK, group, out, c.out_stride);
+      const char* value = c.pool.value(pages, at + i);
+      const char* later = i < ahead.n ? c.pool.value(ahead.pages, ahead.at + i) : value;
+      weigh_run<T>(reinterpret_cast<const T*>(value), run, value_dim, weights + i, CHUNK, group, out, c.out_stride, later);
       i += run;
     }
   }

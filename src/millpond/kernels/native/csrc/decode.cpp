@@ -45,11 +45,12 @@ class Step {
   void choose_threads(int64_t n_items);
   void work(int thread);
   void attend_split(int r, int split, int thread);
-  void combine(int r);
+  void combine(int r, int thread);
   void settle(int r, int thread);
   int score_splits(int r) const;
   void score_in_parallel();
   bool take(int& r, int& split);
+  Ahead likely_next() const;
 
   Slab slab(int r) const { return Slab(c_, slabs_ + states_[r].slab * Slab::bytes(c_)); }
   Scratch scratch(int thread) const { return Scratch(c_, scratches_ + thread * Scratch::bytes(c_)); }
@@ -62,7 +63,8 @@ class Step {
   float* scores_ = nullptr;  // per region: the new entry's accumulator
   std::atomic<int>* heads_left_ = nullptr;  // per sequence
   int* free_ = nullptr;                     // stack of free slabs
-  int n_free_ = 0, next_region_ = 0, next_split_ = 0;
+  int n_free_ = 0;
+  std::atomic<int> next_region_{0}, next_split_{0};  // written under the mutex; read without it for prefetching
   char *slabs_ = nullptr, *scratches_ = nullptr;
   float* means_ = nullptr;
   std::mutex mutex_;
@@ -83,27 +85,38 @@ void Step::choose_threads(int64_t n_items) {
 
 bool Step::take(int& r, int& split) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (next_region_ == c_.n_regions) return false;
   r = next_region_;
   split = next_split_;
+  if (r == c_.n_regions) return false;
   if (split == 0 && !apart_) states_[r].slab = free_[--n_free_];
-  if (++next_split_ == c_.splits(r)) ++next_region_, next_split_ = 0;
+  const bool last = split + 1 == c_.splits(r);
+  next_region_ = r + last;
+  next_split_ = last ? 0 : split + 1;
   return true;
 }
 
+// Only a guess: another thread may take that item first. Two loads that do not belong together are harmless.
+Ahead Step::likely_next() const {
+  const int r = next_region_.load(std::memory_order_relaxed);
+  const int at = next_split_.load(std::memory_order_relaxed) * SPLIT;
+  if (r >= c_.n_regions || !c_.active(r) || at >= c_.a.lens[r]) return {nullptr, 0, 0};
+  return {c_.pages(r), at, std::min(CHUNK, c_.a.lens[r] - at)};
+}
+
 void Step::attend_split(int r, int split, int thread) {
+  const auto next = [this] { return likely_next(); };
   switch (c_.pool.dtype) {
-    case F32: return attend<float>(c_, r, split, slab(r), scratch(thread));
-    case F16: return attend<f16>(c_, r, split, slab(r), scratch(thread));
-    default: return attend<bf16>(c_, r, split, slab(r), scratch(thread));
+    case F32: return attend<float>(c_, r, split, slab(r), scratch(thread), next);
+    case F16: return attend<f16>(c_, r, split, slab(r), scratch(thread), next);
+    default: return attend<bf16>(c_, r, split, slab(r), scratch(thread), next);
   }
 }
 
 // Output and log-sum-exp of a region whose splits are done, and the new entry's accumulator.
-void Step::combine(int r) {
+void Step::combine(int r, int thread) {
   scores_[r] = 0.0f;
   if (!c_.active(r)) return leave_out(c_, r);
-  const float received = merge(c_, r, slab(r));
+  const float received = merge(c_, r, slab(r), scratch(thread));
   if (c_.gathers) scores_[r] = received;
 }
 
@@ -123,9 +136,9 @@ void Step::work(int thread) {
   while (take(r, split)) {
     if (c_.active(r)) attend_split(r, split, thread);
     if (apart_ || states_[r].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    combine(r);
+    combine(r, thread);
     for (int i = 0; c_.active(r) && i < score_splits(r); ++i)
-      score_part(c_, r, i, slab(r), scratch(thread).correction);
+      score_part(c_, r, i, slab(r), scratch(thread).factors);
     settle(r, thread);
     std::lock_guard<std::mutex> lock(mutex_);
     free_[n_free_++] = states_[r].slab;
@@ -135,11 +148,11 @@ void Step::work(int thread) {
 void Step::score_in_parallel() {
   std::atomic<int> next{0};
   const int per_region = int(Slab::splits(c_));
-  for (int r = 0; r < c_.n_regions; ++r) combine(r);
+  for (int r = 0; r < c_.n_regions; ++r) combine(r, 0);
   auto body = [&](int thread) {
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < c_.n_regions * per_region;) {
       const int r = i / per_region, split = i % per_region;
-      if (c_.active(r) && split < score_splits(r)) score_part(c_, r, split, slab(r), scratch(thread).correction);
+      if (c_.active(r) && split < score_splits(r)) score_part(c_, r, split, slab(r), scratch(thread).factors);
     }
   };
   parallel(threads_, body);

@@ -38,15 +38,20 @@ struct Lane<bf16> {
 };
 #endif
 
-MP_INLINE void put_query(float* to, float x) { *to = x; }
-MP_INLINE void put_query(bf16* to, float x) { to->bits = float_to_bf16(x); }
+// Ask for BYTES of memory that will be read soon. Never faults.
+template <int BYTES>
+MP_INLINE void prefetch(const char* p) {
+#pragma GCC unroll 8
+  for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
 
 // Rows of the query buffer are padded with zeros to a multiple of this.
 constexpr int QUERY_PAD = 32;
 
 // s[h * s_stride + t] = q[h] . k[t] for t = 0..3 and H heads.
 template <class T, int H>
-MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_stride, float* s, int s_stride) {
+MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_stride, float* s, int s_stride,
+                    const char* ahead) {
   using L = Lane<T>;
   vf acc[H][4];
 #pragma GCC unroll 4
@@ -54,7 +59,8 @@ MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_str
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) acc[h][t] = vf{};
   int d = 0;
-  for (; d + L::STEP <= dim; d += L::STEP) {
+  for (; d + L::STEP <= dim; d += L::STEP, ahead += 4 * 64) {
+    prefetch<4 * 64>(ahead);
     typename L::V key[4];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) key[t] = L::key(k + t * dim + d);
@@ -81,20 +87,23 @@ MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_str
 }
 
 // Logits of n keys (a multiple of 4; rows past the last entry may hold anything) for `heads` query heads.
+// `ahead`: n rows to prefetch on the way.
 template <class T>
-void dot_run(const T* k, int n, int dim, const typename Lane<T>::Q* q, int q_stride, int heads, float* s, int s_stride) {
+void dot_run(const T* k, int n, int dim, const typename Lane<T>::Q* q, int q_stride, int heads, float* s, int s_stride,
+             const char* ahead) {
+  const size_t row = size_t(dim) * sizeof(T);
   int h = 0;
   for (; h + HEADS <= heads; h += HEADS)
     for (int t = 0; t < n; t += 4)
-      dot4<T, HEADS>(k + size_t(t) * dim, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride);
+      dot4<T, HEADS>(k + size_t(t) * dim, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
   for (int t = 0; t < n && h < heads; t += 4) {
     const T* key = k + size_t(t) * dim;
     if (HEADS > 3 && heads - h == 3)
-      dot4<T, 3>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride);
+      dot4<T, 3>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
     else if (HEADS > 2 && heads - h == 2)
-      dot4<T, 2>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride);
+      dot4<T, 2>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
     else
-      dot4<T, 1>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride);
+      dot4<T, 1>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
   }
 }
 

@@ -7,34 +7,30 @@
 
 namespace mp {
 
-inline float round_to(int64_t dtype, float x) {
-  if (dtype == F32) return x;
-  return dtype == BF16 ? bf16_to_float(float_to_bf16(x)) : f16_to_float(float_to_f16(x));
-}
-
-// The logit of the new entry for query head h of region r. The key counts as stored: rounded to the pages' dtype.
-inline float new_logit(const Call& c, int r, int h) {
-  const void* q = offset(c.a.q, c.a.q_dtype, c.seq(r) * c.a.q_seq + (c.query_head(r) + h) * c.a.q_head);
-  const void* k = c.new_key(r);
-  float dot[W] = {};
-  for (int d = 0; d < int(c.pool.key_dim); ++d)
-    dot[d % W] += get_number(q, c.a.q_dtype, d) * round_to(c.pool.dtype, get_number(k, c.a.k_dtype, d));
-  float s = sum(load(dot)) * float(c.a.scale);
-  if (c.a.softcap != 0) s = tanh(splat(s / float(c.a.softcap)))[0] * float(c.a.softcap);
-  return s;
+// The logit of the new entry, whose key counts as stored: rounded to the pages' dtype. Rows are padded with zeros.
+inline float new_logit(const Call& c, const float* query, const float* key) {
+  vf dot{};
+  for (int d = 0; d < int(c.pool.key_dim); d += W) dot += load(query + d) * load(key + d);
+  const float s = sum(dot) * float(c.a.scale);
+  return c.a.softcap != 0 ? tanh(splat(s / float(c.a.softcap)))[0] * float(c.a.softcap) : s;
 }
 
 inline float exp_one(float x) { return exp(splat(x))[0]; }
 
 // Write out and lse of region r; leave its maximum and 1 / denominator in the slab.
 // Returns the new entry's probability, reduced over the group.
-inline float merge(const Call& c, int r, const Slab& slab) {
+inline float merge(const Call& c, int r, const Slab& slab, const Scratch& scratch) {
   const int group = c.group, n = c.splits(r), value_dim = int(c.pool.value_dim);
-  const void* value = c.new_value(r);
+  const int key_dim = int(c.pool.key_dim), key_pad = int(round_up(key_dim, W));
+  float *query = scratch.rows, *key = query + key_pad, *value = key + key_pad;
+  std::fill(query, value + c.out_stride, 0.0f);
+  widen_as_stored(key, c.new_key(r), c.a.k_dtype, c.pool.dtype, key_dim);
+  widen_as_stored(value, c.new_value(r), c.a.v_dtype, c.pool.dtype, value_dim);
   float received = 0.0f;
   for (int h = 0; h < group; ++h) {
     const int64_t row = int64_t(c.seq(r)) * c.a.n_heads + c.query_head(r) + h;
-    const float logit = new_logit(c, r, h);
+    widen(query, c.query(r, h), c.a.q_dtype, key_dim);
+    const float logit = new_logit(c, query, key);
     const float* sink = c.a.sink_logits != nullptr ? c.a.sink_logits + c.query_head(r) + h : nullptr;
     float top = logit;
     if (sink != nullptr) top = std::max(top, *sink);
@@ -53,10 +49,8 @@ inline float merge(const Call& c, int r, const Slab& slab) {
     if (sink != nullptr) total += exp_one(*sink - top);
     const float inverse = 1.0f / total;
     char* out = static_cast<char*>(c.a.out) + row * value_dim * dtype_bytes(c.a.q_dtype);
-    for (int d = 0; d < value_dim; ++d) {
-      const float v = round_to(c.pool.dtype, get_number(value, c.a.v_dtype, d));
-      put_number(out, c.a.q_dtype, d, (sums[d] + weight * v) * inverse);
-    }
+    for (int d = 0; d < c.out_stride; d += W) store(sums + d, (load(sums + d) + load(value + d) * weight) * inverse);
+    narrow(out, c.a.q_dtype, sums, value_dim);
     c.a.lse[row] = top + std::log(total);
     slab.final_top[h] = top;
     slab.inverse[h] = inverse;

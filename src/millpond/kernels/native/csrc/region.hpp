@@ -7,7 +7,7 @@
 
 namespace mp {
 
-constexpr int CHUNK = 64;     // slots whose logits are held at once
+constexpr int CHUNK = 32;     // slots whose logits are held at once: two of keys and values lie in the L1 cache
 constexpr int SPLIT = 1024;   // slots per work item: fixed, so that results do not depend on the threads
 constexpr float LOW = -1e30f;  // the maximum over nothing: finite, so that differences stay finite
 
@@ -34,6 +34,9 @@ struct Call {
   const int32_t* pages(int r) const { return a.table + r * a.table_row; }
   int splits(int r) const { return active(r) ? std::max(1, (a.lens[r] + SPLIT - 1) / SPLIT) : 1; }
   bool full(int r) const { return active(r) && a.evict != NEVER && a.lens[r] >= a.caps[r]; }
+  const void* query(int r, int h) const {
+    return offset(a.q, a.q_dtype, seq(r) * a.q_seq + (query_head(r) + h) * a.q_head);
+  }
   const void* new_key(int r) const { return offset(a.k_new, a.k_dtype, seq(r) * a.k_seq + head(r) * a.k_head); }
   const void* new_value(int r) const { return offset(a.v_new, a.v_dtype, seq(r) * a.v_seq + head(r) * a.v_head); }
 };

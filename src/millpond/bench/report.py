@@ -1,0 +1,75 @@
+"""Results as JSON and as Markdown, with the machine and the command that made them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def write_report(out: Path, name: str, data: dict[str, Any], text: str) -> list[Path]:
+    """Write `name`.json and `name`.md into `out`; returns both paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / f"{name}.json", out / f"{name}.md"]
+    files[0].write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    files[1].write_text(text, encoding="utf-8")
+    return files
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def generate_markdown(data: dict[str, Any]) -> str:
+    """The report of `bench generate`: one table per cell, ratios to the anchor in its default setting."""
+    model = data["model"]
+    parts = [
+        "# generate(): speed and memory\n",
+        *_origin(data),
+        f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
+        f"{model['hidden_size']}, {model['num_attention_heads']} query and {model['num_key_value_heads']} KV heads, "
+        f"head_dim {model['head_dim']}, tied), {model['dtype']}; {data['new_tokens']} new tokens; budget "
+        f"{data['budget']}; medians of {data['repeats']} repetitions in turns. Peak: resident memory above what the "
+        f"process held before the run. Peer: {data['peer']}.\n",
+    ]
+    cells = dict.fromkeys((r["batch"], r["prompt"]) for r in data["results"])
+    for batch, prompt in cells:
+        rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (batch, prompt)]
+        parts += [f"## Batch {batch}, prompt {prompt:,}\n", generate_table(rows, data["anchor"])]
+    return "\n".join(parts)
+
+
+def generate_table(rows: Sequence[dict[str, Any]], anchor: str) -> str:
+    """One cell: prefill, decoding and its ratio to the anchor, bytes really held, peak memory."""
+    base = next((r["decode_ms"] for r in rows if r["name"] == anchor), None)
+    head = ("cache", "setting", "prefill s", "decode ms/step", "speed-up", "KV MB held", "peak MB")
+    return markdown_table(head, [_generate_row(row, base) for row in rows])
+
+
+def _generate_row(row: dict[str, Any], base: float | None) -> tuple[str, ...]:
+    if row["decode_ms"] is None:
+        return (row["name"], row["setting"], row.get("failure") or "not run", "", "", "", "")
+    ratio = f"{base / row['decode_ms']:.2f} x" if base and row["decode_ms"] else ""
+    peak = f"{row['peak_bytes'] / 1e6:.0f}" if row["peak_bytes"] is not None else ""
+    return (
+        row["name"], row["setting"], f"{row['prefill_s']:.2f}", f"{row['decode_ms']:.1f}", ratio,
+        f"{row['kv_bytes'] / 1e6:.1f}", peak,
+    )  # fmt: skip
+
+
+def kernels_markdown(data: dict[str, Any]) -> str:
+    """The report of `bench kernels`."""
+    rows = [
+        (r["name"], f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}" if r["gb_per_s"] else "", f"{r['share']:.0%}", r["of"])
+        for r in data["results"]
+    ]
+    head = ("kernel", "ms", "GB/s", "share", "of")
+    note = f"Medians of {data['rounds']} rounds in turns; share: speed over that of the yardstick.\n"
+    return "\n".join(["# Kernels\n", *_origin(data), note, markdown_table(head, rows)])
+
+
+def _origin(data: dict[str, Any]) -> list[str]:
+    return [f"{data['hardware']}. {data['software']}.\n", f"Made by `{data['command']}`.\n"]
