@@ -26,7 +26,20 @@ class _Draft:
     q: Tensor
     k: Tensor
     v: Tensor
+    mask: Tensor | None
     shape: AttentionShape
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def replay(self, core: LayerCache, n: int) -> list[Tensor]:
+        """Decode the first `n` tokens, one by one."""
+        outs = []
+        for column in range(n):
+            q, k, v = (t[:, :, column : column + 1] for t in (self.q, self.k, self.v))
+            outs.append(core.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
+        return outs
 
 
 @dataclass(slots=True)
@@ -36,9 +49,11 @@ class Journal:
     Attributes:
         recording: set by `activate_past_recording`; off, passes are taken in as ever.
         draft: how many of the next pass's last tokens may be taken back; None: all but the first.
+        truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
     """
 
     timeline: Timeline
+    truncatable: bool = False
     recording: bool = False
     draft: int | None = None
     _drafts: dict[int, _Draft] = field(default_factory=dict)
@@ -52,17 +67,16 @@ class Journal:
         self._discard(core.index)
         length = q.shape[2]
         draft = min(length - 1, length - 1 if self.draft is None else self.draft)
-        if not self.recording or core.can_truncate(shape) or draft == 0:
+        if not self.recording or self.truncatable or draft == 0:
             return core.attend(q, k, v, mask, shape)
         certain = length - draft
-        outs = [core.attend(q[:, :, :certain], k[:, :, :certain], v[:, :, :certain], _until(mask, draft), shape)]
+        q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
+        out = core.attend(q_now, k_now, v_now, _until(mask, draft), shape)
         self._columns = core.columns
         self._seen = self.timeline.span_after(core.columns)
-        self._drafts[core.index] = _Draft(core.fork(), q[:, :, certain:], k[:, :, certain:], v[:, :, certain:], shape)
-        for column in range(certain, length):
-            part = slice(column, column + 1)
-            outs.append(core.attend(q[:, :, part], k[:, :, part], v[:, :, part], _until(mask, length - column - 1), shape))
-        return torch.cat(outs, 2)
+        q, k, v = (t[:, :, certain:] for t in (q, k, v))
+        self._drafts[core.index] = _Draft(core.fork(), q, k, v, mask, shape)
+        return torch.cat([out, *self._drafts[core.index].replay(core, draft)], 2)
 
     def crop(self, cores: list[LayerCache], n: int) -> None:
         """Take back the last `n` tokens of every layer.
@@ -72,46 +86,45 @@ class Journal:
         """
         if n:
             self._check(cores, n)
-            columns = self.timeline.columns - n
-            self.timeline.rewind(columns if not self._drafts else self._columns, self._before(n))
-            for core in cores:
-                self._take_back(core, n)
-        for index in list(self._drafts):
-            self._discard(index)
+            if self._drafts:
+                self._take_back(cores, n)
+            else:
+                tokens = self.timeline.tokens_in_last(n)
+                self.timeline.rewind(self.timeline.columns - n, self.timeline.seen - tokens)
+                for core in cores:
+                    core.truncate(n, tokens)
+        self.settle()
+
+    def settle(self) -> None:
+        """What was drafted stays: it can be taken back no more."""
+        for draft in self._drafts.values():
+            draft.state.release()
+        self._drafts.clear()
 
     def reset(self) -> None:
         """Forget everything."""
-        for index in list(self._drafts):
-            self._discard(index)
+        self.settle()
         self.draft = None
         self.recording = False
 
+    def _take_back(self, cores: list[LayerCache], n: int) -> None:
+        self.timeline.rewind(self._columns, self._seen)
+        for core in cores:
+            draft = self._drafts[core.index]
+            core.restore(draft.state)
+            draft.replay(core, draft.length - n)
+
     def _check(self, cores: list[LayerCache], n: int) -> None:
+        if n > self.timeline.columns:
+            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.timeline.columns}")
         for core in cores:
             draft = self._drafts.get(core.index)
-            covered = n <= draft.q.shape[2] if draft is not None else core.truncatable
+            covered = core.truncatable if not self._drafts else draft is not None and n <= draft.length
             if not covered:
                 raise CacheMismatchError(
                     f"cannot take back {n} tokens: entries were evicted since and no recording covers them; call "
                     "activate_past_recording() before the pass, as assisted generation does"
                 )
-
-    def _before(self, n: int) -> np.ndarray:
-        return self._seen if self._drafts else self.timeline.seen - n
-
-    def _take_back(self, core: LayerCache, n: int) -> None:
-        draft = self._drafts.get(core.index)
-        if draft is None and not self._drafts:
-            core.truncate(n)
-            return
-        if draft is None:  # a layer that keeps everything, beside others that do not
-            core.truncate(n)
-            self.timeline.rewind(core.columns, self._seen + (core.columns - self._columns))
-            return
-        core.restore(draft.state)
-        for column in range(draft.q.shape[2] - n):
-            part = slice(column, column + 1)
-            core.attend(draft.q[:, :, part], draft.k[:, :, part], draft.v[:, :, part], None, draft.shape)
 
     def _discard(self, index: int) -> None:
         draft = self._drafts.pop(index, None)

@@ -17,7 +17,7 @@ from millpond.cache.timeline import Span, Timeline
 from millpond.errors import CacheMismatchError, NumericsError
 from millpond.kernels import ops
 from millpond.kernels.observe import window_signal
-from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict
+from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
 from millpond.policy.view import View
 
@@ -131,6 +131,17 @@ class LayerCache:
 
     # ------------------------------------------------------------------ the step
 
+    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What a model goes on computing with, given the new entries that it hands in: here just these."""
+        return k, v
+
+    def accept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The new entries for `attend`, given the keys and values that came of `offer`: here the same."""
+        return k, v
+
+    def forget(self) -> None:
+        """Drop what was kept of the last pass only so that its tokens could be taken back: here nothing."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """Take in new tokens and return their attention over what is kept and themselves.
 
@@ -162,6 +173,7 @@ class LayerCache:
         self._table = RegionTable(pool, k.shape[0], k.shape[1])
         if shape.window:
             self._rule = on_sliding_layer(self._rule)
+            self._rolling = None  # the window hides the sinks, and no distance exceeds it
         return self._table
 
     def _require_table(self) -> RegionTable:
@@ -182,36 +194,47 @@ class LayerCache:
         table.make_room(always)
         if self._rolling is not None:
             q, k = self._rolling.step(table, q, k, v, q_pos)
-        out, lse, _ = ops.decode(
-            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule,
-            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
-            sink_logits=self._shape.sink_logits,
-        )  # fmt: skip
+        out, lse = self._decode(table, q, k, v, q_pos)
         table.stepped(always, active)
         if not always and bool(lse.isnan().any()):
             raise NumericsError(f"layer {self.index}: attention is NaN; check the model's weights and inputs")
         return out
 
+    def _decode(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
+        out, lse, _ = ops.decode(
+            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, self._rule,
+            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
+            sink_logits=self._shape.sink_logits,
+        )  # fmt: skip
+        return out, lse
+
     def _token_by_token(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """A multi-token pass as if it had been decoded."""
-        for sequence in range(table.n_seq):
+        for sequence in np.flatnonzero(span.after).tolist():
             self._set_budget(table, sequence, self._budget(table, int(span.after[sequence])), None)
         steps = []
         for column in range(span.length):
             active = np.ones(table.n_seq, dtype=bool) if span.valid is None else span.valid[:, column]
-            steps.append(self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column), active))
+            q_now, k_now, v_now = (t[:, :, column] for t in (q, k, v))
+            steps.append(self._step(table, q_now, k_now, v_now, span.token(column), active))
         return torch.stack(steps, 2)
 
     # ------------------------------------------------------------------ prefill
 
     def _prefill(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        out = q.new_zeros(*q.shape[:3], self._value_dim(v))
         for sequence in range(table.n_seq):
             columns = span.columns(sequence)
-            rows = tuple(t[sequence, :, columns] for t in (q, k, v))
-            if rows[0].shape[1]:
-                out[sequence, :, columns] = self._prefill_one(table, sequence, *rows, span.positions(sequence))
+            positions = span.positions(sequence)
+            if len(positions):
+                q_own, k_own, v_own = (t[sequence, :, columns] for t in (q, k, v))
+                out[sequence, :, columns] = self._prefill_one(table, sequence, q_own, k_own, v_own, positions)
         return out
+
+    def _value_dim(self, v: Tensor) -> int:
+        """Numbers per output head."""
+        return v.shape[-1]
 
     def _prefill_one(self, table: RegionTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> Tensor:
         """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
@@ -221,12 +244,8 @@ class LayerCache:
         has_past = past.positions.shape[1] > 0
         keys = torch.cat([past.keys.to(k.dtype), k], 1) if has_past else k
         values = torch.cat([past.values.to(v.dtype), v], 1) if has_past else v
-        out, _, colsum = ops.prefill(
-            q, keys, values, q_pos, past.positions if has_past else None,
-            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
-            sink_logits=self._shape.sink_logits,
-            colsum=REDUCE[self.policy.reduce] if self.policy.observes_all else None,
-        )  # fmt: skip
+        reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
+        out, colsum = self._attend_many(sequence, q, keys, values, q_pos, past.positions if has_past else None, reduce)
         if self.policy.keeps_all and not self._shape.window:
             self._append(table, sequence, k, v, q_pos)
             return out
@@ -243,6 +262,24 @@ class LayerCache:
             self._pending = True
             self._rewrite(table, sequence, found, positions >= 0)
         return out
+
+    def _attend_many(
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        past_pos: Tensor | None,
+        reduce: Reduce | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of many queries over stored and new entries, and its column sums: `ops.prefill`."""
+        out, _, colsum = ops.prefill(
+            q, k, v, q_pos, past_pos,
+            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
+            sink_logits=self._shape.sink_logits, colsum=reduce,
+        )  # fmt: skip
+        return out, colsum
 
     def _append(self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
         """Store all new entries behind the stored ones."""
@@ -273,6 +310,10 @@ class LayerCache:
         budget = self._entries(table, seen)
         return min(budget, self._shape.window) if self._shape.window else budget
 
+    def _fits_window(self, table: RegionTable, seen: int) -> bool:
+        """Whether the budget holds all that a sliding window shows, so that there is nothing to choose."""
+        return bool(self._shape.window) and self._entries(table, seen) >= self._shape.window
+
     def _set_budget(self, table: RegionTable, sequence: int, budget: int, caps: Tensor | None) -> None:
         numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
         if self._shape.window:
@@ -294,7 +335,7 @@ class LayerCache:
         alive = found.positions >= 0
         if self._shape.window:  # what no later query can see
             alive &= seen - found.positions < self._shape.window
-        if self.policy.keeps_all:
+        if self.policy.keeps_all or self._fits_window(table, seen):
             self._rewrite(table, sequence, found, alive)
             self._set_budget(table, sequence, UNBOUNDED, None)
             return
@@ -313,6 +354,10 @@ class LayerCache:
         if not self.policy.window:
             return found.scores
         q, q_pos = self._queries[sequence]
+        return self._look_back(sequence, q, q_pos, found)
+
+    def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
+        """The attention of the prompt's last queries: `window_signal`."""
         return window_signal(
             q, found.keys, q_pos, found.positions,
             scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
@@ -350,21 +395,17 @@ class LayerCache:
 
     # ------------------------------------------------------------------ going back
 
-    def can_truncate(self, shape: AttentionShape) -> bool:
-        """Whether the newest entries can simply be cut off: nothing ever left."""
-        return self.policy.keeps_all and not shape.window
-
     @property
     def truncatable(self) -> bool:
-        """The same, after the first pass."""
-        return self.can_truncate(self._shape)
+        """Whether the newest entries can simply be cut off: nothing ever left."""
+        return self.policy.keeps_all and not self._shape.window
 
-    def truncate(self, n: int) -> None:
-        """Cut off the newest `n` entries of every region."""
+    def truncate(self, columns: int, tokens: np.ndarray) -> None:
+        """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region of a sequence."""
         if self._table is not None:
             for sequence, lens in enumerate(self._table.lengths()):
-                self._table.set_lengths(sequence, np.maximum(lens - n, 0))
-            self.columns -= n
+                self._table.set_lengths(sequence, lens - tokens[sequence].astype(np.int32))
+            self.columns -= columns
 
     def fork(self) -> LayerState:
         """The state as it is now, to `restore` later or to `release`."""
@@ -377,7 +418,8 @@ class LayerCache:
         if self._table is not None:
             self._table.clear()
         self._table, state.table = state.table, None
-        self.columns, self._pending, self._queries, self._rolling = state.columns, state.pending, state.queries, state.rolling
+        self.columns, self._pending = state.columns, state.pending
+        self._queries, self._rolling = state.queries, state.rolling
 
     def reset(self) -> None:
         """Give back every page and forget every token."""

@@ -90,7 +90,8 @@ class Rolling:
         base = self._base[sequence]
         if base == 0:
             return q, k
-        return tuple(self._to_frame(t[None], positions[None], np.array([[base]]))[0] for t in (q, k))  # type: ignore[return-value]
+        q, k = (self._to_frame(t[None], positions[None], np.array([[base]]))[0] for t in (q, k))
+        return q, k
 
     # ------------------------------------------------------------------ internal
 
@@ -114,19 +115,22 @@ class Rolling:
 
     def _capture(self, k: Tensor, v: Tensor, positions: np.ndarray, sequence: int | None = None) -> None:
         """Remember the sinks among new keys (B, H, n, D), unrotated."""
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         for b, row in enumerate(positions):
             for column in np.flatnonzero((row >= 0) & (row < self._sinks)):
                 place = int(row[column])
                 key = k[b : b + 1, :, column : column + 1]
                 at = torch.tensor([[place]], device=k.device)
                 target = b if sequence is None else sequence
-                self._keys[target, :, place] = self._rotation.rotate(key, at, inverse=True)[0, :, 0].to(self._keys.dtype)
+                unrotated = self._rotation.rotate(key, at, inverse=True)[0, :, 0]
+                self._keys[target, :, place] = unrotated.to(self._keys.dtype)
                 self._values[target, :, place] = v[b, :, column]
 
     def _place(self, table: RegionTable, positions: np.ndarray, sequences: range | list[int]) -> None:
         """Write the sinks of the given sequences where they belong before a query at `positions` (S,)."""
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         held = table.lengths()[:, 0]
         oldest_recent = positions - (held - self._sinks)
         moved = [s for s in sequences if held[s] > self._sinks and oldest_recent[s] > self._sinks]

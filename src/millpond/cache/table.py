@@ -202,7 +202,8 @@ class RegionTable:
 
     def _widen(self, columns: int) -> None:
         if columns > self._ids.shape[1]:
-            grown = np.zeros((self.n_regions, max(columns, self._ids.shape[1] + self._ids.shape[1] // 4)), dtype=np.int32)
+            width = max(columns, self._ids.shape[1] + self._ids.shape[1] // 4)
+            grown = np.zeros((self.n_regions, width), dtype=np.int32)
             grown[:, : self._ids.shape[1]] = self._ids
             self._ids = grown
 

@@ -51,6 +51,12 @@ class Span:
             int(self.before[sequence]), int(self.after[sequence]), dtype=torch.int32, device=self.device
         )
 
+    def grid(self) -> Tensor:
+        """(S, length) int32: the position of each token of this pass, -1 for pads."""
+        valid = np.ones((len(self.before), self.length), dtype=bool) if self.valid is None else self.valid
+        positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
+        return torch.from_numpy(positions.astype(np.int32)).to(self.device)
+
     def token(self, column: int) -> Tensor:
         """(S,) int32: position of each sequence's token in one column, -1 for a pad."""
         valid = np.ones(len(self.before), dtype=bool) if self.valid is None else self.valid[:, column]
@@ -69,11 +75,16 @@ class Timeline:
         self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.columns = 0
         self._spans: dict[tuple[int, int], Span] = {}  # of the running pass, which may be taken in in parts
+        self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
 
     @property
     def n_seq(self) -> int:
         """Sequences in the batch, 0 before the first pass."""
         return len(self.seen)
+
+    def begin_pass(self) -> None:
+        """A forward pass begins: no layer may take the parts of an earlier one for its own."""
+        self._spans.clear()
 
     def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> Span:
         """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
@@ -82,7 +93,7 @@ class Timeline:
             mask: (n_seq, >= length) bool, the newest `length` columns tell tokens (True) from pads; None: no pads.
 
         Raises:
-            CacheMismatchError: another batch size, or layers that are out of step.
+            CacheMismatchError: another batch size, layers that are out of step, or a mask that hides earlier tokens.
         """
         known = self._spans.get((start, length))
         if known is not None:
@@ -116,22 +127,44 @@ class Timeline:
             valid = None
         added = length if valid is None else valid.sum(1)
         after = self.seen + added
+        if mask is not None and mask.shape[1] == start + length > length:
+            _check_past(mask.sum(1).cpu().numpy(), after)
+        if valid is not None:
+            self._padded.append((start, valid))
         q_pos = None
         if length == 1:
             here = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
             q_pos = torch.from_numpy(here.astype(np.int32)).to(device)
         return Span(start, length, self.seen, after, valid, device, q_pos)
 
+    def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:
+        """(S,) real tokens among the newest `columns`."""
+        tokens = np.full(self.n_seq, columns, dtype=np.int64)
+        for start, valid in self._padded:
+            tokens -= (~valid[:, max(self.columns - columns - start, 0) :]).sum(1)
+        return tokens
+
     def rewind(self, columns: int, seen: npt.NDArray[np.int64]) -> None:
         """Go back to an earlier state."""
         self.columns, self.seen = columns, seen.copy()
+        self._padded = [(start, valid[:, : columns - start]) for start, valid in self._padded if start < columns]
         self._spans.clear()
 
     def select(self, sequences: list[int]) -> None:
         """Follow a choice or re-ordering of sequences."""
         self.seen = self.seen[sequences]
+        self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         self._spans.clear()
 
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))
+
+
+def _check_past(shown: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> None:
+    """Compare the tokens that a mask shows with those that went in, both (S,)."""
+    for sequence in np.flatnonzero(shown != seen)[:1]:
+        raise CacheMismatchError(
+            f"the attention mask shows {shown[sequence]} tokens of sequence {sequence} where the cache has taken in "
+            f"{seen[sequence]}: pass the mask of the earlier passes, extended; what is stored cannot be hidden later"
+        )

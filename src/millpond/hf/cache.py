@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from millpond.cache.pool import PagePool
 from millpond.cache.rolling import Rotation
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
-from millpond.errors import BudgetError, CacheMismatchError
+from millpond.errors import BudgetError, CacheMismatchError, UnsupportedModelError
 from millpond.hf.layer import MillpondLayer
+from millpond.hf.passes import Passes
+from millpond.hf.plain import plain
+from millpond.hf.support import decoder_modules, layer_cache, text_config
 from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.policy import Policy
 
@@ -74,31 +77,33 @@ class MillpondCache(Cache):
     ) -> None:
         self.policy = policy
         self.budget = budget
-        self.croppable = croppable
         self.timeline = Timeline()
-        self.journal = Journal(self.timeline)
+        self.journal = Journal(self.timeline, truncatable=croppable)
         self._storage = storage
         self._page_slots = page_slots
         self._memory_limit = memory_limit
         self._pools: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._warned = False
+        self._before_pass = 0
+        self._passes = Passes(self, decoder_modules(model))
+        self.on_close(self._passes.close)
+        make = layer_cache(text_config(model))
         cores = [
-            LayerCache(
+            make(
                 index, policy, self._entries, self._pool, self.timeline,
                 between_chunks=between_chunks, rotation=rotation,
             )
             for index in range(n_layers)
         ]  # fmt: skip
-        super().__init__(layers=[MillpondLayer(core, self.journal) for core in cores])
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        super().__init__(layers=[MillpondLayer(core, self.journal, self._passes) for core in cores])
 
     # ------------------------------------------------------------------ what a user asks
 
     @property
     def cores(self) -> list[LayerCache]:
         """The layers' caches."""
-        return [layer.core for layer in self.layers]
+        return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
 
     @property
     def pools(self) -> list[PagePool]:
@@ -147,24 +152,26 @@ class MillpondCache(Cache):
             tables = [core.table for core in self.cores if core.table is not None and core.table.pool is pool]
             pool.check_integrity([table.held() for table in tables])
 
+    @plain
     def reset(self) -> None:
         """Forget everything and give all memory back, before an unrelated prompt."""
         self.journal.reset()
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self.timeline.reset()
         for pool in self.pools:
             pool.trim()
 
     def close(self) -> None:
-        """Give all memory back and the model its own attention."""
+        """Give all memory back and the model its own attention. A cache that is merely forgotten does so too."""
         self.reset()
-        self._hook.remove()
-        while self._undo:
-            self._undo.pop()()
+        for finalizer in self._finalizers:
+            finalizer()
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when the cache is closed."""
-        self._undo.append(undo)
+        """Call `undo`, which must not hold this cache, when the cache is closed or collected."""
+        finalizer = weakref.finalize(self, undo)
+        finalizer.atexit = False
+        self._finalizers.append(finalizer)
 
     def __enter__(self) -> MillpondCache:
         return self
@@ -179,7 +186,7 @@ class MillpondCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take any tokens back without a recording."""
-        return self.croppable
+        return self.journal.truncatable
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx.tolist()])
@@ -194,29 +201,59 @@ class MillpondCache(Cache):
     def activate_past_recording(self) -> None:
         self.journal.recording = True
 
+    @plain
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens; a negative count, as transformers passes it.
 
         Raises:
             CacheMismatchError: a positive count, or entries were evicted and no recording covers the tokens.
         """
-        if tokens_to_remove > 0:
-            raise CacheMismatchError(f"crop({tokens_to_remove}): pass a negative number, the tokens to take back")
-        self.journal.crop(self.cores, -tokens_to_remove)
+        n = -int(tokens_to_remove)  # some versions of transformers pass a tensor
+        if n < 0:
+            raise CacheMismatchError(f"crop({-n}): pass a negative number, the tokens to take back")
+        self.journal.crop(self.cores, n)
 
+    @plain
     def _select(self, sequences: list[int]) -> None:
         if sequences == list(range(self.timeline.n_seq)):
             return
+        self.journal.settle()
         for core in self.cores:
             core.select(sequences)
         self.timeline.select(sequences)
 
-    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Learn from the model's call how many of its tokens are a draft that may be taken back."""
-        if kwargs.get("past_key_values") is not self:
-            return
-        keep = kwargs.get("logits_to_keep", 0)
-        self.journal.draft = keep - 1 if isinstance(keep, int) and keep > 0 else None
+    def begin_pass(self, draft: int | None) -> None:
+        """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
+
+        Raises:
+            CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
+        """
+        behind = self._behind(self.timeline.columns)
+        if behind is not None:
+            raise CacheMismatchError(
+                f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
+                f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
+            )
+        self.timeline.begin_pass()
+        self.journal.draft = draft
+        self._before_pass = self.timeline.columns
+
+    def end_pass(self) -> None:
+        """A forward pass came to its end.
+
+        Raises:
+            UnsupportedModelError: a layer of the model did not use the cache.
+        """
+        behind = self._behind(max(self.timeline.columns, self._before_pass + 1))
+        if behind is not None:
+            raise UnsupportedModelError(
+                f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
+                "as a decoder does; what it holds is not complete"
+            )
+
+    def _behind(self, columns: int) -> LayerCache | None:
+        """The first layer that has not seen `columns` columns."""
+        return next((core for core in self.cores if core.columns != columns), None)
 
     # ------------------------------------------------------------------ budgets and pools
 
@@ -259,5 +296,3 @@ class MillpondCache(Cache):
                 key_dim, value_dim, storage, device, slots=self._page_slots, limit_bytes=self._memory_limit
             )
         return self._pools[key]
-
-

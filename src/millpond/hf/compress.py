@@ -40,7 +40,8 @@ def compress(
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
-            plans once, when the prompt is complete, so that the chunk size changes nothing.
+            plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
+            first pass of one token comes: choose a size that leaves no single token for the last chunk).
         **options: of the method; see its signature.
 
     Returns:
@@ -73,7 +74,9 @@ def compress(
 def _budget(method: str, budget: str | int | float | Budget | None, keeps_all: bool) -> Budget | None:
     if keeps_all:
         if budget is not None:
-            raise BudgetError(f"method {method!r} keeps everything and takes no budget; leave it out, or use memory_limit")
+            raise BudgetError(
+                f"method {method!r} keeps everything and takes no budget; leave it out, or use memory_limit"
+            )
         return None
     return Budget.parse("20%" if budget is None else budget)
 

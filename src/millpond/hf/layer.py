@@ -1,17 +1,20 @@
-"""One cache layer as transformers wants it: a thin coat over `cache.layer.LayerCache`."""
+"""One cache layer as transformers wants it: a thin coat over `cache.layer.LayerCache`.
+
+Whatever moves the whole batch (beams, selection, crop) goes through `MillpondCache`, which keeps all layers in step.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from millpond.cache.journal import Journal
 from millpond.cache.layer import AttentionShape, LayerCache
-from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import tag
+from millpond.hf.passes import Passes
+from millpond.hf.plain import plain
 
 
 class MillpondLayer(CacheLayerMixin):
@@ -21,21 +24,16 @@ class MillpondLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, core: LayerCache, journal: Journal) -> None:
-        super().__init__()
+    def __init__(self, core: LayerCache, journal: Journal, passes: Passes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.core = core
         self.journal = journal
-        self._waiting = False
+        self.passes = passes
 
     @property
     def index(self) -> int:
         """Number of the layer in the model."""
         return self.core.index
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can take tokens back without a recording: only where nothing is ever evicted."""
-        return self.core.policy.keeps_all
 
     @property
     def batch_size(self) -> int:
@@ -46,20 +44,30 @@ class MillpondLayer(CacheLayerMixin):
         """Nothing to do: pages are taken when the first entries arrive."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys, tagged, and the new values: only these; the stored ones stay in their pages."""
-        if self._waiting:
-            self._waiting = False
-            raise UnsupportedModelError(
-                f"layer {self.index} took in keys, but its attention did not come back to the cache: the model bypasses "
-                "transformers' attention interface, or the cache was made for another model"
-            )
-        self._waiting = True
-        return tag(key_states, self), value_states
+        """The new keys, tagged, and the new values: only these, the stored ones stay in their pages.
 
+        A model that expands latents gets the kept ones too, before the new ones.
+
+        Raises:
+            CacheMismatchError: the model is not the one that the cache was made for.
+            UnsupportedModelError: the attention of the layer before did not come back to the cache.
+        """
+        self.passes.check_running()
+        keys, values = self._offer(key_states, value_states)
+        return tag(keys, self), values
+
+    @plain
+    def _offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.core.offer(k, v)
+
+    @plain
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """See `LayerCache.attend`."""
-        self._waiting = False
-        return self.journal.attend(self.core, q, k, v, mask, shape)
+        """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
+        k, v = self.core.accept(k, v)
+        out = self.journal.attend(self.core, q, k, v, mask, shape)
+        if not self.journal.recording:
+            self.core.forget()
+        return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.core.columns + query_length, 0
@@ -71,8 +79,8 @@ class MillpondLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    @plain
     def reset(self) -> None:
-        self._waiting = False
         self.core.reset()
 
     def offload(self) -> None:
@@ -80,18 +88,6 @@ class MillpondLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: stock offloading is not used with this cache."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.core.select([int(i) for i in beam_idx.tolist()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        n = self.core.table.n_seq if self.core.table is not None else 0
-        self.core.select([s for s in range(n) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
-        self.core.select([int(i) for i in indices.tolist()])
 
     def __repr__(self) -> str:
         return f"MillpondLayer({self.index}, stored={self.core.stored.tolist()})"

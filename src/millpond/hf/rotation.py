@@ -2,62 +2,85 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
-from millpond.hf.support import rotary_of, text_config
+from millpond.hf.support import FULL, rotary_of, stores_latents, text_config
+
+Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ModelRotation:
     """Rotates keys and queries with the model's own cosines, sines and layout (half, interleaved, partial)."""
 
-    def __init__(self, rotary: nn.Module, apply: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._rotary = rotary
+    def __init__(self, rotary: nn.Module, apply: Apply, **kind: str) -> None:
+        self._angles: Angles = partial(rotary, **kind)
         self._apply = apply
+        self._per_angle = _numbers_per_angle(self._angles, apply, next(rotary.buffers()).device)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelRotation:
-        """The rotation of a model.
+        """The rotation of a model; of its layers without a sliding window, where layers differ.
 
         Raises:
             UnsupportedModelError: its positions are not a rotation of the keys that stays the same as text grows.
         """
         rotary = rotary_of(model)
         name = type(model).__name__
+        if stores_latents(text_config(model)):
+            raise UnsupportedModelError(
+                f"{name} caches latents (MLA), whose positions cannot be moved inside the cache; "
+                'use positions="absolute"'
+            )
         if rotary is None:
             raise UnsupportedModelError(
                 f"{name} has no rotary position embedding, so positions cannot be moved inside the cache; "
                 'use positions="absolute"'
             )
-        kind = str(getattr(rotary, "rope_type", "default"))
+        kinds = getattr(rotary, "rope_type", "default")
+        kind = str(kinds.get(FULL, "default") if isinstance(kinds, dict) else kinds)
         if kind in ("dynamic", "longrope"):
             raise UnsupportedModelError(
                 f"{name} changes its rotary frequencies with the length of the text ({kind}), so cached keys cannot be "
                 'moved; use positions="absolute"'
             )
+        by_layer = "layer_type" in inspect.signature(rotary.forward).parameters and isinstance(kinds, dict)
         for module in model.modules():
             apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             if type(module).__name__.endswith("Attention") and apply is not None:
-                return cls(rotary, apply)
+                return cls(rotary, apply, **({"layer_type": FULL} if by_layer else {}))
         raise UnsupportedModelError(
             f"{name} ({text_config(model).model_type}) does not show how it applies its rotary embedding; "
             'use positions="absolute"'
         )
 
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""
+        """Return x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = self._rotary(wide, positions)
+        cos, sin = self._angles(wide, positions)
         if inverse:
             # a scaled rotation (YaRN) has cos^2 + sin^2 = a^2: its inverse is the transpose over a^2
             norm = cos[..., :1] ** 2 + sin[..., :1] ** 2
             cos, sin = cos / norm, -sin / norm
-        n = cos.shape[-1]
+        n = cos.shape[-1] * self._per_angle
         head, rest = wide[..., :n], wide[..., n:]
         turned, _ = self._apply(head, head, cos, sin)
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> int:
+    """1 where cosines come once per number of a head, 2 where they come once per rotated pair (gpt-oss)."""
+    cos, sin = angles(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+    x = torch.zeros(1, 1, 1, cos.shape[-1], device=device)
+    try:
+        return 1 if apply(x, x, cos, sin)[0].shape == x.shape else 2
+    except RuntimeError:
+        return 2

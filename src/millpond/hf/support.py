@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from millpond.cache.latent import LatentCache
+from millpond.cache.layer import LayerCache
 from millpond.errors import UnsupportedModelError
 
 #: Families that compute attention in their own code and ignore the attention interface.
@@ -14,7 +18,8 @@ BYPASS = {
     "bloom", "falcon", "gptj", "gpt_neo", "codegen", "mpt", "xglm", "cpmant", "gpt_neox_japanese", "ctrl", "xlnet",
 }  # fmt: skip
 #: Kinds of attention layers whose entries a policy can choose from.
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+FULL = "full_attention"
+LAYER_TYPES = {FULL, "sliding_attention"}
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -32,29 +37,55 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
     name, config = type(model).__name__, text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders keep a KV cache that can be compressed")
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; only decoders keep a KV cache that can be compressed"
+        )
     if config.model_type in BYPASS:
         raise UnsupportedModelError(
             f"{name} (model type {config.model_type!r}) computes attention in its own code and bypasses transformers' "
             "attention interface, so nothing would be compressed"
         )
-    for module in _decoder_models(model, config):
+    for module in _decoders(model, config):
         if not module._can_set_attn_implementation():
             raise UnsupportedModelError(
-                f"{type(module).__name__} does not use transformers' attention interface, so nothing would be compressed"
+                f"{type(module).__name__} does not use transformers' attention interface, so nothing would be "
+                "compressed"
             )
+    if getattr(config, "index_topk", None):
+        raise UnsupportedModelError(
+            f"{name} chooses what it attends to with an indexer of its own, whose cache would not follow an eviction"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{name} lets {config.num_kv_shared_layers} layers attend to the keys of other layers; shared caches are "
+            "not supported"
+        )
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
-        raise UnsupportedModelError(f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries")
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
+        )
 
 
-def _decoder_models(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
+def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
     return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
+
+
+def decoder_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The model, and the decoders inside it whose calls begin a forward pass as well."""
+    return list(dict.fromkeys([model, *_decoders(model, text_config(model))]))
 
 
 def stores_latents(config: PreTrainedConfig) -> bool:
     """Whether the model caches one latent per token and expands it to keys and values on each pass (MLA)."""
     return getattr(config, "kv_lora_rank", None) is not None
+
+
+def layer_cache(config: PreTrainedConfig) -> Callable[..., LayerCache]:
+    """What makes the cache of one layer."""
+    if stores_latents(config):
+        return partial(LatentCache, latent_dim=int(config.kv_lora_rank), rope_dim=int(config.qk_rope_head_dim))
+    return LayerCache
 
 
 def n_layers(config: PreTrainedConfig) -> int:
@@ -63,9 +94,11 @@ def n_layers(config: PreTrainedConfig) -> int:
     return int(count)
 
 
-def rotary_of(model: nn.Module) -> nn.Module | None:
-    """The module that makes cosines and sines for (x, position_ids), or None."""
-    for name, module in model.named_modules():
-        if name.split(".")[-1] == "rotary_emb" and hasattr(module, "inv_freq"):
-            return module
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """The decoder's module that makes cosines and sines for (x, position_ids), or None."""
+    for decoder in _decoders(model, text_config(model)):
+        for name, module in decoder.named_modules():
+            if name.split(".")[-1] == "rotary_emb":
+                found: nn.Module = module
+                return found
     return None
