@@ -18,6 +18,7 @@ from millpond.errors import (
     PoolFullError,
     UnsupportedModelError,
 )
+from millpond.methods import METHODS as _METHODS  # here, so that the name `methods` stays the function below
 
 if TYPE_CHECKING:
     from millpond.hf.cache import CacheStats, MillpondCache
@@ -46,9 +47,7 @@ _LAZY = {"compress": "millpond.hf.compress", "MillpondCache": "millpond.hf.cache
 
 def methods() -> list[str]:
     """The names of all methods that decide what is kept."""
-    from millpond.methods import METHODS
-
-    return METHODS.names()
+    return _METHODS.names()
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,11 @@ class Option:
         """The allowed values, empty where the type alone decides."""
         return typing.get_args(self.annotation) if typing.get_origin(self.annotation) is Literal else ()
 
+    @property
+    def type_name(self) -> str:
+        """The type as a user reads it: "int or float", or the choices."""
+        return " | ".join(map(str, self.choices)) or _spell(self.annotation)
+
     def checked(self, value: Any, owner: str) -> Any:
         """`value` as this option's type; text is converted, as a command line needs it.
 

@@ -17,7 +17,8 @@ SHAPE = AttentionShape(scale=DIM**-0.5)
 
 def make(method: str, budget: int, *, limit_pages: int | None = None, slots: int = 4, **options: object) -> LayerCache:
     page = PagePool(DIM, DIM, torch.float64, slots=slots).page_bytes
-    pool = PagePool(DIM, DIM, torch.float64, slots=slots, limit_bytes=None if limit_pages is None else limit_pages * page)
+    limit = None if limit_pages is None else limit_pages * page
+    pool = PagePool(DIM, DIM, torch.float64, slots=slots, limit_bytes=limit)
     return LayerCache(0, METHODS.get(method)(**options), lambda table, seen: budget, lambda *a: pool, Timeline())
 
 
@@ -28,8 +29,8 @@ def tokens(n: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     return q, 2 * k, v
 
 
-def run(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, last: int, mask: Tensor | None = None) -> Tensor:
-    return cache.attend(*(t[:, :, first:last] for t in qkv), mask, SHAPE)
+def run(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, last: int) -> Tensor:
+    return cache.attend(*(t[:, :, first:last] for t in qkv), None, SHAPE)
 
 
 def test_read_is_in_the_order_of_positions() -> None:
@@ -57,9 +58,9 @@ def test_full_pool_in_mid_generation_leaves_the_cache_readable() -> None:
     cache, qkv = make("full", 0, limit_pages=6), tokens(20)
     run(cache, qkv, 0, 10)
     run(cache, qkv, 10, 11)
+    run(cache, qkv, 11, 12)
     with pytest.raises(PoolFullError, match="stays readable"):
-        for t in range(11, 20):
-            run(cache, qkv, t, t + 1)
+        run(cache, qkv, 12, 13)
     assert cache.read(0).positions.tolist() == [list(range(12))] * KV
     assert cache.table is not None
     cache.table.pool.check_integrity([cache.table.held()])

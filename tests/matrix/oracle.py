@@ -171,7 +171,9 @@ def attention(
     return _active[-1].attend(index, query, key, value, attention_mask, scale).transpose(1, 2), None
 
 
-def padding(batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def padding(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
     return attention_mask
 
 

@@ -25,9 +25,15 @@ def test_pinned_come_first_and_the_absent_last() -> None:
     assert keep_best(value, valid, pinned & valid, torch.tensor([4])).tolist() == [[True, True, True, False]]
 
 
+SCORES = [
+    AccumulatedAttention(), AccumulatedAttention(True), LastAttention(), Recency(), RandomPriority(),
+    WindowAttention(4, 3),
+]  # fmt: skip
+
+
 @settings(max_examples=100, deadline=None)
 @given(
-    score=st.sampled_from([AccumulatedAttention(), AccumulatedAttention(True), LastAttention(), Recency(), RandomPriority(), WindowAttention(4, 3)]),
+    score=st.sampled_from(SCORES),
     heads=st.integers(1, 4), n=st.integers(1, 30), budget=st.integers(5, 20), sinks=st.integers(0, 2),
     recent=st.integers(0, 3), shared=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip

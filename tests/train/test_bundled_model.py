@@ -118,10 +118,12 @@ def test_logits_at_supervised_places_are_those_of_the_whole_model() -> None:
 def test_curriculum_opens_stages_by_running_recall_and_ends_in_the_polish() -> None:
     place = Curriculum()
     place.note(1.0)
-    assert place.stage == 0 and place.recall == pytest.approx(0.1)
+    assert place.stage == 0
+    assert place.recall == pytest.approx(0.1)
     for _ in range(31 * len(STAGES) - 1):  # 1 - 0.9**31 is the first above 0.96
         place.note(1.0)
-    assert place.polishing and place.recall == 0.0
+    assert place.polishing
+    assert place.recall == 0.0
     assert Curriculum(**json.loads(json.dumps(place.state()))) == place
 
 
@@ -133,7 +135,8 @@ def test_copy_warm_up_is_every_other_batch_of_the_first_stages() -> None:
 def test_every_stage_fits_its_tokens_and_positions() -> None:
     for stage, shape in enumerate(STAGES):
         tokens = draw_batch(Curriculum(stage=stage), seed=0, step=0, tokens=6144).tokens
-        assert tokens.shape[1] == shape.row_len <= 4096 and tokens.numel() <= 6144
+        assert tokens.shape[1] == shape.row_len <= 4096
+        assert tokens.numel() <= 6144
 
 
 def _weights(run: Run) -> torch.Tensor:

@@ -67,7 +67,8 @@ def test_copy_rows_supervise_only_what_an_earlier_text_foretells() -> None:
     distances = set()
     for row, marks in zip(batch.tokens.tolist(), batch.supervised.tolist(), strict=True):
         places = [i for i, marked in enumerate(marks) if marked]
-        assert places == list(range(places[0], places[-1] + 1)) and 4 <= len(places) <= 59
+        assert places == list(range(places[0], places[-1] + 1))
+        assert 4 <= len(places) <= 59
         repeated = row[places[0] : places[-1] + 2]
         starts = [i for i in range(1, places[0]) if row[i : i + len(repeated)] == repeated]
         assert starts
@@ -98,7 +99,8 @@ def test_prompts_are_held_out_from_training_seeds() -> None:
 
 def test_prompt_questions_have_their_answer_in_the_context() -> None:
     prompt = make_prompt(n_pairs=6, body_len=40, n_questions=4, seed=7)
-    assert len(prompt.context.split()) == 40 and len(prompt.questions) == len(prompt.answers) == 4
+    assert len(prompt.context.split()) == 40
+    assert len(prompt.questions) == len(prompt.answers) == 4
     assert len(set(prompt.questions)) == 4
     for question, answer in zip(prompt.questions, prompt.answers, strict=True):
         assert f" {question.removeprefix('<ask> ')} {answer} " in f" {prompt.context} "

@@ -202,7 +202,7 @@ class LatentCache(LayerCache):
         new = {Signal.NONE: old, Signal.SUM: rule.decay * old + received, Signal.LAST: received}[rule.signal]
         scores = torch.where(active[:, None], new, old)
         grows = active & ((lens < table.caps) | (rule.evict is Evict.NEVER))
-        victim = reference._victims(rule, scores, positions, q_pos, table.recent, self._shape.window, 1)
+        victim = reference.choose_victims(rule, scores, positions, q_pos, table.recent, self._shape.window, 1)
         stores = grows | (active & (victim < stored))
         slot = torch.where(grows, lens.long(), victim)
         if rule.signal is Signal.NONE:  # nothing but the new entry changes

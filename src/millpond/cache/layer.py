@@ -21,6 +21,9 @@ from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
 from millpond.policy.view import View
 
+#: On a GPU, decoding steps between two looks at whether attention became NaN.
+NAN_CHECK_STEPS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -103,6 +106,7 @@ class LayerCache:
         self._shape = AttentionShape(1.0)
         self._queries: dict[int, tuple[Tensor, Tensor]] = {}
         self._pending = False
+        self._nan: Tensor | None = None  # whether attention was NaN since the last check
         self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
 
     # ------------------------------------------------------------------ what others may ask
@@ -196,9 +200,18 @@ class LayerCache:
             q, k = self._rolling.step(table, q, k, v, q_pos)
         out, lse = self._decode(table, q, k, v, q_pos)
         table.stepped(always, active)
-        if not always and bool(lse.isnan().any()):
-            raise NumericsError(f"layer {self.index}: attention is NaN; check the model's weights and inputs")
+        if not always:
+            self._check_finite(lse)
         return out
+
+    def _check_finite(self, lse: Tensor) -> None:
+        """Refuse NaN at once on the CPU; elsewhere once in a while, so that no step waits for the device."""
+        self._nan = lse.isnan().any() if self._nan is None else self._nan | lse.isnan().any()
+        if lse.device.type != "cpu" and self.columns % NAN_CHECK_STEPS:
+            return
+        nan, self._nan = bool(self._nan), None
+        if nan:
+            raise NumericsError(f"layer {self.index}: attention is NaN; check the model's weights and inputs")
 
     def _decode(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
@@ -428,7 +441,7 @@ class LayerCache:
         self._table = None
         self._rule = self.policy.decode_rule(self.index)
         self._queries.clear()
-        self._pending = False
+        self._pending, self._nan = False, None
         self.columns = 0
         if self._rolling is not None:
             self._rolling.reset()

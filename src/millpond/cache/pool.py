@@ -43,8 +43,7 @@ class PagePool:
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
     ) -> None:
-        if slots < 1 or slots & (slots - 1):
-            raise OptionError(f"page_slots={slots} must be a power of two")
+        check_slots(slots)
         item = torch.empty(0, dtype=dtype).element_size()
         self.kv_bytes_per_page = slots * (key_dim + value_dim) * item
         self.page_bytes = self.kv_bytes_per_page + slots * 8  # position int32 and score float32
@@ -158,6 +157,15 @@ class PagePool:
         self.arrays.add_arena(step)
         self._refs = np.concatenate([self._refs, np.zeros(step, dtype=np.int32)])
         return step
+
+
+def check_slots(slots: int) -> None:
+    """
+    Raises:
+        OptionError: `slots` is not a power of two.
+    """
+    if slots < 1 or slots & (slots - 1):
+        raise OptionError(f"page_slots={slots} must be a power of two")
 
 
 def _floor_power_of_two(n: int) -> int:

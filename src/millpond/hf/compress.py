@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from millpond.budget import Budget, parse_bytes
-from millpond.cache.pool import DEFAULT_SLOTS
+from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.codec import storage_dtype
 from millpond.errors import BudgetError
 from millpond.hf import attention
@@ -54,6 +54,7 @@ def compress(
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
     """
     check_supported(model)
+    check_slots(page_slots)
     policy = METHODS.get(method)(**options)
     chosen = _budget(method, budget, policy.keeps_all)
     if chosen is not None and chosen.kind == "tokens":

@@ -157,7 +157,7 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
     return value
 
 
-def _victims(
+def choose_victims(
     rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, recent: Tensor, window: int, n_kv_heads: int
 ) -> Tensor:
     """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first."""
@@ -233,7 +233,7 @@ def decode(
     # the new entry: append, or take the victim's slot
     grows = active[:, 0] & ((lens < caps) | (rule.evict is Evict.NEVER))
     full = active[:, 0] & ~grows
-    victim = _victims(rule, scores, positions, pos_r, recent, window, n_kv_heads)
+    victim = choose_victims(rule, scores, positions, pos_r, recent, window, n_kv_heads)
     slot = torch.where(grows, lens.long(), victim)
     stores = grows | (full & (victim < stored))
     evicted = torch.where(full, positions.gather(1, victim[:, None])[:, 0], -1)

@@ -15,7 +15,9 @@ def h2o(
     grace: Annotated[int, "steps for which a new entry cannot be evicted"] = 0,
     average: Annotated[bool, "divide the score by the number of queries that saw the entry"] = False,
     reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
-    prefill: Annotated[Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"] = "once",
+    prefill: Annotated[
+        Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"
+    ] = "once",
 ) -> Policy:
     """Keep the entries that have gathered most attention, and the newest ones.
 

@@ -14,7 +14,9 @@ def snapkv(
     window: Annotated[int, "queries at the prompt's end that vote; their entries always stay"] = 32,
     kernel: Annotated[int, "width of the pool over neighbouring positions, odd"] = 7,
     pool: Annotated[Literal["max", "avg", "none"], "kind of pool"] = "max",
-    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"] = "mean",
+    reduce: Annotated[
+        Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"
+    ] = "mean",
     sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
 ) -> Policy:

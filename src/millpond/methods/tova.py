@@ -11,7 +11,9 @@ from millpond.policy.score import LastAttention
 @method("tova", paper="arXiv:2401.06104")
 def tova(
     pin_newest: Annotated[bool, "the newest entry cannot be the one that leaves; the paper lets it"] = False,
-    prefill: Annotated[Literal["once", "greedy"], "plan once at the prompt's end, or token by token as in the paper"] = "once",
+    prefill: Annotated[
+        Literal["once", "greedy"], "plan once at the prompt's end, or token by token as in the paper"
+    ] = "once",
 ) -> Policy:
     """Drop the entry that the newest query attends to least, the same one in all heads of a layer.
 

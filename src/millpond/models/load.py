@@ -74,7 +74,8 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
     path = resolve(name)
-    if path not in bundled_models() and not Path(path).exists() and difflib.get_close_matches(path, bundled_models(), 1, 0.85):
+    is_local = Path(path).exists()
+    if not is_local and difflib.get_close_matches(path, bundled_models(), cutoff=0.85):
         raise unknown("bundled model", path, bundled_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -50,8 +50,8 @@ class Policy:
     """
 
     score: Score | None = None
-    protect: Protect = Protect()
-    heads: HeadAllocation = Uniform()
+    protect: Protect = field(default_factory=Protect)
+    heads: HeadAllocation = field(default_factory=Uniform)
     reduce: Literal["mean", "max", "sum"] = "mean"
     shared: bool = False
     every_step: bool = True
@@ -110,7 +110,9 @@ class Policy:
         if self.shared:
             value = value.mean(0, keepdim=True).expand_as(value)
         if bool((value.isnan() & view.valid).any()):
-            raise NumericsError(f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs")
+            raise NumericsError(
+                f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
+            )
         pinned = self.protect.mask(view, budget)
         counts = self.heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)

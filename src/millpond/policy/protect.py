@@ -52,7 +52,8 @@ class Protect:
         recent = self.newest(budget)
         if budget < max(1, self.sinks + recent):
             raise BudgetError(
-                f"budget {budget} is smaller than sinks {self.sinks} + recent {recent}; raise budget or lower sinks, recent or grace"
+                f"budget {budget} is smaller than sinks {self.sinks} + recent {recent}; "
+                "raise budget or lower sinks, recent or grace"
             )
 
     def mask(self, view: View, budget: int) -> Tensor:

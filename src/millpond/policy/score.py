@@ -1,4 +1,4 @@
-"""Scores: a number per entry, higher is kept. Each says which signal it is made of and how it goes on while decoding."""
+"""Scores: a number per entry, higher is kept. Each names its signal and says how it goes on while decoding."""
 
 from __future__ import annotations
 

@@ -67,4 +67,10 @@ struct ReadArgs {
   int64_t n_threads;
 };
 
+struct LinearArgs {
+  const void *x, *w, *bias;  // (m, k), (n, k), (n,) or null, all of one dtype
+  void* out;                 // (m, n), contiguous
+  int64_t m, n, k, x_row, w_row, dtype, n_threads;
+};
+
 }  // namespace mp

@@ -2,7 +2,6 @@
 //
 // Work items are (region, split), handed out in order. The thread that finishes a region's last split completes the
 // region while its weights are still in its cache. With fewer regions than threads the scoring pass is split too.
-#include <cstdlib>
 #include <mutex>
 
 #include "merge.hpp"
@@ -11,25 +10,6 @@
 
 namespace mp {
 namespace {
-
-// Memory that grows and stays: one per calling thread.
-class Workspace {
- public:
-  ~Workspace() { std::free(memory_); }
-  char* get(int64_t bytes) {
-    if (bytes > size_) {
-      std::free(memory_);
-      size_ = round_up(bytes + bytes / 4, 4096);
-      memory_ = static_cast<char*>(std::aligned_alloc(4096, size_t(size_)));
-      if (memory_ == nullptr) size_ = 0;
-    }
-    return memory_;
-  }
-
- private:
-  char* memory_ = nullptr;
-  int64_t size_ = 0;
-};
 
 struct RegionState {
   std::atomic<int> left;  // splits not yet done

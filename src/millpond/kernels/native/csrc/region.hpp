@@ -4,14 +4,13 @@
 #include <utility>
 
 #include "pages.hpp"
+#include "workspace.hpp"
 
 namespace mp {
 
 constexpr int CHUNK = 32;     // slots whose logits are held at once: two of keys and values lie in the L1 cache
 constexpr int SPLIT = 1024;   // slots per work item: fixed, so that results do not depend on the threads
 constexpr float LOW = -1e30f;  // the maximum over nothing: finite, so that differences stay finite
-
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // The call: arguments and what follows from them.
 struct Call {

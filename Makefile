@@ -1,0 +1,67 @@
+# One command each: `make demo`, `make test`. The first one makes .venv and installs; later ones find it there.
+# Variables: PYTHON (3.11 or newer), VENV, PYTEST_ARGS.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.millpond-installed
+TOOLS := $(VENV)/.millpond-tools
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*)
+KVPRESS := build/kvpress/bin/python
+
+.PHONY: help demo test test-slow lint types docs docs-check bench install clean
+
+help:
+	@echo "make demo        the main job on the bundled model: a table and a picture"
+	@echo "make test        the test suite (seconds to minutes)"
+	@echo "make test-slow   the long tests: endless text, constant memory"
+	@echo "make lint        ruff"
+	@echo "make types       mypy --strict"
+	@echo "make docs        write the generated pages and tables; make docs-check compares them"
+	@echo "make bench       speed and memory, into benchmarks/results"
+
+install: $(READY)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Millpond needs Python 3.11 or newer, found `$(PYTHON) --version`; name another: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself: one known version, whatever else asks for it
+$(READY): $(SOURCES) | $(BIN)/python
+	$(PIP) install --quiet "torch==2.13.0"
+	$(PIP) install --quiet --editable ".[test]"
+	@touch $@
+
+$(TOOLS): $(READY)
+	$(PIP) install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/millpond demo --out out/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(TOOLS)
+	$(BIN)/ruff check .
+
+types: $(TOOLS)
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+docs-check: $(READY)
+	$(BIN)/python docs/generate.py --check
+
+bench: $(READY)
+	$(BIN)/millpond bench kernels --out benchmarks/results
+	$(BIN)/millpond bench generate --out benchmarks/results $(if $(wildcard $(KVPRESS)),--kvpress $(KVPRESS))
+
+clean:
+	rm -rf build dist out $(VENV)

@@ -1,0 +1,172 @@
+"""Write what the documentation takes from the code: method pages, the option tables, the CLI pages, result tables.
+
+Run `python docs/generate.py`, or with --check to compare only: a stale page ends with status 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+import millpond
+from millpond.bench.report import generate_table, markdown_table
+from millpond.cli.app import app
+from millpond.methods import METHODS
+from millpond.registry import Entry
+
+ROOT = Path(__file__).parent.parent
+NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
+RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated text by its path."""
+    reference = ROOT / "docs" / "reference"
+    texts = {reference / "methods" / f"{name}.md": method_page(METHODS.get(name)) for name in METHODS.names()}
+    texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
+    texts[reference / "cli.md"] = cli_page()
+    texts[reference / "api.md"] = api_page()
+    readme = ROOT / "README.md"
+    filled = fill(readme.read_text(encoding="utf-8"), "methods", method_table("docs/reference/methods/"))
+    texts[readme] = fill(filled, "results", result_table())
+    return texts
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """`text` with the part between `<!-- name -->` and `<!-- /name -->` replaced."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"README.md lacks {begin} ... {end}")
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def method_table(folder: str) -> str:
+    """All methods with paper and first line."""
+    rows = []
+    for name in METHODS.names():
+        entry = METHODS.get(name)
+        rows.append((f"[`{name}`]({folder}{name}.md)", paper(entry) or "baseline", cell(entry.summary)))
+    return left(markdown_table(("method", "paper", "what it keeps"), rows))
+
+
+def method_page(entry: Entry[Any]) -> str:
+    """One method: its docstring and its options."""
+    head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
+    text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n## Options\n\n"
+    if not entry.options:
+        return text + "None.\n"
+    rows = [(f"`{o.name}`", cell(o.type_name), f"`{o.default}`", cell(o.help)) for o in entry.options.values()]
+    example = next(iter(entry.options.values()))
+    return (
+        text + left(markdown_table(("option", "type", "default", "what it does"), rows))
+        + f'\nIn Python `mp.compress(model, "{entry.name}", budget="20%", {example.name}={example.default!r})`, '
+        + f"on the command line `millpond generate --method {entry.name} -o {example.name}={example.default}`.\n"
+    )  # fmt: skip
+
+
+def paper(entry: Entry[Any]) -> str:
+    """A link to the paper."""
+    number = entry.paper.removeprefix("arXiv:")
+    return f"[{entry.paper}](https://arxiv.org/abs/{number})" if entry.paper else ""
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a Markdown table."""
+    return text.replace("|", "\\|")
+
+
+def left(table: str) -> str:
+    """A table whose columns all stand to the left."""
+    return table.replace("---:", "---")
+
+
+def cli_page() -> str:
+    """Every command with its options."""
+    parts = [f"{NOTE}# Command line\n\n`python -m millpond` is the same as `millpond`.\n"]
+    for name, command in commands("millpond", typer.main.get_command(app)):
+        parts.append(f"## `{name}`\n\n{first_paragraph(command.help or '')}\n")
+        rows = [
+            option_row(p) for p in command.params if p.name not in ("help", "install_completion", "show_completion")
+        ]
+        if rows:
+            parts.append(left(markdown_table(("option", "default", "what it does"), rows)))
+    return "\n".join(parts)
+
+
+def commands(name: str, command: Any) -> list[tuple[str, Any]]:
+    """The command and those below it, in the order of the help."""
+    below = getattr(command, "commands", {})
+    return [(name, command)] + [found for child in below for found in commands(f"{name} {child}", below[child])]
+
+
+def option_row(param: Any) -> tuple[str, str, str]:
+    """One option or argument of a command."""
+    names = (
+        ", ".join(f"`{opt}`" for opt in (*param.opts, *param.secondary_opts))
+        if param.opts[0][0] == "-"
+        else f"`{param.name.upper()}`"
+    )
+    default = param.default if not callable(param.default) else None
+    shown = "" if default is None or default is False or param.name == "version" else f"`{default}`"
+    return names, shown, cell(getattr(param, "help", "") or "")
+
+
+def first_paragraph(text: str) -> str:
+    """Up to the first empty line."""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def api_page() -> str:
+    """The public names, with the whole documentation of `compress`."""
+    rows = []
+    for name in millpond.__all__:
+        doc = inspect.getdoc(getattr(millpond, name)) or ""
+        rows.append((f"`{name}`", cell(first_paragraph(doc))))
+    table = left(markdown_table(("name", "what it is"), rows))
+    text = f"```text\n{signature_of(millpond.compress)}\n\n{inspect.getdoc(millpond.compress)}\n```\n"
+    stats = f"```text\n{inspect.getdoc(millpond.CacheStats)}\n```\n"
+    return f"{NOTE}# Python\n\n{table}\n## compress\n\n{text}\n## CacheStats\n\n{stats}"
+
+
+def signature_of(function: Any) -> str:
+    """Name, parameters and result, one parameter per line."""
+    signature = inspect.signature(function)
+    lines = [f"    {parameter}," for parameter in signature.parameters.values()]
+    named = [parameter.kind for parameter in signature.parameters.values()].index(inspect.Parameter.KEYWORD_ONLY)
+    lines.insert(named, "    *,")
+    text = "\n".join([f"{function.__name__}(", *lines, f") -> {signature.return_annotation}"])
+    return re.sub(r": '([^'\n]*)'", r": \1", text)
+
+
+def result_table() -> str:
+    """The committed measurement of generate(), or how to make one."""
+    if not RESULTS.exists():
+        return "No measurement is committed yet: `make bench` makes one, `make docs` puts it here."
+    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    parts = [f"{data['hardware']}; {data['software']}; `{data['command']}`.\n"]
+    for batch, prompt in dict.fromkeys((r["batch"], r["prompt"]) for r in data["results"]):
+        rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (batch, prompt)]
+        parts.append(f"**Batch {batch}, prompt {prompt:,}**\n\n{generate_table(rows, data['anchor'])}")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write, or with --check compare."""
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+    if "--check" in sys.argv[1:]:
+        sys.exit(f"stale: {names}; run make docs" if stale else 0)
+    for path, text in pages().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"written: {names}" if stale else "all pages were current")
+
+
+if __name__ == "__main__":
+    main()

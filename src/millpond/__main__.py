@@ -1,0 +1,5 @@
+"""`python -m millpond` is the same as `millpond`."""
+
+from millpond.cli import main
+
+main()

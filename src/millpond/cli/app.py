@@ -1,0 +1,66 @@
+"""The commands put together, and the one place where an error becomes a sentence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from millpond.cli import bench, demo, generate, names, train
+from millpond.cli.console import errors
+from millpond.errors import MillpondError
+
+EXIT_USER_ERROR = 2
+
+
+class Commands(TyperGroup):
+    """Shows Millpond's own errors as one red sentence; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MillpondError as error:
+            errors().print(f"[bold red]error:[/] [red]{_plain(error)}[/]", soft_wrap=True, highlight=False)
+            raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def _plain(error: MillpondError) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import millpond
+
+        typer.echo(f"millpond {millpond.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Give any Hugging Face decoder a KV cache inside a memory budget.",
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Give any Hugging Face decoder a KV cache inside a memory budget."""
+
+
+app.command("generate")(generate.generate)
+app.command("demo")(demo.demo)
+app.command("methods")(names.methods)
+app.command("codecs")(names.codecs)
+app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")

@@ -1,0 +1,106 @@
+"""`millpond bench`: speed and memory, written as JSON and Markdown with the machine and the command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from millpond.cli.console import errors
+from millpond.cli.options import optional
+from millpond.errors import OptionError
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory beside what they are compared with.")
+
+Out = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]
+Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's.")]
+
+
+@app.command()
+def kernels(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every round runs all kernels once.")] = 40,
+    threads: Threads = None,
+    out: Out = None,
+) -> None:
+    """Time the CPU kernels against the read bandwidth and torch's own attention."""
+    import torch
+
+    from millpond.bench.kernels import kernel_table
+    from millpond.bench.machine import describe_machine
+    from millpond.bench.report import kernels_markdown
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    machine = describe_machine()
+    with errors().status("timing kernels"):
+        rows = kernel_table(rounds)
+    data = {
+        "benchmark": "kernels", "machine": machine.as_dict(),
+        "hardware": machine.hardware, "software": machine.software,
+        "command": _command(), "rounds": rounds, "results": [asdict(row) for row in rows],
+    }  # fmt: skip
+    _deliver("kernels", data, kernels_markdown(data), out)
+
+
+@app.command()
+def generate(
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")] = False,
+    cells: Annotated[
+        str | None, optional(help="Batch x prompt, separated by commas. Default: 1x2048,1x4096,4x2048.")
+    ] = None,
+    new_tokens: Annotated[int | None, optional(min=2, help="Tokens to generate. Default: 64.")] = None,
+    repeats: Annotated[int | None, optional(min=1, help="Repetitions in turns. Default: 5.")] = None,
+    budget: Annotated[str, typer.Option(help="A share of the prompt.")] = "20%",
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
+    kvpress: Annotated[
+        Path | None, optional(help="Python of an environment with kvpress (benchmarks/kvpress_env.sh).")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
+    from millpond.bench.generate import QUICK, Plan, run
+    from millpond.bench.peer import Peer
+    from millpond.bench.report import generate_markdown
+    from millpond.budget import Budget
+
+    if Budget.parse(budget).kind != "ratio":
+        raise OptionError(f"budget {budget!r}: the benchmark compares at a share of the prompt, such as 20%")
+    base = QUICK if quick else Plan()
+    plan = replace(
+        base, cells=_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
+        repeats=repeats or base.repeats, budget=budget, threads=threads, seed=seed,
+    )  # fmt: skip
+    child = Peer(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
+    with errors().status("measuring") as status, child as peer:
+        data = run(plan, peer=peer, progress=status.update)
+    data["command"] = _command()
+    _deliver("generate-quick" if quick else "generate", data, generate_markdown(data), out)
+
+
+def _cells(text: str) -> tuple[tuple[int, int], ...]:
+    """((1, 2048), (4, 2048)) from "1x2048,4x2048"."""
+    cells = []
+    for part in text.split(","):
+        batch, _, prompt = part.strip().partition("x")
+        if not (batch.isdecimal() and prompt.isdecimal() and int(batch) and int(prompt)):
+            raise OptionError(f"cell {part.strip()!r} must read BATCHxPROMPT, for example 4x2048")
+        cells.append((int(batch), int(prompt)))
+    return tuple(cells)
+
+
+def _command() -> str:
+    """What the user typed, without the path of the program."""
+    return shlex.join(["millpond", *sys.argv[1:]])
+
+
+def _deliver(name: str, data: dict[str, Any], text: str, out: Path | None) -> None:
+    from millpond.bench.report import write_report
+
+    typer.echo(text)
+    for file in write_report(out, name, data, text) if out else []:
+        typer.echo(f"wrote {file}")

@@ -1,0 +1,46 @@
+"""Where output goes: results to stdout, notes and errors to stderr."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+
+def output() -> Console:
+    """The console of results."""
+    return Console()
+
+
+def errors() -> Console:
+    """The console of notes and errors."""
+    return Console(stderr=True)
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Show what the library warns of as one yellow sentence each, after the block."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for text in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
+                errors().print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes as people read them, in binary units.
+
+    Example:
+        >>> size(1536), size(3 * 2**20)
+        ('1.5 KiB', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024 or unit == "GiB":
+            break
+        n_bytes /= 1024
+    return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"

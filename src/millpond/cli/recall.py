@@ -1,0 +1,130 @@
+"""The demo's task: many questions about one long text, answered from a compressed cache.
+
+This module knows how to ask and to count; it neither prints nor draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millpond.bench.clock import Stopwatch
+from millpond.errors import OptionError
+from millpond.hf.cache import MillpondCache
+from millpond.hf.compress import compress
+from millpond.methods import METHODS
+from millpond.train.recall_data import Prompt, make_prompt
+from millpond.train.words import KEYS, VALUES
+
+PAIRS = 32
+STEPS = 16  #: tokens generated for each question: the answer, and the rest for the clock
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text with hidden pairs, the questions about it, and their answers, as token ids."""
+
+    context: Tensor  # (1, L)
+    questions: Tensor  # (n, 2)
+    answers: Tensor  # (n,)
+    pairs: list[int]  # positions of the pairs' words
+
+    @classmethod
+    def draw(cls, tokenizer: PreTrainedTokenizerBase, length: int, questions: int, seed: int) -> Task:
+        """A held-out task of `length` words; the first `questions` of its 32 pairs, in random order, are asked.
+
+        Raises:
+            OptionError: a length that cannot hold the pairs, or a number of questions out of range.
+        """
+        if not 1 <= questions <= PAIRS:
+            raise OptionError(f"questions={questions} must lie between 1 and {PAIRS}, the pairs in the text")
+        prompt: Prompt = make_prompt(PAIRS, length, questions, seed)
+        words, named = prompt.context.split(), {*KEYS, *VALUES}
+        return cls(
+            _ids(tokenizer, [prompt.context], special=True),
+            _ids(tokenizer, prompt.questions),
+            _ids(tokenizer, prompt.answers)[:, 0],
+            [1 + place for place, word in enumerate(words) if word in named],  # <bos> is position 0
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return int(self.context.shape[1])
+
+    @property
+    def prompts(self) -> Tensor:
+        """(n, L + 2) context and question, one row per question."""
+        return torch.cat([self.context.expand(len(self.questions), -1), self.questions], 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one method remembered of the task, and what that took."""
+
+    method: str
+    right: int
+    asked: int
+    kv_bytes: int
+    full_kv_bytes: int
+    tokens_per_s: float
+    kept: list[list[int]]  # positions, one row per (layer, KV head), layers first
+    heads: int  # KV heads per layer
+
+    @property
+    def share(self) -> float:
+        """Of the bytes of a full cache."""
+        return self.kv_bytes / self.full_kv_bytes
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False) -> Tensor:
+    ids: Tensor = tokenizer(texts, return_tensors="pt", add_special_tokens=special)["input_ids"]
+    return ids
+
+
+@torch.inference_mode()
+def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> Outcome:
+    """Answer every question of `task` from a cache that `method` keeps inside `budget`.
+
+    The text is read and compressed once, before any question is known; each question then goes on from its own copy
+    of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
+    pass, in which nothing has been evicted yet: every method would be right.)
+    """
+    keeps_all = METHODS.get(method)().keeps_all
+    with compress(model, method, None if keeps_all else budget) as cache:
+        model(task.context, past_key_values=cache, logits_to_keep=1)
+        held = _held(cache)
+        cache.batch_repeat_interleave(len(task.questions))
+        watch = Stopwatch()
+        out = _generate(model, task.prompts, cache, watch)
+        right = int((out[:, task.prompts.shape[1]] == task.answers).sum())
+    return Outcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **held)
+
+
+def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatch) -> Tensor:
+    out: Tensor = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, streamer=watch, do_sample=False,
+        max_new_tokens=STEPS, min_new_tokens=STEPS,
+    )  # fmt: skip
+    return out
+
+
+def _held(cache: MillpondCache) -> dict[str, Any]:
+    """Bytes and positions of a cache with one sequence."""
+    stats = cache.stats()
+    kept = [cache.positions(layer) for layer in range(len(cache.layers))]
+    return {
+        "kv_bytes": stats.kv_bytes,
+        "full_kv_bytes": stats.full_kv_bytes,
+        "kept": [row for rows in kept for row in rows],
+        "heads": len(kept[0]),
+    }
+
+
+def _rate(watch: Stopwatch, sequences: int) -> float:
+    """Tokens per second of the whole batch in its fastest step: what else the machine does slows only the others."""
+    return sequences / min(watch.steps)

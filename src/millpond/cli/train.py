@@ -1,0 +1,39 @@
+"""`millpond train`: the recipes of the models that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millpond.cli.options import optional
+
+app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
+
+
+@app.callback()
+def _train() -> None:
+    """Train the models that come with the package."""
+
+
+@app.command()
+def bundled(
+    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint and a log; an old checkpoint goes on.")],
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
+    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
+    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
+    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
+    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+) -> None:
+    """Train the bundled recall model from nothing: some minutes on two CPU cores."""
+    from millpond.train.bundled import train_bundled
+
+    run = train_bundled(out, seed=seed, max_minutes=max_minutes, max_steps=max_steps, threads=threads, device=device)
+    if card:
+        from millpond.bench.machine import describe_machine
+        from millpond.train.bundled_card import write_card
+
+        write_card(run, out, hardware=describe_machine().hardware)
+    typer.echo(f"{out}: step {run.step:,}, {run.time_s / 60:.1f} minutes in all")

@@ -1,0 +1,83 @@
+"""Generated pages are current, snippets run, links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]+?)\)")
+WITH_CODE = [page for page in PAGES if SNIPPET.search(page.read_text(encoding="utf-8"))]
+SOURCE = ROOT / "src"
+WITH_EXAMPLE = sorted(
+    ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    for file in (SOURCE / "millpond").rglob("*.py")
+    if ">>> " in file.read_text(encoding="utf-8")
+)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_current(generator: ModuleType) -> None:
+    stale = [
+        name(p) for p, text in generator.pages().items() if not p.exists() or p.read_text(encoding="utf-8") != text
+    ]
+    assert not stale, "run make docs"
+
+
+def test_no_page_of_a_method_that_is_gone(generator: ModuleType) -> None:
+    folder = ROOT / "docs" / "reference" / "methods"
+    assert set(folder.glob("*.md")) <= set(generator.pages())
+
+
+def test_a_stale_part_is_replaced(generator: ModuleType) -> None:
+    assert generator.fill("a <!-- x -->old<!-- /x --> b", "x", "new") == "a <!-- x -->\nnew\n<!-- /x --> b"
+    with pytest.raises(SystemExit, match="lacks"):
+        generator.fill("a", "x", "new")
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_snippets_run(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for code in SNIPPET.findall(page.read_text(encoding="utf-8")):
+        exec(compile(code, name(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLE)
+def test_examples_in_docstrings_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed
+
+
+def test_the_readme_shows_code_first() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.findall(r"^```(\w+)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
+    assert first[0] == "sh"
+    assert [line.split("#")[0].strip() for line in first[1].splitlines()] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []

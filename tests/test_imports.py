@@ -1,0 +1,95 @@
+"""Who may import whom: the order of the parts, read from the source of every module."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "millpond"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+#: A part imports only what stands to its left.
+ORDER = [
+    {"errors", "budget", "registry"},
+    {"kernels"},
+    {"codec"},
+    {"policy"},
+    {"methods"},
+    {"cache"},
+    {"models"},
+    {"hf", "engine"},
+    {"cluster", "server", "evals", "bench", "train"},
+    {"cli"},
+]
+RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+#: Libraries and the parts that may know them. bench compares with transformers' own caches; the command line takes
+#: its types and its streamer.
+OUTSIDE = {
+    "transformers": {"models", "hf", "evals", "train", "bench", "cli"},
+    "matplotlib": {"cli", "evals", "bench"},
+    "rich": {"cli", "bench", "train"},
+    "typer": {"cli"},
+    "triton": {"kernels"},
+    "ray": {"cluster"},
+    "fastapi": {"server"},
+}
+
+
+def part_of(module: Path) -> str:
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(module: Path) -> Iterator[str]:
+    """Full names of what a module imports, wherever in the file."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            if node.module == "millpond":
+                yield from (f"millpond.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_a_part_imports_only_what_stands_to_its_left(module: Path) -> None:
+    part = part_of(module)
+    if part in ("__init__", "__main__"):
+        return
+    assert part in RANK, f"{part} has no place in the order"
+    for name in imported(module):
+        top, _, rest = name.partition(".")
+        if top == "millpond" and rest:
+            other = rest.split(".")[0]
+            assert other == part or other not in RANK or RANK[other] < RANK[part] or RANK[other] == RANK[part] == 0, (
+                f"{part} imports {name}"
+            )
+        if top in OUTSIDE:
+            assert part in OUTSIDE[top], f"{part} imports {top}"
+
+
+def test_peers_of_one_rank_do_not_import_each_other() -> None:
+    for module in MODULES:
+        part = part_of(module)
+        for name in imported(module):
+            other = name.removeprefix("millpond.").split(".")[0]
+            if name.startswith("millpond.") and other != part and RANK.get(part, 0) > 0:
+                assert RANK.get(other, -1) < RANK[part], f"{module}: {name}"
+
+
+def test_importing_the_package_loads_nothing_optional() -> None:
+    code = "import sys, millpond; print(sorted({'transformers', 'triton', 'matplotlib', 'typer'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_listing_the_methods_needs_no_transformers() -> None:
+    code = "import sys, millpond; millpond.methods(); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
