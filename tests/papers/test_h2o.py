@@ -117,7 +117,7 @@ def test_no_future_leaks_into_the_selection() -> None:
 
 
 def test_scores_keep_growing_in_float32() -> None:
-    """Defect H7: in half precision 2048 + 0.9 = 2048. Here a total of a million steps still grows and keeps its order."""
+    """Defect H7: in half precision 2048 + 0.9 = 2048. A total of a million steps still grows and keeps its order."""
     pages = PageArrays(1, 4, 1, 1, torch.float32, torch.device("cpu"))
     pages.add_arena()
     pages.positions[0][0] = torch.arange(4, dtype=torch.int32)
@@ -133,5 +133,5 @@ def test_scores_keep_growing_in_float32() -> None:
             DecodeRule(Signal.SUM, evict=Evict.NEVER), scale=1.0,
         )  # fmt: skip
     grown = pages.scores[0][0, :2] - before
-    assert torch.allclose(grown, torch.full((2,), 1000.0), rtol=0.02)  # a third of each query's attention
+    assert torch.allclose(grown, torch.full((2,), 1000.0), rtol=0.05)  # a third each time, rounded to 1/32
     assert pages.scores[0][0, 0] > pages.scores[0][0, 1]
