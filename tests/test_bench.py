@@ -151,3 +151,18 @@ def test_a_peer_that_is_not_there_or_dies_is_skipped_with_a_reason(tmp_path: Pat
     with Peer(Path(sys.executable), script) as dead:
         assert "skipped" in dead.note
         assert dead.candidates(TINY) == []
+
+
+def test_endless_text_holds_the_same_bytes_from_beginning_to_end() -> None:
+    from millpond.bench import stream
+    from millpond.bench.report import stream_markdown
+    from tests.matrix.models import llama
+
+    data = stream.run(llama(dtype=torch.float32), ["streaming", "h2o"], 500, 32, 0, lambda text: None)
+    rows = data["results"]
+    assert [r["seen"] for r in rows if r["method"] == "h2o"][-1] == 500
+    assert len(rows) == 2 * stream.STAGES
+    assert {r["stored"] for r in rows} == {32}
+    assert len({r["kv_bytes"] for r in rows}) == 1
+    text = stream_markdown({**data, "command": "test"})
+    assert text.count("\n| h2o") == stream.STAGES

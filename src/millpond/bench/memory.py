@@ -43,6 +43,11 @@ class PeakMemory:
         return None if self._before is None or peak is None else max(0, peak - self._before)
 
 
+def resident_bytes() -> int | None:
+    """The process's resident memory now; None where the system does not tell."""
+    return _status("VmRSS")
+
+
 def _status(field: str) -> int | None:
     try:
         for line in _STATUS.read_text().splitlines():

@@ -71,5 +71,22 @@ def kernels_markdown(data: dict[str, Any]) -> str:
     return "\n".join(["# Kernels\n", *_origin(data), note, markdown_table(head, rows)])
 
 
+def stream_markdown(data: dict[str, Any]) -> str:
+    """The report of `bench stream`: a row per stretch of the text."""
+    head = ("method", "tokens seen", "us/step", "entries per head", "KV kB", "pool kB", "resident MB")
+    rows = [
+        (
+            r["method"], f"{r['seen']:,}", f"{r['step_us']:.0f}", str(r["stored"]), f"{r['kv_bytes'] / 1e3:.1f}",
+            f"{r['reserved_bytes'] / 1e3:.0f}", f"{(r['resident_bytes'] or 0) / 1e6:.0f}",
+        )
+        for r in data["results"]
+    ]  # fmt: skip
+    note = (
+        f"{data['tokens']:,} random tokens, one at a time, through a {data['model']['type']} of "
+        f"{data['model']['parameters']:,} parameters; budget {data['budget']} entries per head; medians per stretch.\n"
+    )
+    return "\n".join(["# Endless text\n", *_origin(data), note, markdown_table(head, rows)])
+
+
 def _origin(data: dict[str, Any]) -> list[str]:
     return [f"{data['hardware']}. {data['software']}.\n", f"Made by `{data['command']}`.\n"]

@@ -164,7 +164,7 @@ class LayerCache:
         self._shape = shape
         if span.length == 1 and (span.before > 0).all():
             self._settle(table)
-            out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.q_pos, span.active())[:, :, None]
+            out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), span.q_pos)[:, :, None]
         elif self.policy.prefill == "greedy":
             out = self._token_by_token(table, q, k, v, span)
         else:
@@ -188,18 +188,22 @@ class LayerCache:
     # ------------------------------------------------------------------ decoding
 
     def _step(
-        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, active: np.ndarray
+        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, q_pos: Tensor | None = None
     ) -> Tensor:
-        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim)."""
-        assert q_pos is not None
+        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
+
+        `positions` (S,): of the tokens, -1 where a sequence has none; `q_pos`: the same on the device, if known.
+        """
+        if q_pos is None:
+            q_pos = torch.from_numpy(positions.astype(np.int32)).to(q.device)
         rule = self._rule
         always = rule.evict is Evict.NEVER
         table.privatise(whole=not always)
         table.make_room(always)
         if self._rolling is not None:
-            q, k = self._rolling.step(table, q, k, v, q_pos)
+            q, k = self._rolling.step(table, q, k, v, positions)
         out, lse = self._decode(table, q, k, v, q_pos)
-        table.stepped(always, active)
+        table.stepped(always, positions >= 0)
         if not always:
             self._check_finite(lse)
         return out
@@ -226,11 +230,10 @@ class LayerCache:
         """A multi-token pass as if it had been decoded."""
         for sequence in np.flatnonzero(span.after).tolist():
             self._set_budget(table, sequence, self._budget(table, int(span.after[sequence])), None)
-        steps = []
-        for column in range(span.length):
-            active = np.ones(table.n_seq, dtype=bool) if span.valid is None else span.valid[:, column]
-            q_now, k_now, v_now = (t[:, :, column] for t in (q, k, v))
-            steps.append(self._step(table, q_now, k_now, v_now, span.token(column), active))
+        steps = [
+            self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column))
+            for column in range(span.length)
+        ]
         return torch.stack(steps, 2)
 
     # ------------------------------------------------------------------ prefill

@@ -64,10 +64,14 @@ class Rolling:
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[sequences], self._values[sequences]
 
-    def step(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place."""
+    def step(
+        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
+
+        positions (S,): of the new tokens, -1 where a sequence has none.
+        """
         self._open(table, k, v)
-        positions = q_pos.cpu().numpy().astype(np.int64)
         for sequence in np.flatnonzero(positions - self._base >= self._epoch(table)):
             self._rebase(table, int(sequence), int(positions[sequence]))
         self._capture(k[:, :, None], v[:, :, None], positions[:, None])

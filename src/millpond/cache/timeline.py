@@ -57,15 +57,11 @@ class Span:
         positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
         return torch.from_numpy(positions.astype(np.int32)).to(self.device)
 
-    def token(self, column: int) -> Tensor:
-        """(S,) int32: position of each sequence's token in one column, -1 for a pad."""
-        valid = np.ones(len(self.before), dtype=bool) if self.valid is None else self.valid[:, column]
-        ahead = column if self.valid is None else self.valid[:, :column].sum(1)
-        return torch.from_numpy(np.where(valid, self.before + ahead, -1).astype(np.int32)).to(self.device)
-
-    def active(self) -> npt.NDArray[np.bool_]:
-        """(S,) bool: which sequences have a token in this pass of one column."""
-        return np.ones(len(self.before), dtype=bool) if self.valid is None else self.valid[:, 0]
+    def token(self, column: int) -> npt.NDArray[np.int64]:
+        """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
+        if self.valid is None:
+            return self.before + column
+        return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
 
 
 class Timeline:

@@ -82,6 +82,31 @@ def generate(
     _deliver("generate-quick" if quick else "generate", data, generate_markdown(data), out)
 
 
+@app.command()
+def stream(
+    tokens: Annotated[int, typer.Option(min=100, help="Length of the text.")] = 1_000_000,
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = "streaming,h2o",
+    budget: Annotated[int, typer.Option(min=8, help="Entries per KV head.")] = 256,
+    model: Annotated[str, typer.Option(help="A path, a hub id or a bundled name.")] = "pond-recall",
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option(help="Of the text.")] = 0,
+    out: Out = None,
+) -> None:
+    """Feed endless text to a model one token at a time: memory and step time, from beginning to end."""
+    import torch
+
+    from millpond.bench.report import stream_markdown
+    from millpond.bench.stream import run
+    from millpond.models.load import load_model
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    names = [name.strip() for name in methods.split(",")]
+    with errors().status("streaming") as status:
+        data = run(load_model(model), names, tokens, budget, seed, status.update)
+    data["command"] = _command()
+    _deliver("stream", data, stream_markdown(data), out)
+
+
 def _cells(text: str) -> tuple[tuple[int, int], ...]:
     """((1, 2048), (4, 2048)) from "1x2048,4x2048"."""
     cells = []

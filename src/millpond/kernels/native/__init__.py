@@ -13,9 +13,9 @@ import torch
 
 from millpond.kernels.native import library
 from millpond.kernels.native.library import NativeKernelsWarning
-from millpond.kernels.native.ops import decode, read, write
+from millpond.kernels.native.ops import decode, linear, read, write
 
-__all__ = ["NativeKernelsWarning", "decode", "is_available", "isa", "read", "read_bandwidth", "write"]
+__all__ = ["NativeKernelsWarning", "decode", "is_available", "isa", "linear", "read", "read_bandwidth", "write"]
 
 
 @cache

@@ -1,6 +1,6 @@
-"""`decode`, `write` and `read` with the signatures of `reference`, and their registration with torch.
+"""`decode`, `write`, `read` and `linear` with the signatures of `reference`, and their registration with torch.
 
-millpond::decode, ::write and ::read are what torch.compile sees; eager calls skip the dispatcher. Page memory is
+millpond::decode, ::write, ::read and ::linear are what torch.compile sees; eager calls skip the dispatcher. Page memory is
 reached through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
 """
 
@@ -26,9 +26,11 @@ LIBRARY.define(
 LIBRARY.define(
     "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.impl("decode", calls.decode, "CPU")
 LIBRARY.impl("write", calls.write, "CPU")
 LIBRARY.impl("read", calls.read, "CPU")
+LIBRARY.impl("linear", calls.linear, "CPU")
 
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
@@ -60,6 +62,11 @@ def _read_shapes(
     values = bases.new_empty((n, width, pool[3]), dtype=dtype)
     positions = bases.new_empty((n, width), dtype=torch.int32)
     return keys, values, positions, bases.new_empty((n, width), dtype=torch.float32)
+
+
+@torch.library.register_fake("millpond::linear", lib=LIBRARY)
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _pool(pages: PageArrays) -> list[int]:
@@ -111,4 +118,10 @@ def write(
 def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else calls.read
     result: tuple[Tensor, Tensor, Tensor, Tensor] = call(pages.bases, table, lens, width, _pool(pages))
+    return result
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else calls.linear
+    result: Tensor = call(x, weight, bias)
     return result

@@ -14,8 +14,39 @@ namespace {
 
 constexpr int BLOCK = 32;                   // rows of w per work item
 constexpr int MOST_ROWS = 16;               // of x
-constexpr int AHEAD = 32;                   // steps between the request of a vector of w and its use
+constexpr int AHEAD = 16;                   // steps between the request of a vector of w and its use
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
+
+// Work items 0 .. n - 1: every thread has a run of neighbours, because memory is read fastest in long streams, and
+// takes from the end of another's when its own is done.
+class Shares {
+ public:
+  static constexpr int MOST = 64;  // threads
+  Shares(int64_t n, int n_threads) : n_threads_(n_threads) {
+    for (int t = 0; t < n_threads; ++t) left_[t].range = pack(n * t / n_threads, n * (t + 1) / n_threads);
+  }
+  // The next item of this thread, -1 if nothing is left.
+  int64_t take(int thread) {
+    for (int i = 0; i < n_threads_; ++i) {
+      std::atomic<uint64_t>& range = left_[(thread + i) % n_threads_].range;
+      uint64_t seen = range.load(std::memory_order_relaxed);
+      while (uint32_t(seen >> 32) < uint32_t(seen)) {
+        const int64_t begin = int64_t(seen >> 32), end = int64_t(uint32_t(seen));
+        if (!range.compare_exchange_weak(seen, i == 0 ? pack(begin + 1, end) : pack(begin, end - 1))) continue;
+        return i == 0 ? begin : end - 1;
+      }
+    }
+    return -1;
+  }
+
+ private:
+  static uint64_t pack(int64_t begin, int64_t end) { return uint64_t(begin) << 32 | uint64_t(end); }
+  struct alignas(64) Left {
+    std::atomic<uint64_t> range;  // begin in the upper half, end in the lower
+  };
+  Left left_[MOST];
+  int n_threads_;
+};
 
 // Steps begin .. end of a tile: four rows of w, `row` numbers apart, meet H rows of x. Requests `ahead` + t * row.
 template <class T, int H, bool kAhead>
@@ -115,15 +146,14 @@ int linear(const LinearArgs& a) {
   const T* w = static_cast<const T*>(a.w);
   const int64_t n_blocks = (a.n + BLOCK - 1) / BLOCK, item = dtype_bytes(a.dtype);
   const int64_t worth = 1 + a.n * dim * item / BYTES_PER_THREAD;
-  std::atomic<int64_t> counter{0};
-  auto work = [&](int) {
+  const int n_threads = int(std::min({a.n_threads, worth, n_blocks, int64_t(Shares::MOST)}));
+  Shares shares(n_blocks, n_threads);
+  auto work = [&](int thread) {
     float out[MOST_ROWS * BLOCK], bias[BLOCK];
-    for (int64_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < n_blocks;) {
+    for (int64_t i; (i = shares.take(thread)) >= 0;) {
       const int n = int(a.n - i * BLOCK < BLOCK ? a.n - i * BLOCK : BLOCK);
       const T* here = w + i * BLOCK * a.w_row;
-      // a guess: another thread may take that block first
-      const int64_t guess = counter.load(std::memory_order_relaxed);
-      const T* next = guess < n_blocks ? w + guess * BLOCK * a.w_row : here;
+      const T* next = i + 1 < n_blocks ? here + BLOCK * a.w_row : here;
       block<T>(here, n, a.w_row, dim, x, x_row, m, out, next);
       if (a.bias != nullptr) widen(bias, static_cast<const char*>(a.bias) + i * BLOCK * item, a.dtype, n);
       for (int h = 0; h < m; ++h) {
@@ -133,7 +163,7 @@ int linear(const LinearArgs& a) {
       }
     }
   };
-  parallel(int(std::min({a.n_threads, worth, n_blocks})), work);
+  parallel(n_threads, work);
   return 0;
 }
 
