@@ -25,6 +25,7 @@ from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
 from millpond.hf.support import decoder_modules, layer_cache, text_config
 from millpond.kernels.rules import UNBOUNDED
+from millpond.policy.allocate import Uniform
 from millpond.policy.policy import Policy
 
 
@@ -286,7 +287,9 @@ class MillpondCache(Cache):
                 f"a budget of {amount} bytes leaves {amount // regions} bytes to each of {regions} heads (layers x "
                 f"sequences x KV heads), less than one page of {page} bytes; raise the budget or lower page_slots"
             )
-        return int(pages) * table.pool.slots
+        slots = table.pool.slots
+        # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
+        return int(pages) * slots - (0 if isinstance(self.policy.heads, Uniform) else slots - 1)
 
     def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
         storage = self._storage or dtype
