@@ -13,6 +13,7 @@ from millpond.codec import storage_dtype
 from millpond.errors import BudgetError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
+from millpond.hf.linears import use_native_linears
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, n_layers, text_config
 from millpond.methods import METHODS
@@ -27,6 +28,7 @@ def compress(
     memory_limit: str | int | None = None,
     page_slots: int = DEFAULT_SLOTS,
     between_chunks: bool = True,
+    native_linears: bool = True,
     **options: Any,
 ) -> MillpondCache:
     """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
@@ -42,6 +44,8 @@ def compress(
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
             plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
             first pass of one token comes: choose a size that leaves no single token for the last chunk).
+        native_linears: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
+            training pass; False leaves the linear layers to torch. Their results agree up to rounding.
         **options: of the method; see its signature.
 
     Returns:
@@ -69,6 +73,8 @@ def compress(
         between_chunks=between_chunks, rotation=rotation, croppable=policy.keeps_all and not sliding,
     )  # fmt: skip
     cache.on_close(_switch(model))
+    if native_linears:
+        cache.on_close(use_native_linears(model))
     return cache
 
 

@@ -123,12 +123,11 @@ def read(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
     n, k = weight.shape
+    x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
-    x = x.reshape(-1, k)
-    x = x if x.stride(1) == 1 else x.contiguous()
     failed = entry_point("mp_linear")(LINEAR(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        x.shape[0], n, k, x.stride(0), weight.stride(0), DTYPES[x.dtype], torch.get_num_threads(),
+        x.numel() // k, n, k, k, weight.stride(0), DTYPES[x.dtype], torch.get_num_threads(),
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the linear kernel")

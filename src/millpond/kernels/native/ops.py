@@ -1,7 +1,7 @@
 """`decode`, `write`, `read` and `linear` with the signatures of `reference`, and their registration with torch.
 
-millpond::decode, ::write, ::read and ::linear are what torch.compile sees; eager calls skip the dispatcher. Page memory is
-reached through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
+millpond::decode, ::write, ::read and ::linear are what torch.compile sees; eager calls skip the dispatcher. Page memory
+is reached through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
 """
 
 from __future__ import annotations
