@@ -9,7 +9,8 @@ import torch
 import millpond as mp
 from hf.families import generate, left_padded, most_stored, shared_model
 from millpond.cache.latent import LatentCache
-from millpond.cache.layer import AttentionShape, LayerCache
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
 from millpond.cache.pool import PagePool
 from millpond.cache.timeline import Timeline
 from millpond.methods import METHODS

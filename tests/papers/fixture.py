@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import AttentionShape, LayerCache
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
 from millpond.cache.pool import PagePool
 from millpond.cache.timeline import Timeline
 from millpond.policy.policy import Policy

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import AttentionShape, LayerCache, LayerState
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape, LayerState
 from millpond.cache.timeline import Timeline
 from millpond.errors import CacheMismatchError
 

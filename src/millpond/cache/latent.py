@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import AttentionShape, Candidates, LayerCache
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape, Candidates
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span
 from millpond.kernels import ops, reference
@@ -146,13 +147,11 @@ class LatentCache(LayerCache):
 
     def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
         """(1, N): sum_i reduce_h A[h, i, j] over queries q (Hq, w, D) that share one set of entries."""
-        shape = self._shape
         total = torch.zeros(found.positions.shape, device=q.device)
         for i in range(q.shape[1]):
             by_head = window_signal(
                 q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions.expand(len(found.keys), -1),
-                scale=shape.scale, softcap=shape.softcap, window=shape.window, sink_logits=shape.sink_logits,
-                reduce=reduce,
+                reduce=reduce, **self._shape.kwargs,
             )  # fmt: skip
             total += reference.reduce_group(by_head, reduce, 0)
         return total

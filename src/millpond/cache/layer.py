@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
 from millpond.cache.pool import PagePool
 from millpond.cache.rolling import Rolling, Rotation
 from millpond.cache.table import RegionTable
@@ -23,51 +22,6 @@ from millpond.policy.view import View
 
 #: On a GPU, decoding steps between two looks at whether attention became NaN.
 NAN_CHECK_STEPS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What one layer's attention does besides softmax(q k / sqrt d): see `ops.decode`."""
-
-    scale: float
-    softcap: float = 0.0
-    window: int = 0
-    sink_logits: Tensor | None = None
-
-    def kwargs(self) -> dict[str, object]:
-        """As keyword arguments of the ops."""
-        return {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "window": self.window,
-            "sink_logits": self.sink_logits,
-        }
-
-
-class Candidates(NamedTuple):
-    """The entries of one sequence that a plan chooses from: stored ones (padded), then new ones."""
-
-    keys: Tensor  #: (H, N, key_dim)
-    values: Tensor  #: (H, N, value_dim)
-    positions: Tensor  #: (H, N) int32, -1 for none
-    scores: Tensor  #: (H, N) float32
-
-
-@dataclass(slots=True)
-class LayerState:
-    """A layer's state at one moment; its pages are shared with the layer until one of the two writes."""
-
-    table: RegionTable | None
-    columns: int
-    pending: bool
-    queries: dict[int, tuple[Tensor, Tensor]]
-    rolling: Rolling | None
-
-    def release(self) -> None:
-        """Let go of the pages."""
-        if self.table is not None:
-            self.table.clear()
-            self.table = None
 
 
 class LayerCache:
@@ -125,7 +79,7 @@ class LayerCache:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
         table = self._require_table()
         dense = self._dense(table, sequence)
-        order = _by_position(dense.positions)
+        order = by_position(dense.positions)
         return ops.Dense(
             dense.keys.gather(1, order[..., None].expand_as(dense.keys)),
             dense.values.gather(1, order[..., None].expand_as(dense.values)),
@@ -221,8 +175,7 @@ class LayerCache:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
         out, lse, _ = ops.decode(
             q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, self._rule,
-            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
-            sink_logits=self._shape.sink_logits,
+            **self._shape.kwargs,
         )  # fmt: skip
         return out, lse
 
@@ -290,11 +243,7 @@ class LayerCache:
         reduce: Reduce | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, and its column sums: `ops.prefill`."""
-        out, _, colsum = ops.prefill(
-            q, k, v, q_pos, past_pos,
-            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
-            sink_logits=self._shape.sink_logits, colsum=reduce,
-        )  # fmt: skip
+        out, _, colsum = ops.prefill(q, k, v, q_pos, past_pos, colsum=reduce, **self._shape.kwargs)
         return out, colsum
 
     def _append(self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
@@ -358,7 +307,7 @@ class LayerCache:
         budget = self._budget(table, seen)
         scores = self._signal(sequence, found)
         positions = torch.where(alive, found.positions, -1)
-        order = _by_position(positions)
+        order = by_position(positions)
         view = View(positions.gather(1, order), scores.gather(1, order), seen, self.index)
         plan = self.policy.plan(view, budget)
         keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
@@ -374,15 +323,12 @@ class LayerCache:
 
     def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
         """The attention of the prompt's last queries: `window_signal`."""
-        return window_signal(
-            q, found.keys, q_pos, found.positions,
-            scale=self._shape.scale, softcap=self._shape.softcap, window=self._shape.window,
-            sink_logits=self._shape.sink_logits, reduce=REDUCE[self.policy.reduce],
-        )  # fmt: skip
+        reduce = REDUCE[self.policy.reduce]
+        return window_signal(q, found.keys, q_pos, found.positions, reduce=reduce, **self._shape.kwargs)
 
     def _rewrite(self, table: RegionTable, sequence: int, found: Candidates, keep: Tensor) -> None:
         """Hold exactly the kept candidates, in the order of their positions, in fresh neighbouring pages."""
-        order = _by_position(torch.where(keep, found.positions, -1))
+        order = by_position(torch.where(keep, found.positions, -1))
         counts = keep.sum(1)
         lens = counts.cpu().numpy().astype(np.int32)
         rows = table.rows(sequence)
@@ -448,8 +394,3 @@ class LayerCache:
         self.columns = 0
         if self._rolling is not None:
             self._rolling.reset()
-
-
-def _by_position(positions: Tensor) -> Tensor:
-    """(H, N) column order: ascending positions, -1 last."""
-    return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from millpond.cache.layer import AttentionShape
+from millpond.cache.parts import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf import stock
 from millpond.hf.plain import refuse_gradients

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from millpond.cache.journal import Journal
-from millpond.cache.layer import AttentionShape, LayerCache
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
 from millpond.hf.attention import tag
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
