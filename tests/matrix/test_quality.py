@@ -1,0 +1,43 @@
+"""The bundled model tells a good policy from a bad one: recall from a text that is compressed before it is asked about."""
+
+import pytest
+
+from millpond.cli.recall import Outcome, Task, run_method
+from millpond.models.load import load_model, load_tokenizer
+
+SEEDS = (5, 6)
+ASKED = 32 * len(SEEDS)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    model, tokenizer = load_model("pond-recall"), load_tokenizer("pond-recall")
+    tasks = [Task.draw(tokenizer, 1024, 32, seed) for seed in SEEDS]
+    methods = ("full", "h2o", "ada", "snapkv", "tova", "random", "window", "streaming")
+    return {method: [run_method(model, task, method, "20%") for task in tasks] for method in methods}
+
+
+def recall(outcomes: list[Outcome]) -> float:
+    return sum(outcome.right for outcome in outcomes) / ASKED
+
+
+def test_full_answers_nearly_everything(outcomes: dict[str, list[Outcome]]) -> None:
+    assert recall(outcomes["full"]) >= 0.97
+
+
+def test_heavy_hitters_beat_every_baseline(outcomes: dict[str, list[Outcome]]) -> None:
+    assert recall(outcomes["h2o"]) >= 0.85
+    for baseline in ("window", "streaming", "random"):
+        assert recall(outcomes[baseline]) <= 0.5
+        assert recall(outcomes["h2o"]) >= recall(outcomes[baseline]) + 0.3
+
+
+def test_scores_that_look_beat_those_that_do_not(outcomes: dict[str, list[Outcome]]) -> None:
+    blind = max(recall(outcomes[name]) for name in ("window", "streaming", "random"))
+    for name in ("ada", "snapkv"):
+        assert recall(outcomes[name]) > blind
+
+
+def test_everyone_but_full_holds_a_fifth(outcomes: dict[str, list[Outcome]]) -> None:
+    for name, runs in outcomes.items():
+        assert all((0.19 < run.share < 0.24) or name == "full" for run in runs)
