@@ -1,4 +1,4 @@
-"""The bundled model tells a good policy from a bad one: recall from a text that is compressed before it is asked about."""
+"""The bundled model tells a good policy from a bad one, on a text that is compressed before it is asked about."""
 
 import pytest
 
