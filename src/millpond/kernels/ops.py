@@ -235,7 +235,7 @@ FEW_ROWS = 16
 
 
 def _reads_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the native `linear` can take these tensors and nobody asks for gradients."""
+    """Whether the native `linear` may take these tensors: nobody asks for gradients or another implementation."""
     dtype = x.dtype
     return (
         x.numel() <= FEW_ROWS * weight.shape[-1]
@@ -257,7 +257,6 @@ def _reads_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or _is_bias(bias, weight))
         and not torch.is_autocast_enabled("cpu")
         and os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-        and _load_native() is not None
     )
 
 
@@ -287,8 +286,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (..., n) in x's dtype.
     """
-    if _reads_few_rows(x, weight, bias):
-        from millpond.kernels import native
-
-        return native.linear(x, weight, bias)
+    native = _load_native() if _reads_few_rows(x, weight, bias) else None
+    if native is not None:
+        result: Tensor = native.linear(x, weight, bias)
+        return result
     return torch.nn.functional.linear(x, weight, bias)

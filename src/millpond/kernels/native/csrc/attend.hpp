@@ -117,7 +117,7 @@ void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& sc
     for (int i = 0; i < n;) {
       const int run = c.pool.run(at + i, at + n, RUN);
       const char* key = c.pool.key(pages, at + i);
-      const char* later = i < ahead.n ? c.pool.key(ahead.pages, ahead.at + i) : key;
+      const char* later = i + run < n ? c.pool.key(pages, at + i + run) : c.pool.value(pages, at);
       dot_run<T>(reinterpret_cast<const T*>(key), int(round_up(run, 4)), key_dim, query, q_stride, group, weights + i,
                  CHUNK, later);
       i += run;
@@ -126,7 +126,7 @@ void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& sc
     for (int i = 0; i < n;) {
       const int run = c.pool.run(at + i, at + n, RUN);
       const char* value = c.pool.value(pages, at + i);
-      const char* later = i < ahead.n ? c.pool.value(ahead.pages, ahead.at + i) : value;
+      const char* later = i + run < n ? c.pool.value(pages, at + i + run) : ahead.n > 0 ? c.pool.key(ahead.pages, ahead.at) : value;
       weigh_run<T>(reinterpret_cast<const T*>(value), run, value_dim, weights + i, CHUNK, group, out, c.out_stride, later);
       i += run;
     }

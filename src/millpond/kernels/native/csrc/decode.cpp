@@ -1,7 +1,8 @@
 // One decoding step of one layer over the whole ragged batch.
 //
-// Work items are (region, split), handed out in order. The thread that finishes a region's last split completes the
-// region while its weights are still in its cache. With fewer regions than threads the scoring pass is split too.
+// Work items are (region, split). Every thread has a run of neighbours, because memory is read fastest in long streams,
+// and takes from the end of another's when its own is done. The thread that finishes a region's last split completes
+// the region while its weights are still in its cache. With fewer regions than threads the scoring pass is split too.
 #include <mutex>
 
 #include "merge.hpp"
@@ -13,7 +14,17 @@ namespace {
 
 struct RegionState {
   std::atomic<int> left;  // splits not yet done
-  int slab;               // which slab it uses
+  int slab;               // which slab it uses, -1 before the first split
+};
+
+struct Item {
+  int region, split;
+};
+
+// The work items that one thread begins with; it takes from the front, others from the back.
+struct alignas(64) Share {
+  Item front, back;
+  std::atomic<int> left;
 };
 
 class Step {
@@ -29,8 +40,9 @@ class Step {
   void settle(int r, int thread);
   int score_splits(int r) const;
   void score_in_parallel();
-  bool take(int& r, int& split);
-  Ahead likely_next() const;
+  void share_out(int n_items);
+  bool take(int thread, Item& item);
+  Ahead likely_next(int thread) const;
 
   Slab slab(int r) const { return Slab(c_, slabs_ + states_[r].slab * Slab::bytes(c_)); }
   Scratch scratch(int thread) const { return Scratch(c_, scratches_ + thread * Scratch::bytes(c_)); }
@@ -44,7 +56,7 @@ class Step {
   std::atomic<int>* heads_left_ = nullptr;  // per sequence
   int* free_ = nullptr;                     // stack of free slabs
   int n_free_ = 0;
-  std::atomic<int> next_region_{0}, next_split_{0};  // written under the mutex; read without it for prefetching
+  Share* shares_ = nullptr;  // per thread; written under the mutex, its own front read without it
   char *slabs_ = nullptr, *scratches_ = nullptr;
   float* means_ = nullptr;
   std::mutex mutex_;
@@ -63,28 +75,49 @@ void Step::choose_threads(int64_t n_items) {
   apart_ = c_.n_regions < threads_;
 }
 
-bool Step::take(int& r, int& split) {
+void Step::share_out(int n_items) {
+  Item item{0, 0};
+  for (int t = 0, at = 0; t < threads_; ++t) {
+    const int end = int(int64_t(n_items) * (t + 1) / threads_);
+    shares_[t].front = item;
+    shares_[t].left.store(end - at, std::memory_order_relaxed);
+    for (; at < end; ++at) {
+      shares_[t].back = item;
+      item = item.split + 1 < c_.splits(item.region) ? Item{item.region, item.split + 1} : Item{item.region + 1, 0};
+    }
+  }
+}
+
+bool Step::take(int thread, Item& item) {
   std::lock_guard<std::mutex> lock(mutex_);
-  r = next_region_;
-  split = next_split_;
-  if (r == c_.n_regions) return false;
-  if (split == 0 && !apart_) states_[r].slab = free_[--n_free_];
-  const bool last = split + 1 == c_.splits(r);
-  next_region_ = r + last;
-  next_split_ = last ? 0 : split + 1;
+  int from = thread;
+  for (int t = 0; t < threads_ && shares_[thread].left == 0; ++t)
+    if (shares_[t].left > shares_[from].left) from = t;
+  Share& share = shares_[from];
+  if (share.left == 0) return false;
+  share.left.store(share.left - 1, std::memory_order_relaxed);
+  if (from == thread) {
+    item = share.front;
+    share.front = item.split + 1 < c_.splits(item.region) ? Item{item.region, item.split + 1} : Item{item.region + 1, 0};
+  } else {
+    item = share.back;
+    share.back = item.split > 0 ? Item{item.region, item.split - 1}
+                                : Item{item.region - 1, item.region > 0 ? c_.splits(item.region - 1) - 1 : 0};
+  }
+  if (states_[item.region].slab < 0) states_[item.region].slab = free_[--n_free_];
   return true;
 }
 
-// Only a guess: another thread may take that item first. Two loads that do not belong together are harmless.
-Ahead Step::likely_next() const {
-  const int r = next_region_.load(std::memory_order_relaxed);
-  const int at = next_split_.load(std::memory_order_relaxed) * SPLIT;
-  if (r >= c_.n_regions || !c_.active(r) || at >= c_.a.lens[r]) return {nullptr, 0, 0};
+// Only a guess where another thread takes that item first, which is harmless.
+Ahead Step::likely_next(int thread) const {
+  const auto [r, split] = shares_[thread].front;
+  if (shares_[thread].left.load(std::memory_order_relaxed) == 0 || !c_.active(r)) return {nullptr, 0, 0};
+  const int at = split * SPLIT;
   return {c_.pages(r), at, std::min(CHUNK, c_.a.lens[r] - at)};
 }
 
 void Step::attend_split(int r, int split, int thread) {
-  const auto next = [this] { return likely_next(); };
+  const auto next = [this, thread] { return likely_next(thread); };
   switch (c_.pool.dtype) {
     case F32: return attend<float>(c_, r, split, slab(r), scratch(thread), next);
     case F16: return attend<f16>(c_, r, split, slab(r), scratch(thread), next);
@@ -112,8 +145,8 @@ void Step::settle(int r, int thread) {
 int Step::score_splits(int r) const { return c_.gathers || c_.full(r) ? c_.splits(r) : 0; }
 
 void Step::work(int thread) {
-  int r, split;
-  while (take(r, split)) {
+  for (Item item; take(thread, item);) {
+    const auto [r, split] = item;
     if (c_.active(r)) attend_split(r, split, thread);
     if (apart_ || states_[r].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
     combine(r, thread);
@@ -144,7 +177,7 @@ int Step::run() {
   int64_t n_items = 0;
   for (int r = 0; r < n; ++r) n_items += c_.splits(r);
   choose_threads(n_items);
-  const int n_slabs = apart_ ? n : threads_;
+  const int n_slabs = apart_ ? n : std::min(n, 3 * threads_);  // begun: one worked on, and one at each end of a share
   int64_t bytes = 0;
   auto reserve = [&bytes](int64_t size) { return std::exchange(bytes, bytes + round_up(size, 64)); };
   const int64_t slabs = reserve(n_slabs * Slab::bytes(c_)), scratches = reserve(threads_ * Scratch::bytes(c_));
@@ -153,6 +186,7 @@ int Step::run() {
   const int64_t counters = reserve(c_.a.n_seq * int64_t(sizeof(std::atomic<int>)));
   const int64_t stack = reserve(n_slabs * int64_t(sizeof(int)));
   static thread_local Workspace workspace;
+  const int64_t shares = reserve(threads_ * int64_t(sizeof(Share)));
   char* memory = workspace.get(bytes);
   if (memory == nullptr) return 1;
   slabs_ = memory + slabs;
@@ -162,13 +196,15 @@ int Step::run() {
   scores_ = reinterpret_cast<float*>(memory + scores);
   heads_left_ = reinterpret_cast<std::atomic<int>*>(memory + counters);
   free_ = reinterpret_cast<int*>(memory + stack);
+  shares_ = reinterpret_cast<Share*>(memory + shares);
   for (int i = 0; i < n_slabs; ++i) free_[i] = n_slabs - 1 - i;
   n_free_ = n_slabs;
   for (int r = 0; r < n; ++r) {
     states_[r].left.store(c_.splits(r), std::memory_order_relaxed);
-    states_[r].slab = r;
+    states_[r].slab = apart_ ? r : -1;
   }
   for (int s = 0; s < c_.a.n_seq; ++s) heads_left_[s].store(int(c_.a.n_kv_heads), std::memory_order_relaxed);
+  share_out(int(n_items));
   auto body = [this](int thread) { work(thread); };
   parallel(threads_, body);
   if (apart_) score_in_parallel();

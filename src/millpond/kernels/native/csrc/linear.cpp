@@ -12,8 +12,9 @@
 namespace mp {
 namespace {
 
-constexpr int BLOCK = 32;                   // rows of w per work item
+constexpr int BLOCK = 64;                   // rows of w per work item
 constexpr int MOST_ROWS = 16;               // of x
+constexpr int64_t CACHED = 128 * 1024;      // bytes of w that stay in the L2 cache between passes over rows of x
 constexpr int AHEAD = 16;                   // steps between the request of a vector of w and its use
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
 
@@ -115,11 +116,16 @@ template <class T>
 void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, int m, float* out,
            const T* next) {
   const int full = n / 4 * 4;
-  for (int t = 0; t < full; t += 4) {
-    const T* here = w + t * row;
-    tile_of<T, true>(m, here, row, dim, x, x_row, out + t, t + 4 < full ? here + 4 * row : next);
-    for (int h = HEADS; h < m; h += HEADS)  // from the cache
-      tile_of<T, false>(m - h, here, row, dim, x + h * x_row, x_row, out + h * BLOCK + t, here);
+  const int held = int(std::max<int64_t>(1, CACHED / (4 * int64_t(dim) * int64_t(sizeof(T))))) * 4;
+  for (int from = 0; from < full; from += held) {
+    const int to = std::min(full, from + held);
+    for (int t = from; t < to; t += 4) {
+      const T* here = w + t * row;
+      tile_of<T, true>(m, here, row, dim, x, x_row, out + t, t + 4 < full ? here + 4 * row : next);
+    }
+    for (int h = HEADS; h < m; h += HEADS)  // the other rows of x find these rows of w in the cache
+      for (int t = from; t < to; t += 4)
+        tile_of<T, false>(m - h, w + t * row, row, dim, x + h * x_row, x_row, out + h * BLOCK + t, w);
   }
   for (int t = full; t < n; ++t)  // the last 1 to 3 rows of w, each as all four of a tile
     for (int h = 0; h < m; ++h) {

@@ -8,7 +8,7 @@
 
 namespace mp {
 
-constexpr int CHUNK = 32;     // slots whose logits are held at once: two of keys and values lie in the L1 cache
+constexpr int CHUNK = 512;    // slots whose logits are held at once: keys and values are read in streams of this length
 constexpr int SPLIT = 1024;   // slots per work item: fixed, so that results do not depend on the threads
 constexpr float LOW = -1e30f;  // the maximum over nothing: finite, so that differences stay finite
 
