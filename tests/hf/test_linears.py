@@ -16,6 +16,11 @@ from millpond.kernels import native, ops
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
 
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    monkeypatch.setattr("millpond.hf.linears.LEAST_BYTES", 0)
+
+
 @pytest.fixture
 def native_calls(monkeypatch):
     """The shapes of the weights that native calls have read."""
@@ -160,3 +165,11 @@ def test_many_rows_go_to_torch(native_calls):
         assert len(native_calls) == 1
     undo()
     assert torch.equal(found, nn.functional.linear(x, layer[0].weight, layer[0].bias))
+
+
+def test_small_weights_stay_with_torch(monkeypatch):
+    monkeypatch.setattr("millpond.hf.linears.LEAST_BYTES", 4 * 64 * 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 63))
+    undo = use_native_linears(model)
+    assert switched(model) == [model[0]]
+    undo()

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from millpond.kernels import ops
 
+#: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
+LEAST_BYTES = 2**19
+
 #: Layers that are switched, and by how many callers.
 _switched: weakref.WeakKeyDictionary[nn.Linear, int] = weakref.WeakKeyDictionary()
 
@@ -53,4 +56,5 @@ def _is_ours(module: nn.Module) -> bool:
 def _fits(module: nn.Linear) -> bool:
     """Whether the layer is of a kind that `ops.linear` reads fast, and has torch's forward or already ours."""
     stock = "forward" not in module.__dict__ or _is_ours(module)
-    return stock and module.weight.is_cpu and module.weight.dtype in ops.NATIVE_DTYPES
+    weight = module.weight
+    return stock and weight.is_cpu and weight.dtype in ops.NATIVE_DTYPES and weight.nbytes >= LEAST_BYTES
