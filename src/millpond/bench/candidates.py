@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 from millpond.bench.clock import Stopwatch
 from millpond.bench.memory import PeakMemory, storage_bytes
 from millpond.hf.compress import compress
+from millpond.hf.linears import use_native_linears
 
 _GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 
@@ -83,20 +84,29 @@ def ours(method: str, budget: str, **options: Any) -> Candidate:
         with compress(model, method, None if method == "full" else budget, **options) as cache:
             return _timed(model, prompts, new_tokens, cache, lambda: cache.stats().kv_bytes)
 
-    return Candidate(f"millpond {method}", "" if method == "full" else budget, run)
+    setting = [] if method == "full" else [budget]
+    setting += [] if options.get("native_linears", True) else ["torch's linear layers"]
+    return Candidate(f"millpond {method}", ", ".join(setting), run)
 
 
-def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False) -> Candidate:
-    """A DynamicCache ("dynamic") or StaticCache ("static") of transformers under one of its own attentions."""
+def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_linears: bool = False) -> Candidate:
+    """A DynamicCache ("dynamic") or StaticCache ("static") of transformers under one of its own attentions.
+
+    `our_linears`: its linear layers are ours, so that what remains of the difference is the cache and its attention.
+    """
 
     def run(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Reading:
         room = prompts.shape[1] + new_tokens
         with _attention(model, attention, force_gqa):
             static: Any = StaticCache
             cache = DynamicCache(config=model.config) if kind == "dynamic" else static(model.config, max_cache_len=room)
-            return _timed(model, prompts, new_tokens, cache, lambda: _held(cache))
+            undo = use_native_linears(model) if our_linears else lambda: None
+            try:
+                return _timed(model, prompts, new_tokens, cache, lambda: _held(cache))
+            finally:
+                undo()
 
-    setting = attention + (", GQA forced" if force_gqa else "")
+    setting = attention + (", GQA forced" if force_gqa else "") + (", our linear layers" if our_linears else "")
     return Candidate(f"transformers {kind.capitalize()}Cache", setting, run)
 
 
@@ -138,6 +148,9 @@ def default_candidates(budget: str) -> list[Candidate]:
         ours("h2o", budget),
         ours("snapkv", budget),
         ours("ada", budget),
+        ours("full", budget, native_linears=False),
+        ours("h2o", budget, native_linears=False),
+        stock("dynamic", our_linears=True),
         *(
             candidate
             for kind in ("dynamic", "static")
