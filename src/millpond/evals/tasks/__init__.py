@@ -1,0 +1,1 @@
+"""One file per family of tasks. Dropping a file in registers it."""
