@@ -3,6 +3,7 @@
     MillpondError
     ├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
     │   └── BudgetError                  a budget that cannot be met
+    ├── DataError (ValueError)           a data file that cannot be read, or lacks a field
     ├── UnsupportedModelError            a model whose attention cannot be replaced
     ├── CacheMismatchError               a cache used with another model, batch or order than it was made for
     ├── PoolFullError (MemoryError)      the page pool reached its hard limit; what is cached stays readable
@@ -25,6 +26,10 @@ class OptionError(MillpondError, ValueError):
 
 class BudgetError(OptionError):
     """A budget that cannot be parsed or cannot be met."""
+
+
+class DataError(MillpondError, ValueError):
+    """A data file that cannot be read, or lacks a field that is needed."""
 
 
 class UnsupportedModelError(MillpondError):

@@ -20,6 +20,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "tova": {},
     "snapkv": {"window": 4, "kernel": 3, "decode": "evict"},
     "ada": {"score": "h2o", "alpha": 0.3},
+    "no_heavy": {"recent": 4},
+    "strided": {"heavy": 0.25},
+    "fixed": {"width": 2, "sinks": 1},
 }
 BUDGET = 14
 STEPS = 12

@@ -150,10 +150,10 @@ def default_candidates(budget: str) -> list[Candidate]:
         ours("ada", budget),
         ours("full", budget, native_linears=False),
         ours("h2o", budget, native_linears=False),
-        stock("dynamic", our_linears=True),
         *(
             candidate
             for kind in ("dynamic", "static")
             for candidate in (stock(kind), stock(kind, force_gqa=True), stock(kind, "eager"))
         ),
+        stock("dynamic", our_linears=True),
     ]

@@ -130,7 +130,7 @@ class LayerCache:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         self._table = RegionTable(pool, k.shape[0], k.shape[1])
         if shape.window:
-            self._rule = on_sliding_layer(self._rule)
+            self._rule = self._rule if self.policy.replans else on_sliding_layer(self._rule)
             self._rolling = None  # the window hides the sinks, and no distance exceeds it
         return self._table
 
@@ -160,7 +160,18 @@ class LayerCache:
         table.stepped(always, positions >= 0)
         if not always:
             self._check_finite(lse)
+        if self.policy.replans:
+            self._replan(table, positions)
         return out
+
+    def _replan(self, table: RegionTable, positions: np.ndarray) -> None:
+        """After a step, evict what no kernel rule could: every sequence goes back to the budget of its last plan."""
+        lens = table.lengths()
+        for sequence in np.flatnonzero(positions >= 0).tolist():
+            caps = table.caps[table.rows(sequence)].cpu().numpy().astype(np.int64)
+            if (lens[sequence] > caps).any():
+                found = Candidates(*self._dense(table, sequence))
+                self._plan(table, sequence, found, int(positions[sequence]) + 1, int(caps.sum()) // table.n_kv_heads)
 
     def _check_finite(self, lse: Tensor) -> None:
         """Refuse NaN at once on the CPU; elsewhere once in a while, so that no step waits for the device."""
@@ -295,8 +306,8 @@ class LayerCache:
             self._plan(table, sequence, Candidates(*dense), int(dense.positions.max()) + 1)
         self._pending = False
 
-    def _plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int) -> None:
-        """Choose what stays of one sequence and make it so."""
+    def _plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int, budget: int | None = None) -> None:
+        """Choose what stays of one sequence and make it so; without a `budget` under that of `seen` tokens."""
         alive = found.positions >= 0
         if self._shape.window:  # what no later query can see
             alive &= seen - found.positions < self._shape.window
@@ -304,11 +315,12 @@ class LayerCache:
             self._rewrite(table, sequence, found, alive)
             self._set_budget(table, sequence, UNBOUNDED, None)
             return
-        budget = self._budget(table, seen)
+        budget = self._budget(table, seen) if budget is None else budget
         scores = self._signal(sequence, found)
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
-        view = View(positions.gather(1, order), scores.gather(1, order), seen, self.index)
+        origin = int(self.timeline.origin[sequence])
+        view = View(positions.gather(1, order), scores.gather(1, order), seen, self.index, origin)
         plan = self.policy.plan(view, budget)
         keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
         self._rewrite(table, sequence, found._replace(scores=scores), keep)

@@ -69,6 +69,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
         self._spans: dict[tuple[int, int], Span] = {}  # of the running pass, which may be taken in in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
@@ -101,6 +102,7 @@ class Timeline:
             )
         if self.n_seq == 0:
             self.seen = np.zeros(n_seq, dtype=np.int64)
+            self.origin = np.arange(n_seq)
         if self.n_seq != n_seq:
             raise CacheMismatchError(
                 f"a batch of {n_seq} sequences met a cache of {self.n_seq}; call reset() before another prompt"
@@ -148,7 +150,7 @@ class Timeline:
 
     def select(self, sequences: list[int]) -> None:
         """Follow a choice or re-ordering of sequences."""
-        self.seen = self.seen[sequences]
+        self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         self._spans.clear()
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, demo, generate, names, train
+from millpond.cli import bench, demo, generate, inspect, leaderboard, names, plot, train
+from millpond.cli import eval as evaluation
 from millpond.cli.console import errors
 from millpond.errors import MillpondError
 
@@ -60,6 +61,10 @@ def _root(
 
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
+app.command("eval")(evaluation.evaluate)
+app.command("inspect")(inspect.inspect)
+app.command("plot")(plot.plot)
+app.command("leaderboard")(leaderboard.leaderboard)
 app.command("methods")(names.methods)
 app.command("codecs")(names.codecs)
 app.add_typer(bench.app, name="bench")

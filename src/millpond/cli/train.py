@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from millpond.cli import heavy_hitters
 from millpond.cli.options import optional
 
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
@@ -37,3 +38,36 @@ def bundled(
 
         write_card(run, out, hardware=describe_machine().hardware)
     typer.echo(f"{out}: step {run.step:,}, {run.time_s / 60:.1f} minutes in all")
+
+
+@app.command()
+def text(
+    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint, a log and the documents as tokens.")],
+    data: Annotated[Path, typer.Option(help="Folder with *.txt and gutenberg/*.txt.")],
+    preset: Annotated[str, typer.Option(help="cpu: about 5 million parameters; gpu: about 25 million.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    tokens: Annotated[int | None, optional(min=1, help="Read in the whole run. Default: the preset's.")] = None,
+    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
+    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
+    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
+    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the forward pass; needs a compiler.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+) -> None:
+    """Train pond-text, the small language model, from nothing."""
+    from millpond.train.text import train_text
+    from millpond.train.text_recipe import preset as recipe_of
+
+    run, documents = train_text(
+        out, data, recipe_of(preset), seed=seed, tokens=tokens, max_minutes=max_minutes, max_steps=max_steps,
+        threads=threads, device=device, compiled=compiled,
+    )  # fmt: skip
+    if card:
+        from millpond.bench.machine import describe_machine
+        from millpond.train.text_card import write_card
+
+        write_card(run, documents, out, data, hardware=describe_machine().hardware)
+    typer.echo(f"{out}: {run.tokens:,} of {run.planned:,} tokens, {run.time_s / 60:.1f} minutes in all")
+
+
+app.command("heavy-hitters")(heavy_hitters.heavy_hitters)

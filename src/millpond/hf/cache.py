@@ -20,7 +20,7 @@ from millpond.cache.rolling import Rotation
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.errors import BudgetError, CacheMismatchError, UnsupportedModelError
-from millpond.hf.layer import MillpondLayer
+from millpond.hf.layer import MillpondLayer, Observer
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
 from millpond.hf.support import decoder_modules, layer_cache, text_config
@@ -152,6 +152,12 @@ class MillpondCache(Cache):
         for pool in self.pools:
             tables = [core.table for core in self.cores if core.table is not None and core.table.pool is pool]
             pool.check_integrity([table.held() for table in tables])
+
+    def watch(self, observer: Observer | None) -> None:
+        """Show `observer` what each layer attends with, pass by pass, before it is taken in; None: no longer."""
+        for layer in self.layers:
+            if isinstance(layer, MillpondLayer):
+                layer.observer = observer
 
     @plain
     def reset(self) -> None:

@@ -10,18 +10,19 @@ from transformers import PreTrainedModel
 from millpond.budget import Budget, parse_bytes
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.codec import storage_dtype
-from millpond.errors import BudgetError
+from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.linears import use_native_linears
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, n_layers, text_config
 from millpond.methods import METHODS
+from millpond.policy.policy import Policy
 
 
 def compress(
     model: PreTrainedModel,
-    method: str = "h2o",
+    method: str | Policy = "h2o",
     budget: str | int | float | Budget | None = None,
     codec: str = "auto",
     *,
@@ -35,7 +36,7 @@ def compress(
 
     Args:
         model: any transformers decoder that uses the attention interface.
-        method: what is kept; `millpond.methods()` names them.
+        method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt; `full` takes none.
         codec: how entries are stored; "auto" stores what the model computes.
@@ -46,7 +47,7 @@ def compress(
             first pass of one token comes: choose a size that leaves no single token for the last chunk).
         native_linears: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
             training pass; False leaves the linear layers to torch. Their results agree up to rounding.
-        **options: of the method; see its signature.
+        **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
         A cache to pass as `past_key_values`. Its `close`, or the end of a `with` block, gives the model its own
@@ -54,12 +55,12 @@ def compress(
 
     Raises:
         UnsupportedModelError: the model bypasses the attention interface.
-        OptionError: an unknown method, option or codec, or a value out of range.
+        OptionError: an unknown method, option or codec, a value out of range, or options beside a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
     """
     check_supported(model)
     check_slots(page_slots)
-    policy = METHODS.get(method)(**options)
+    policy = _policy(method, options)
     chosen = _budget(method, budget, policy.keeps_all)
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
@@ -78,12 +79,21 @@ def compress(
     return cache
 
 
-def _budget(method: str, budget: str | int | float | Budget | None, keeps_all: bool) -> Budget | None:
+def _policy(method: str | Policy, options: dict[str, Any]) -> Policy:
+    if isinstance(method, str):
+        return METHODS.get(method)(**options)
+    if not isinstance(method, Policy):
+        raise OptionError(f"method={method!r} is neither the name of a method nor a Policy")
+    if options:
+        raise OptionError(f"{', '.join(options)}: options belong to a named method; a Policy has its own settings")
+    return method
+
+
+def _budget(method: str | Policy, budget: str | int | float | Budget | None, keeps_all: bool) -> Budget | None:
     if keeps_all:
         if budget is not None:
-            raise BudgetError(
-                f"method {method!r} keeps everything and takes no budget; leave it out, or use memory_limit"
-            )
+            named = f"method {method!r}" if isinstance(method, str) else "this policy"
+            raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
         return None
     return Budget.parse("20%" if budget is None else budget)
 

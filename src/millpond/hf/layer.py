@@ -5,6 +5,7 @@ Whatever moves the whole batch (beams, selection, crop) goes through `MillpondCa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,10 @@ from millpond.cache.parts import AttentionShape
 from millpond.hf.attention import tag
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
+
+#: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
+#: as in `LayerCache.attend`.
+Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, AttentionShape], None]
 
 
 class MillpondLayer(CacheLayerMixin):
@@ -30,6 +35,7 @@ class MillpondLayer(CacheLayerMixin):
         self.core = core
         self.journal = journal
         self.passes = passes
+        self.observer: Observer | None = None
 
     @property
     def index(self) -> int:
@@ -65,6 +71,8 @@ class MillpondLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
         k, v = self.core.accept(k, v)
+        if self.observer is not None:
+            self.observer(self.index, q, k, v, mask, shape)
         out = self.journal.attend(self.core, q, k, v, mask, shape)
         if not self.journal.recording:
             self.core.forget()

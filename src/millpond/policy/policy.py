@@ -80,6 +80,11 @@ class Policy:
         """How many of the prompt's last queries must be kept for the plan; 0 for none."""
         return self.score.window if self.score is not None and self.score.queries == "window" else 0
 
+    @property
+    def replans(self) -> bool:
+        """Each decoding step ends with a plan, because no rule of the decode kernel continues the score."""
+        return self.score is not None and self.every_step and self.score.evict is None
+
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""
         return (self.seed * 1_000_003 + layer * 7919 + 1) & 0x7FFFFFFF
@@ -91,7 +96,7 @@ class Policy:
         return DecodeRule(
             signal=self.score.signal,
             reduce=REDUCE[self.reduce],
-            evict=self.score.evict,
+            evict=Evict.NEVER if self.score.evict is None else self.score.evict,
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),
@@ -106,6 +111,8 @@ class Policy:
         """
         assert self.score is not None, "a policy that keeps everything makes no plan"
         self.protect.check(budget)
+        pinned = self.protect.mask(view, budget)
+        view = replace(view, budget=budget, pinned=pinned)
         value = self.score.score(view, self.layer_seed(view.layer))
         if self.shared:
             value = value.mean(0, keepdim=True).expand_as(value)
@@ -113,7 +120,6 @@ class Policy:
             raise NumericsError(
                 f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
             )
-        pinned = self.protect.mask(view, budget)
         counts = self.heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
         return Plan(keep, self._caps(counts, view, budget))

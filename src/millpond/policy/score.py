@@ -27,7 +27,10 @@ class Score(Protocol):
     @property
     def signal(self) -> Signal: ...
     @property
-    def evict(self) -> Evict: ...
+    def evict(self) -> Evict | None:
+        """How the decode kernel goes on; None: no kernel can, the cache plans again after each step (slow)."""
+        ...
+
     def score(self, view: View, seed: int) -> Tensor:
         """(H, N) float32; the value where there is no entry does not matter."""
         ...
@@ -58,6 +61,19 @@ class AccumulatedAttention:
         if not self.average:
             return _signal(view)
         return _signal(view) / (view.seen - view.positions).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastAttention:
+    """s_j = - sum_i A_ij: the entries that have gathered most attention leave first."""
+
+    queries: Queries = "all"
+    window: int = 0
+    signal: Signal = Signal.SUM
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return -_signal(view)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,18 @@ class View:
         signal: (H, N) float32, the attention that the score asked for; None if it asked for none.
         seen: tokens of this sequence so far; the newest has position seen - 1.
         layer: index of the layer.
+        sequence: which sequence of the batch that was first read; copies keep the number of their original.
+        budget: entries per head on average that the plan may keep; 0 where nobody plans.
+        pinned: (H, N) bool, the entries that no score can evict; None where nobody plans.
     """
 
     positions: Tensor
     signal: Tensor | None
     seen: int
     layer: int
+    sequence: int = 0
+    budget: int = 0
+    pinned: Tensor | None = None
 
     @property
     def valid(self) -> Tensor:

@@ -1,0 +1,115 @@
+"""`millpond eval`: what methods cost in quality, measured by decoding with the evicting cache."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from millpond.cli.console import errors, notes, output
+from millpond.cli.options import optional
+
+if TYPE_CHECKING:
+    from millpond.evals.plan import Plan
+    from millpond.evals.record import Cell, Row
+    from millpond.evals.run import Progress
+
+
+def evaluate(
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, separated by commas; options as in niah_single:length=4096.", show_default=False)
+    ],
+    method: Annotated[str, typer.Option(help="Methods; options as in h2o:recent=0.1:sinks=0.")] = "full,h2o,window",
+    budget: Annotated[
+        str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, or '64KiB' a sequence. Default: 20%.")
+    ] = None,
+    codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="aware: the question is compressed with the context. agnostic: the context before any question. "
+            "turns: as agnostic, questions one after another."
+        ),
+    ] = "aware",
+    model: Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")] = "pond-recall",
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 40,
+    seed: Annotated[int, typer.Option(help="Of the samples and the intervals.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once; no score depends on it.")] = 8,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the results; a run that was interrupted goes on there.")
+    ] = Path("millpond-eval"),
+    dtype: Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")] = "auto",
+    device: Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")] = None,
+    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's.")] = None,
+) -> None:  # fmt: skip
+    """Score methods x budgets x codecs on tasks; lists are separated by commas."""
+    from millpond.evals.plan import Plan
+    from millpond.evals.spec import parse_specs, words
+
+    plan = Plan(
+        model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
+        None if budget is None else words(budget, "budget"), words(codec, "codec"), words(protocol, "protocol"),
+        samples=samples, seed=seed, batch_size=batch_size, dtype=dtype,
+    )  # fmt: skip
+    rows = _run(plan, out, device, threads)
+    _show(rows, out)
+
+
+def _run(plan: Plan, out: Path, device: str | None, threads: int | None) -> list[Row]:
+    import torch
+
+    from millpond.bench.machine import describe_machine
+    from millpond.cli.generate import pick_device
+    from millpond.evals.run import run
+    from millpond.models.load import load_model, load_tokenizer
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    where = pick_device(device)
+    loaded: Any = load_model(plan.model, plan.dtype).to(where)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(plan.model)
+    machine = describe_machine()
+    note = {
+        "command": shlex.join(["millpond", *sys.argv[1:]]), "device": str(where),
+        "hardware": machine.hardware, "software": machine.software,
+    }  # fmt: skip
+    with notes(), _bars(plan.cells()) as progress:
+        return run(plan, loaded, tokenizer, out, note, progress)
+
+
+@contextmanager
+def _bars(cells: list[Cell]) -> Iterator[Progress]:
+    """One bar over the cells and one over the samples of the current one, gone when all is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    places = {cell: place for place, cell in enumerate(cells)}
+    with Bars(*columns, console=errors(), transient=True) as bars:
+        whole = bars.add_task("cells", total=len(cells))
+        part = bars.add_task("samples", total=None)
+
+        def show(cell: Cell, done: int, total: int) -> None:
+            if done == 0:
+                bars.reset(part)
+            name = " ".join(filter(None, [cell.method, cell.budget, cell.task, cell.protocol]))
+            bars.update(part, completed=done, total=total, description=escape(name))
+            bars.update(whole, completed=places[cell] + (done == total))
+
+        yield show
+
+
+def _show(rows: list[Row], out: Path) -> None:
+    from millpond.cli.scores import failure_note, score_table
+
+    screen = output()
+    screen.print(score_table(rows))
+    screen.print(f"\n[dim]95 % bootstrap intervals over samples. Written to {escape(str(out))}[/]", soft_wrap=True)
+    failed = failure_note(rows)
+    if failed:
+        errors().print(f"[bold yellow]warning:[/] {escape(failed)}", soft_wrap=True, highlight=False)

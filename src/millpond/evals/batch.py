@@ -1,0 +1,119 @@
+"""Samples as tokens, and as batches: what is read in the first pass, what follows, and what is continued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from millpond.evals.record import Protocol
+from millpond.evals.sample import Question, Sample
+from millpond.evals.task import Kind
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question as tokens.
+
+    Attributes:
+        index: of the question in its sample. question: as text, with its references.
+        tokens: what is read between the first pass and the answer; never empty where the first pass could leave
+            a token, so that the first token of an answer is predicted from what is kept.
+        targets: continuations that are fed: all choices, or the one reference; empty where an answer is decoded.
+    """
+
+    index: int
+    question: Question
+    tokens: Tokens
+    targets: tuple[Tokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One sequence.
+
+    Attributes:
+        sample: where it comes from. opening: the tokens of the first pass, after which a method evicts.
+        asked: its questions; exactly one in the protocol `aware`.
+    """
+
+    sample: Sample
+    opening: Tokens
+    asked: tuple[Asked, ...]
+
+    def rows(self, protocol: Protocol) -> int:
+        """How many sequences are decoded at once for it."""
+        each = [max(1, len(asked.targets)) for asked in self.asked]
+        return max(each) if protocol == "turns" else sum(each)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts that are read together."""
+
+    protocol: Protocol
+    kind: Kind
+    prompts: tuple[Prompt, ...]
+
+    def alone(self) -> list[Batch]:
+        """One batch for each prompt."""
+        return [Batch(self.protocol, self.kind, (prompt,)) for prompt in self.prompts]
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """(sample, question) of every question in it."""
+        return [(prompt.sample.id, asked.index) for prompt in self.prompts for asked in prompt.asked]
+
+
+def encode(sample: Sample, tokenizer: PreTrainedTokenizerBase, kind: Kind, protocol: Protocol) -> list[Prompt]:
+    """The prompts of one sample: one, or in the protocol `aware` one for each question."""
+    context = _tokens(tokenizer, sample.context, special=True)
+    asked = [_asked(tokenizer, index, question, kind) for index, question in enumerate(sample.questions)]
+    if protocol == "aware":
+        return [_aware(sample, context, one) for one in asked]
+    # without a question's tokens the last one of the context is asked instead
+    bare = not asked[0].tokens if protocol == "turns" else any(not one.tokens for one in asked)
+    cut = len(context) - 1 if bare and len(context) > 1 else len(context)
+    led = [
+        Asked(one.index, one.question, context[cut:] + one.tokens, one.targets)
+        if protocol == "agnostic" or one.index == 0
+        else one
+        for one in asked
+    ]
+    return [Prompt(sample, context[:cut], tuple(led))]
+
+
+def _aware(sample: Sample, context: Tokens, asked: Asked) -> Prompt:
+    whole = context + asked.tokens
+    cut = max(len(whole) - 1, 1)
+    return Prompt(sample, whole[:cut], (Asked(asked.index, asked.question, whole[cut:], asked.targets),))
+
+
+def _asked(tokenizer: PreTrainedTokenizerBase, index: int, question: Question, kind: Kind) -> Asked:
+    texts: tuple[str, ...] = ()
+    if kind == "choice":
+        texts = question.choices
+    elif kind != "generate":
+        texts = question.references[:1]
+    targets = tuple(_tokens(tokenizer, text) for text in texts)
+    return Asked(index, question, _tokens(tokenizer, question.text), targets)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> Tokens:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return tuple(int(token) for token in ids)
+
+
+def batches(prompts: Iterable[Prompt], kind: Kind, protocol: Protocol, size: int) -> Iterator[Batch]:
+    """Prompts in their order, as many together as decode in at most `size` rows; one prompt is never split."""
+    group: list[Prompt] = []
+    for prompt in prompts:
+        if group and sum(p.rows(protocol) for p in (*group, prompt)) > size:
+            yield Batch(protocol, kind, tuple(group))
+            group = []
+        group.append(prompt)
+    if group:
+        yield Batch(protocol, kind, tuple(group))

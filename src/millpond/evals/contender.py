@@ -1,0 +1,93 @@
+"""Contenders: what opens the cache in which a batch of prompts is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millpond.budget import Budget
+from millpond.codec import storage_dtype
+from millpond.errors import unknown
+from millpond.evals.batch import Batch
+from millpond.evals.spec import Spec
+from millpond.hf.cache import MillpondCache
+from millpond.hf.compress import compress
+from millpond.methods import METHODS
+from millpond.registry import Registry
+
+
+class Contender(Protocol):
+    """Something that can be named in `--method`.
+
+    A contender that takes a budget is opened with one ("20%", "512", "64KiB"); one that keeps all with "".
+    """
+
+    @property
+    def keeps_all(self) -> bool:
+        """It takes no budget."""
+        ...
+
+    def check(self, budget: str, codec: str) -> None:
+        """Refuse, before any model is loaded, what `open` would refuse for every prompt.
+
+        Raises:
+            OptionError: a budget or codec that cannot be.
+        """
+        ...
+
+    def open(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str
+    ) -> MillpondCache:
+        """An empty cache for the prompts of `batch`, one row each; the caller closes it.
+
+        The batch tells the tokens of the first pass (`Prompt.opening`), what will be asked, and the references: a
+        contender that looks ahead may run the model on them before it opens the cache.
+        """
+        ...
+
+
+#: Contenders that are no method of the package. Found by importing the modules of this folder, which therefore
+#: import no extra at their top.
+CONTENDERS: Registry[Contender] = Registry("method", "millpond.evals")
+
+contender = CONTENDERS.register
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A method of the package, through `compress`."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keeps_all(self) -> bool:
+        return METHODS.get(self.method)(**self.options).keeps_all
+
+    def check(self, budget: str, codec: str) -> None:
+        storage_dtype(codec)
+        if budget:
+            parsed = Budget.parse(budget)
+            if parsed.kind == "tokens":
+                METHODS.get(self.method)(**self.options).protect.check(int(parsed.amount))
+
+    def open(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str
+    ) -> MillpondCache:
+        return compress(model, self.method, budget or None, codec, **self.options)
+
+
+def find_contender(spec: Spec) -> Contender:
+    """The contender of that name: a method of the package, or one that the harness adds.
+
+    Raises:
+        OptionError: no such name or option (with a suggestion), or a value that does not fit.
+    """
+    if spec.name in METHODS.names():
+        spec.build(METHODS)
+        return Compressed(spec.name, dict(spec.options))
+    if spec.name in CONTENDERS.names():
+        return spec.build(CONTENDERS)
+    raise unknown("method", spec.name, [*METHODS.names(), *CONTENDERS.names()])

@@ -1,0 +1,178 @@
+"""One batch from prompts to records: the first pass, the rounds, the scores, and failures that are counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millpond.errors import BudgetError, NumericsError, PoolFullError
+from millpond.evals.answer import Answer, decode, end_tokens
+from millpond.evals.batch import Asked, Batch, Prompt, Tokens
+from millpond.evals.contender import Contender
+from millpond.evals.likelihood import Choice, Fidelity, choose, compare, token_logprobs
+from millpond.evals.reader import Held, Reader
+from millpond.evals.record import Record
+from millpond.evals.rounds import Turn, rounds
+from millpond.evals.task import Task
+from millpond.hf.cache import MillpondCache
+from millpond.hf.compress import compress
+
+#: What one prompt may fail with while the others go on.
+_OWN_FAULT = (BudgetError, PoolFullError, NumericsError, torch.OutOfMemoryError)
+_NOTHING = Held(0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One answer with its score, as in `Record`."""
+
+    answer: str = ""
+    score: float = 0.0
+    weight: float = 1.0
+    extra: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """Examines one contender on one task.
+
+    Attributes:
+        cell: `Cell.key`. limit: positions of the model; None for no limit.
+    """
+
+    cell: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    contender: Contender
+    budget: str
+    codec: str
+    limit: int | None
+
+    def examine(self, batch: Batch) -> list[Record]:
+        """A record for every question of the batch, in the order of `Batch.names`.
+
+        A batch that cannot be run together is run prompt by prompt; a prompt that fails alone is recorded as a
+        failure.
+        """
+        records: dict[tuple[str, int], Record] = {}
+        for prompt in batch.prompts:
+            failure = self._misfit(prompt)
+            if failure:
+                self._fail(prompt, failure, records)
+        fit = tuple(p for p in batch.prompts if (p.sample.id, p.asked[0].index) not in records)
+        if fit:
+            self._together(Batch(batch.protocol, batch.kind, fit), records)
+        return [records[name] for name in batch.names]
+
+    def _misfit(self, prompt: Prompt) -> str:
+        if not prompt.opening:
+            return "there are no tokens before the question, so there is nothing to compress; use --protocol aware"
+        if self.limit is not None and len(prompt.opening) > self.limit:
+            return f"a prompt of {len(prompt.opening)} tokens is longer than the model's {self.limit} positions"
+        return ""
+
+    def _together(self, batch: Batch, records: dict[tuple[str, int], Record]) -> None:
+        done: dict[tuple[str, int], Record] = {}
+        try:
+            self._run(batch, done)
+            records.update(done)
+        except _OWN_FAULT as error:
+            if len(batch.prompts) > 1:
+                for alone in batch.alone():
+                    self._together(alone, records)
+                return
+            records.update(done)
+            self._fail(batch.prompts[0], f"{type(error).__name__}: {error}", records)
+
+    def _run(self, batch: Batch, records: dict[tuple[str, int], Record]) -> None:
+        openings = [prompt.opening for prompt in batch.prompts]
+        with ExitStack() as stack, torch.inference_mode():
+            cache = stack.enter_context(self._open(batch))
+            readers = [Reader(self.model, cache, openings)]
+            if batch.kind == "fidelity":
+                readers.append(Reader(self.model, stack.enter_context(compress(self.model, "full")), openings))
+            for turns in rounds(readers, batch, self.limit):
+                checked = [None if turn is None else _checked(turn, batch) for turn in turns]
+                results = self._results(batch, readers, [None if t is None or t.failure else t for t in checked])
+                for turn, result in zip(checked, results, strict=True):
+                    if turn is not None:
+                        self._file(turn, result or self._lost(turn.asked, turn.failure), records)
+
+    def _open(self, batch: Batch) -> MillpondCache:
+        return self.contender.open(self.model, self.tokenizer, batch, self.budget, self.codec)
+
+    def _results(self, batch: Batch, readers: list[Reader], turns: Sequence[Turn | None]) -> list[Result | None]:
+        reader = readers[0]
+        asked = [None if turn is None else turn.asked for turn in turns]
+        if batch.kind == "generate":
+            questions = [None if one is None else one.question for one in asked]
+            answers = decode(reader, questions, self.tokenizer, end_tokens(self.model, self.tokenizer), self.limit)
+            return [self._answered(o, a) if o and a else None for o, a in zip(asked, answers, strict=True)]
+        if batch.kind == "choice":
+            return [_chosen(o, c) if o and c else None for o, c in zip(asked, choose(reader, asked), strict=True)]
+        targets: list[Tokens] = [() if one is None else one.targets[0] for one in asked]
+        if batch.kind == "perplexity":
+            return [_surprise(values) if values else None for values in token_logprobs(reader, targets)]
+        found = compare(readers[1], reader, targets)
+        return [_likeness(f, len(t)) if f else None for f, t in zip(found, targets, strict=True)]
+
+    def _answered(self, asked: Asked, answer: Answer) -> Result:
+        extra = {"ended": float(answer.ended), "tokens": float(answer.tokens)}
+        if answer.cut_short:
+            failure = f"the answer did not end within the model's {self.limit} positions ({answer.tokens} tokens)"
+            return Result(answer=answer.text, extra=extra, failure=failure)
+        return Result(answer.text, float(self.task.score(asked.question, answer.text)), extra=extra)
+
+    def _lost(self, asked: Asked, failure: str) -> Result:
+        """The result of a question that could not be answered: score 0, but no token of a perfect text."""
+        weight = {"perplexity": 0.0, "fidelity": float(sum(map(len, asked.targets[:1])))}
+        return Result(weight=weight.get(self.task.kind, 1.0), failure=failure)
+
+    def _fail(self, prompt: Prompt, failure: str, records: dict[tuple[str, int], Record]) -> None:
+        for asked in prompt.asked:
+            if (prompt.sample.id, asked.index) not in records:
+                turn = Turn(prompt, asked, _NOTHING, failure)
+                self._file(turn, self._lost(asked, failure), records)
+
+    def _file(self, turn: Turn, result: Result, records: dict[tuple[str, int], Record]) -> None:
+        if not math.isfinite(result.score):
+            result = self._lost(turn.asked, f"the score is {result.score}")
+        sample = turn.prompt.sample
+        records[sample.id, turn.asked.index] = Record(
+            self.cell, sample.id, turn.asked.index, result.answer, result.score, result.weight,
+            prompt_tokens=len(turn.prompt.opening) + len(turn.asked.tokens),
+            kept_share=turn.held.share, kv_bytes=turn.held.kv_bytes, full_kv_bytes=turn.held.full_kv_bytes,
+            failure=result.failure, facts=dict(sample.facts), extra=result.extra,
+        )  # fmt: skip
+
+
+def _checked(turn: Turn, batch: Batch) -> Turn:
+    """The turn, failed if what should be fed has no tokens."""
+    targets = turn.asked.targets
+    if turn.failure or batch.kind == "generate" or (targets and all(targets)):
+        return turn
+    what = "choice" if batch.kind == "choice" else "reference"
+    return Turn(turn.prompt, turn.asked, turn.held, f"the question has no {what}, or one without tokens")
+
+
+def _chosen(asked: Asked, choice: Choice) -> Result:
+    right = asked.question.right
+    extra = {"acc": float(choice.best == right), "acc_norm": float(choice.best_per_character == right)}
+    return Result(asked.question.choices[choice.best], extra["acc"], extra=extra)
+
+
+def _surprise(logprobs: list[float]) -> Result:
+    nll = -sum(logprobs) / len(logprobs)
+    return Result(score=nll, weight=len(logprobs), extra={"nll": nll})
+
+
+def _likeness(found: Fidelity, tokens: int) -> Result:
+    extra = {"kl": found.kl, "top1": found.agreement, "nll": found.nll}
+    return Result(score=found.agreement, weight=tokens, extra=extra)

@@ -1,0 +1,40 @@
+"""How many of the wanted words an answer holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from millpond.evals.metrics.common import common_length
+
+
+def found(references: Sequence[str], answer: str) -> float:
+    """Share of the references that occur in the answer, whatever the case, as whole words.
+
+    RULER's `string_match_all`, but for the whole words: "pear" is not found in "pearl".
+
+    Example:
+        >>> found(["8126", "Mill"], "It is 8126, or the windmill.")
+        0.5
+    """
+    return sum(_holds(answer, reference) for reference in references) / len(references)
+
+
+def found_any(references: Sequence[str], answer: str) -> float:
+    """1 if any reference occurs in the answer, whatever the case, as whole words, else 0."""
+    return float(any(_holds(answer, reference) for reference in references))
+
+
+def in_order(references: Sequence[str], answer: str) -> float:
+    """Share of the words of a passage that an answer repeats in their order.
+
+    Example:
+        >>> in_order(["one two three four"], "one three two four")
+        0.75
+    """
+    words = " ".join(references).lower().split()
+    return common_length(words, answer.lower().split()) / len(words)
+
+
+def _holds(answer: str, reference: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(reference.strip())}(?!\w)", answer, re.IGNORECASE) is not None

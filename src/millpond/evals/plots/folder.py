@@ -1,0 +1,64 @@
+"""All pictures of a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from millpond.errors import DataError
+from millpond.evals.plots.budgets import budget_map, budgets_of_trace
+from millpond.evals.plots.needle import needle, panels_of
+from millpond.evals.plots.quality import quality
+from millpond.evals.plots.style import write
+from millpond.evals.results import cell_of, read_rows, read_samples
+from millpond.evals.store import SUMMARY
+from millpond.evals.trace import read_trace
+
+TRACES = "*.trace.json"
+
+
+def draw_all(folder: Path, out: Path, suffix: str = "png") -> list[Path]:
+    """Draw what `folder` has numbers for into `out`; returns the files.
+
+    Raises:
+        DataError: there is nothing to draw, or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; name one that millpond eval wrote")
+    found = [*_of_run(folder), *_of_traces(folder)]
+    if not found:
+        raise DataError(
+            f"{folder} holds neither a {SUMMARY} with scores nor a {TRACES}; millpond eval --out {folder} or millpond "
+            "inspect --trace writes one"
+        )
+    return [write(made, out / f"{name}.{suffix}") for name, made in found]
+
+
+def _of_run(folder: Path) -> Iterator[tuple[str, Figure]]:
+    if not (folder / SUMMARY).exists():
+        return
+    rows = read_rows(folder)
+    scored = [row for row in rows if row.score == row.score and row.kv_bytes > 0]
+    for model, protocol, seed in dict.fromkeys((row.model, row.protocol, row.seed) for row in scored):
+        own = [row for row in scored if (row.model, row.protocol, row.seed) == (model, protocol, seed)]
+        yield _name("quality", model, protocol, f"seed{seed}"), quality(own)
+    cells = [cell_of(row) for row in rows]
+    for (model, task, protocol), panels in panels_of(cells, read_samples(folder)).items():
+        yield _name("needle", model, task, protocol), needle(panels, f"{model}: {task} ({protocol})")
+
+
+def _of_traces(folder: Path) -> Iterator[tuple[str, Figure]]:
+    for path in sorted(folder.glob(TRACES)):
+        trace = read_trace(path)
+        stem = path.name.removesuffix(TRACES[1:])
+        what = " ".join(trace.setting.get(name, "") for name in ("method", "budget")).strip()
+        made = budget_map(budgets_of_trace(trace), f"Budget per head: {what or stem}", trace.n_prompt)
+        yield _name("budgets", stem), made
+
+
+def _name(*parts: str) -> str:
+    """A file name without what a file system may not like."""
+    return "-".join(re.sub(r"[^\w.%+]+", "_", part).strip("_") for part in parts)

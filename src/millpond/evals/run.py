@@ -1,0 +1,168 @@
+"""A run: the cells of a plan, examined one after another into a store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import millpond
+from millpond.errors import OptionError
+from millpond.evals.batch import Batch, batches, encode
+from millpond.evals.contender import Compressed
+from millpond.evals.examine import Examiner
+from millpond.evals.plan import Plan
+from millpond.evals.record import Cell, Row
+from millpond.evals.sample import Sample
+from millpond.evals.store import ResumeWarning, Store, TaskFacts
+from millpond.evals.summary import markdown, summarise
+from millpond.evals.task import Task
+from millpond.hf.support import check_supported, text_config
+
+#: Told: the cell, samples done, samples in all.
+Progress = Callable[[Cell, int, int], None]
+
+
+def run(
+    plan: Plan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    note: dict[str, Any] | None = None,
+    progress: Progress = lambda cell, done, total: None,
+) -> list[Row]:
+    """Examine every cell of `plan` and write the records and the summary into `folder`, going on where it was left.
+
+    Args:
+        note: what to write down about this start of the harness: command, machine.
+        progress: is told of each batch that is done.
+
+    Returns:
+        The rows of all finished cells in the folder, those of earlier runs included.
+
+    Raises:
+        OptionError: the folder holds another run, or a task has no proper samples.
+        DataError: a data file, or the folder of an earlier run, cannot be read.
+        UnsupportedModelError: the model, or a method on this model, cannot be run.
+    """
+    check_supported(model)
+    for cell in plan.cells():
+        _try_out(plan, cell, model, tokenizer)
+    setting = {
+        "model": plan.model, "dtype": plan.dtype, "weights": fingerprint(model), "samples": plan.samples,
+        "seed": plan.seed,
+    }  # fmt: skip
+    store = Store.open(folder, setting)
+    samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
+    facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
+    store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
+    made: dict[tuple[str, str], list[Batch]] = {}
+    rows: dict[Cell, Row] = {}
+    for cell in plan.cells():
+        task = plan.built[cell.task]
+        if (cell.task, cell.protocol) not in made:
+            made = {(cell.task, cell.protocol): _batches(samples[cell.task], tokenizer, task, cell, plan.batch_size)}
+        examiner = Examiner(
+            cell.key, model, tokenizer, task, plan.contenders[cell.method], cell.budget, cell.codec,
+            limit=getattr(text_config(model), "max_position_embeddings", None),
+        )  # fmt: skip
+        _examine(examiner, cell, made[cell.task, cell.protocol], store, progress)
+        _summarise(store, rows)
+    _tell_of_unfinished(store)
+    return list(rows.values())
+
+
+def _try_out(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse now what this model would refuse at the cell's first batch."""
+    contender = plan.contenders[cell.method]
+    if isinstance(contender, Compressed):
+        contender.open(model, tokenizer, Batch(cell.protocol, "generate", ()), cell.budget, cell.codec).close()
+
+
+def _examine(examiner: Examiner, cell: Cell, made: Sequence[Batch], store: Store, progress: Progress) -> None:
+    """Answer what is not answered yet, in the same batches whatever was answered before.
+
+    A run in two parts thus gives the numbers of one in one, to the last bit.
+    """
+    total = len({name for batch in made for name, _ in batch.names})
+    seen: set[str] = set()
+    progress(cell, 0, total)
+    for batch in made:
+        if not store.has(cell.key, batch.names):
+            store.add(examiner.examine(batch))
+        seen |= {name for name, _ in batch.names}
+        progress(cell, len(seen), total)
+
+
+def _batches(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, cell: Cell, size: int
+) -> list[Batch]:
+    prompts = [p for sample in samples for p in encode(sample, tokenizer, task.kind, cell.protocol)]
+    return list(batches(prompts, task.kind, cell.protocol, size))
+
+
+def _summarise(store: Store, rows: dict[Cell, Row]) -> None:
+    """Bring `rows`, which stay in the order of the store's cells, and the folder's summary up to date."""
+    fresh = {c: rows.get(c) or summarise(c, store.of(c), store.tasks[c.task].kind) for c in store.finished()}
+    rows.clear()
+    rows.update(fresh)
+    store.write_summary(list(rows.values()), markdown(list(rows.values())))
+
+
+def _tell_of_unfinished(store: Store) -> None:
+    left = len(store.cells) - len(store.finished())
+    if left:
+        warnings.warn(
+            f"{left} combinations of an earlier run in {store.folder} are not finished and not in the summary; name "
+            "them again to finish them",
+            ResumeWarning,
+            stacklevel=3,
+        )
+
+
+def _draw(name: str, task: Task, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
+    samples = list(task.samples(tokenizer, plan.samples, plan.seed))
+    if not samples:
+        raise OptionError(f"task {name!r} has no sample; give it data, or other options")
+    if len({sample.id for sample in samples}) < len(samples):
+        raise OptionError(f"task {name!r} gives two samples the same id, so their records could not be told apart")
+    for sample in samples:
+        if not sample.questions:
+            raise OptionError(f"task {name!r}: sample {sample.id!r} asks nothing")
+    return samples
+
+
+def _facts(task: Task, samples: Sequence[Sample]) -> TaskFacts:
+    text = json.dumps([asdict(sample) for sample in samples], sort_keys=True, default=str)
+    questions = sum(len(sample.questions) for sample in samples)
+    return TaskFacts(task.kind, len(samples), questions, _digest(text.encode()))
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Tells models of one name apart: a digest of the first numbers of every weight."""
+    parts = [
+        f"{name} {tuple(weight.shape)} {weight.dtype} {weight.detach().flatten()[:16].float().tolist()}"
+        for name, weight in model.named_parameters()
+    ]
+    return _digest("\n".join(parts).encode())
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    return {
+        "millpond": millpond.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,114 @@
+"""Rows of the summary: means with bootstrap intervals over samples, and the table that a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import numpy.typing as npt
+
+from millpond.evals.record import Cell, Record, Row
+from millpond.evals.task import Kind
+
+RESAMPLES = 2000
+#: Numbers drawn at once, 32 MB.
+_AT_ONCE = 4_000_000
+
+Floats = npt.NDArray[np.float64]
+
+
+def summarise(cell: Cell, records: Sequence[Record], kind: Kind, masks_only: bool = False) -> Row:
+    """The row of a cell. Questions of one sample are drawn together, as they share a context."""
+    exp = kind == "perplexity"
+    score, low, high = _interval(records, cell.seed, np.exp if exp else np.positive)
+    held = [record for record in records if record.full_kv_bytes]
+    return Row(
+        **asdict(cell), score=score, low=low, high=high, better="lower" if exp else "higher",
+        n=len(records), failures=sum(bool(record.failure) for record in records),
+        kv_bytes=_over_samples(held, lambda r: r.kv_bytes),
+        full_kv_bytes=_over_samples(held, lambda r: r.full_kv_bytes),
+        kept_share=_over_samples(held, lambda r: r.kept_share),
+        masks_only=masks_only, extra=_extra(records),
+    )  # fmt: skip
+
+
+def bootstrap(sums: Floats, weights: Floats, seed: int, resamples: int = RESAMPLES) -> Floats:
+    """Weighted means of resampled samples, (resamples,): sums (n,) of weight * score, weights (n,); NaN where 0 / 0.
+
+    Each resample draws n samples with replacement. The same seed gives the same numbers.
+    """
+    rng, n = np.random.default_rng(seed), len(sums)
+    rows = max(1, _AT_ONCE // n)
+    parts = []
+    for begin in range(0, resamples, rows):
+        drawn = rng.integers(0, n, (min(rows, resamples - begin), n))
+        parts.append(_ratio(sums[drawn].sum(1), weights[drawn].sum(1)))
+    return np.concatenate(parts)
+
+
+def _interval(records: Sequence[Record], seed: int, scale: Callable[[Floats], Floats]) -> tuple[float, float, float]:
+    """Score and its 95 % percentile interval."""
+    samples = list(_by_sample(records).values())
+    sums = np.array([sum(r.weight * r.score for r in own) for own in samples])
+    weights = np.array([sum(r.weight for r in own) for own in samples])
+    if not weights.any():
+        return math.nan, math.nan, math.nan
+    means = bootstrap(sums, weights, seed)
+    low, high = np.percentile(means[~np.isnan(means)], [2.5, 97.5])
+    middle, low, high = scale(np.array([sums.sum() / weights.sum(), low, high]))
+    return float(middle), float(low), float(high)
+
+
+def _ratio(sums: Floats, weights: Floats) -> Floats:
+    ratio: Floats = np.divide(sums, weights, out=np.full(len(sums), math.nan), where=weights != 0)
+    return ratio
+
+
+def _by_sample(records: Sequence[Record]) -> dict[str, list[Record]]:
+    samples: dict[str, list[Record]] = {}
+    for record in records:
+        samples.setdefault(record.sample, []).append(record)
+    return samples
+
+
+def _over_samples(records: Sequence[Record], value: Callable[[Record], float]) -> float:
+    """The mean over samples of the mean over their questions; 0 if nothing was measured."""
+    means = [sum(map(value, own)) / len(own) for own in _by_sample(records).values()]
+    return sum(means) / len(means) if means else 0.0
+
+
+def _extra(records: Sequence[Record]) -> dict[str, float]:
+    """Means of what else was measured, over the records that measured it."""
+    names = dict.fromkeys(name for record in records for name in record.extra)
+    means = {}
+    for name in names:
+        own = [record for record in records if name in record.extra]
+        weight = sum(record.weight for record in own)
+        if weight:
+            means[name] = sum(record.weight * record.extra[name] for record in own) / weight
+    return means
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The summary as a Markdown table, in the order of the rows."""
+    heads = ["task", "protocol", "method", "budget", "codec", "score", "95 %", "kept", "KV bytes", "n", "failures"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * 5 + " ---: |" * 6]
+    for row in rows:
+        score, interval = score_text(row)
+        cells = [
+            row.task, row.protocol, row.method, row.budget or "all", row.codec, score, interval,
+            f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", str(row.n), str(row.failures),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    note = "Intervals: 95 % bootstrap over samples. Score: higher is better, but for perplexity (ppl)."
+    return "\n".join([*lines, "", note])
+
+
+def score_text(row: Row) -> tuple[str, str]:
+    """Score and interval as people read them: ("0.500", "0.400 to 0.600")."""
+    if math.isnan(row.score):
+        return "none", "all failed"
+    unit = " ppl" if row.better == "lower" else ""
+    return f"{row.score:.3f}{unit}", f"{row.low:.3f} to {row.high:.3f}"

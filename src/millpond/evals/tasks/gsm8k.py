@@ -1,0 +1,55 @@
+"""GSM8K: sums in words, with worked examples (Cobbe et al., arXiv:2110.14168)."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from millpond.errors import DataError
+from millpond.evals.files import Row, read_rows
+from millpond.evals.from_file import FromFile
+from millpond.evals.generated import at_least, at_most
+from millpond.evals.metrics import same_number
+from millpond.evals.metrics.numbers import last_number
+from millpond.evals.room import Room
+from millpond.evals.sample import Question, Sample
+from millpond.evals.task import Task, task
+
+#: A calculator's note in the published answers, "<<48/2=24>>".
+_NOTE = re.compile(r"<<[^<>]*>>")
+
+
+@task("gsm8k", paper="arXiv:2110.14168")
+def gsm8k(
+    path: Annotated[str, "a file with question and answer; the result stands after ####"] = "",
+    shots: Annotated[int, "worked examples, 0 to 8: the first rows of the file, which are then not asked"] = 4,
+) -> Task:
+    """Work out a sum in words. The last number of the answer counts."""
+    at_least("gsm8k", 0, shots=shots)
+    at_most("gsm8k", "shots", shots, "the most", 8)
+
+    def read() -> list[tuple[str, Row]]:
+        rows = read_rows(path)
+        if len(rows) <= shots:
+            raise DataError(f"{path} has {len(rows)} rows, and the first {shots} are examples; lower shots")
+        worked = "".join(f"Question: {row.words('question')}\nAnswer: {_worked(row)}\n\n" for row in rows[:shots])
+        return [("Work out the answer, and end with the result.\n\n" + worked, row) for row in rows[shots:]]
+
+    def make(item: tuple[str, Row], room: Room) -> Sample:
+        before, row = item
+        text = f"\n\nQuestion: {row.words('question')}\nAnswer:"
+        return Sample(row.name, before.rstrip(), (Question(text, (_result(row),), 256, ("\nQuestion:", "\n\n")),))
+
+    return FromFile("gsm8k", read, make, lambda question, answer: same_number(question.references, answer))
+
+
+def _worked(row: Row) -> str:
+    steps, _, _ = row.words("answer").partition("####")
+    return f"{_NOTE.sub('', steps).strip()}\nThe result is {_result(row)}."
+
+
+def _result(row: Row) -> str:
+    _, mark, result = row.words("answer").partition("####")
+    if not mark or last_number(result) is None:
+        raise row.error("answer", "has no number after ####")
+    return result.strip()

@@ -1,0 +1,55 @@
+"""Variable tracking, RULER's multi-hop family (Hsieh et al., arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated
+
+from millpond.evals.draw import letters, number
+from millpond.evals.generated import Draft, Generated, at_least
+from millpond.evals.hay import Hay, depths
+from millpond.evals.sample import Question
+from millpond.evals.source import Source
+from millpond.evals.task import Task, task
+
+_INTRO = "Assignments to variables are hidden in the text below. Follow them as they pass a value on.\n\n"
+
+
+@task("tracking", paper="arXiv:2404.06654")
+def tracking(
+    length: Annotated[int, "tokens of context, question and answer"] = 4096,
+    chains: Annotated[
+        int | None, "chains of assignments, each from a value of its own; one is asked for (1; for pond-recall 4)"
+    ] = None,
+    hops: Annotated[int, "times that a value is passed on in a chain"] = 4,
+) -> Task:
+    """Name every variable that holds a value, through a chain of assignments."""
+    n_chains, source = 1 if chains is None else chains, Source("noise")
+    at_least("tracking", 1, chains=n_chains, hops=hops)
+
+    def write(rng: random.Random, index: int) -> Draft:
+        names = _names(rng, n_chains * (hops + 1))
+        rows = [names[i::n_chains] for i in range(n_chains)]
+        values = [number(rng, 5) for _ in rows]
+        while len({*values}) < n_chains:
+            values = [number(rng, 5) for _ in rows]
+        needles = []
+        for row, value in zip(rows, values, strict=True):
+            holds = [value, *row[:-1]]
+            steps = [f"VAR {name} = {held}." for name, held in zip(row, holds, strict=True)]
+            needles += list(zip(depths(rng, hops + 1), steps, strict=True))
+        asked, hay = rng.randrange(n_chains), Hay(source.sentences(rng))
+        text = (
+            f"\n\nWhich {hops + 1} variables hold the value {values[asked]}, directly or through other variables? "
+            f"The variables are"
+        )
+        return Draft(lambda n: _INTRO + hay.text(n, needles), (Question(text, tuple(rows[asked])),))
+
+    return Generated("tracking", length, write, {"chains": chains, "hops": hops})
+
+
+def _names(rng: random.Random, count: int) -> list[str]:
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names[letters(rng, 5).upper()] = None
+    return list(names)

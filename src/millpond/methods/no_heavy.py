@@ -1,0 +1,22 @@
+"""no_heavy: the ablation that evicts the heavy hitters and keeps the rest (H2O, section 3)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import LeastAttention
+
+
+@method("no_heavy", paper="arXiv:2306.14048")
+def no_heavy(
+    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
+    sinks: Annotated[int, "first positions that always stay"] = 0,
+    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
+) -> Policy:
+    """Evict the entries that have gathered most attention: what H2O would lose without its heavy hitters.
+
+    H2O turned round: s_j = - sum_i A_ij, and the recent window as there. A budget of 95 % evicts just the 5 % that
+    are heaviest. For study: each step ends with a plan instead of the kernel's eviction, and is slow.
+    """
+    return Policy(score=LeastAttention(), protect=Protect(sinks=sinks, recent=recent), reduce=reduce)

@@ -1,0 +1,145 @@
+"""Facts and questions, a family of them at a time, as word ids.
+
+A family draws facts, each a short run of words that a text states somewhere, in the order given, and knows which
+questions they answer. It knows nothing of the filler around them, of samples or of training.
+
+| family | a text says | a question and its answer |
+|---|---|---|
+| recall | `emma kite` | `<ask> emma <is>` kite |
+| overwritten | `emma kite` ... `emma drum` | `<ask> emma <is>` drum |
+| multivalue | the same | `<all> emma <is>` kite drum |
+| multiquery | pairs | `<each> emma karl nora otto <is>` kite lamp harp coin |
+| tracking | `<let> kite oslo` ... `<let> oslo riga` | `<trace> kite <is>` oslo riga |
+| copy | `<open> emma kite drum harp <close>` | `<copy> emma <is>` kite drum harp |
+| frequent | animals, some of them often | `<most> <is>` the three most frequent, the first first |
+| common | plants, four of them often | `<common> <is>` these four in the order of the alphabet |
+
+Every answer ends with `<eos>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from millpond.models.pond import words as w
+from millpond.models.pond.words import ID, ids
+
+_IDS = {group: np.array(ids(group)) for group in w.GROUPS}
+FAMILIES = ("recall", "overwritten", "multivalue", "multiquery", "tracking", "copy", "frequent", "common")
+ASKED_TOGETHER = 4  # names in a multiquery
+COMMON_WORDS = 4  # plants that are common
+TOP = 3  # animals that are asked for
+RIVALS = 8  # animals that are not frequent
+ODDMENTS = 12  # plants that are not common
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question: its words, `<is>` included, and those of its answer, `<eos>` included."""
+
+    family: str
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Facts:
+    """Threads of facts: each thread's facts keep their order in the text; and the questions that they answer."""
+
+    threads: list[list[tuple[int, ...]]]
+    asked: list[Asked]
+
+    @property
+    def size(self) -> int:
+        """Words in all facts."""
+        return sum(len(fact) for thread in self.threads for fact in thread)
+
+
+class Words:
+    """Hands out words of the groups, none twice, so that no two facts speak of the same name."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self._left = {group: rng.permutation(_IDS[group]) for group in (w.NAMES, w.TOWNS)}
+
+    def fresh(self, group: tuple[str, ...], count: int) -> list[int]:
+        """Up to `count` words of `group` that no one has had: fewer where they have run out."""
+        left = self._left[group]
+        taken, self._left[group] = left[:count], left[count:]
+        return [int(word) for word in taken]
+
+    def some(self, group: tuple[str, ...], count: int) -> list[int]:
+        """`count` different words of `group`, drawn anew each time."""
+        return [int(word) for word in self.rng.permutation(_IDS[group])[:count]]
+
+
+def _ask(family: str, mark: str, subject: list[int], answer: list[int]) -> Asked:
+    return Asked(family, (ID[mark], *subject, ID[w.IS]), (*answer, ID[w.EOS]))
+
+
+def pairs(draw: Words, count: int) -> Facts:
+    """`count` names, each told one thing; every name is asked, and groups of four together."""
+    names = draw.fresh(w.NAMES, count)
+    told = {name: int(draw.rng.choice(_IDS[w.THINGS])) for name in names}
+    asked = [_ask("recall", w.ASK, [name], [told[name]]) for name in names]
+    for start in range(0, len(names) - ASKED_TOGETHER + 1, ASKED_TOGETHER):
+        group = [int(name) for name in draw.rng.permutation(names[start : start + ASKED_TOGETHER])]
+        asked.append(_ask("multiquery", w.EACH, group, [told[name] for name in group]))
+    return Facts([[(name, thing)] for name, thing in told.items()], asked)
+
+
+def retold(draw: Words, count: int, times: tuple[int, int]) -> Facts:
+    """`count` names, each told `times` (least, most) different things, one after another."""
+    facts = Facts([], [])
+    for name in draw.fresh(w.NAMES, count):
+        things = draw.some(w.THINGS, int(draw.rng.integers(times[0], times[1] + 1)))
+        facts.threads.append([(name, thing) for thing in things])
+        facts.asked.append(_ask("overwritten", w.ASK, [name], things[-1:]))
+        facts.asked.append(_ask("multivalue", w.ALL, [name], things))
+    return facts
+
+
+def chains(draw: Words, count: int, hops: int) -> Facts:
+    """`count` chains of `hops` links, each from a thing of its own through towns of its own."""
+    facts = Facts([], [])
+    for start in draw.some(w.THINGS, count):
+        places = draw.fresh(w.TOWNS, hops)
+        if len(places) < hops:
+            break
+        links = zip([start, *places], places, strict=False)
+        facts.threads.append([(ID[w.LET], source, target) for source, target in links])
+        facts.asked.append(_ask("tracking", w.TRACE, [start], places))
+    return facts
+
+
+def passages(draw: Words, count: int, length: int) -> Facts:
+    """`count` passages of `length` things, each under a name."""
+    facts = Facts([], [])
+    for name in draw.fresh(w.NAMES, count):
+        text = draw.some(w.THINGS, length)
+        facts.threads.append([(ID[w.OPEN], name, *text, ID[w.CLOSE])])
+        facts.asked.append(_ask("copy", w.COPY, [name], text))
+    return facts
+
+
+def frequent(draw: Words, count: int) -> Facts:
+    """About `count` animals: three are frequent, each about twice as often as the next, and eight are not."""
+    counts = [round(count * share) for share in (0.5, 0.24, 0.12)]
+    counts = [max(counts[0], 6), max(counts[1], 4), max(counts[2], 2)]
+    most = max(1, counts[2] // 2)
+    kinds = draw.some(w.ANIMALS, TOP + RIVALS)
+    rest = max(0, count - sum(counts))
+    shared = [min(most, rest // RIVALS + (place < rest % RIVALS)) for place in range(RIVALS)]
+    told = [[(kind,)] for kind, times in zip(kinds, counts + shared, strict=True) for _ in range(times)]
+    return Facts(told, [_ask("frequent", w.MOST, [], kinds[:TOP])])
+
+
+def common(draw: Words, count: int) -> Facts:
+    """About `count` plants: four are common, equally often, and up to twelve are told once."""
+    times = max(3, (count - ODDMENTS) // COMMON_WORDS)
+    kinds = draw.some(w.PLANTS, COMMON_WORDS + ODDMENTS)
+    odd = kinds[COMMON_WORDS:][: max(0, count - COMMON_WORDS * times)]
+    told = [[(kind,)] for kind in kinds[:COMMON_WORDS] for _ in range(times)] + [[(kind,)] for kind in odd]
+    return Facts(told, [_ask("common", w.COMMON, [], sorted(kinds[:COMMON_WORDS]))])

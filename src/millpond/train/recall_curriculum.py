@@ -1,0 +1,88 @@
+"""From short to long: which rows a training step sees, and when it moves on.
+
+A model this small finds the induction head on short rows only; once it has it, longer stages come quickly. What is
+known least is drawn most. The last part, the polish, mixes all lengths while the learning rate falls to zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from millpond.models.pond.facts import FAMILIES
+from millpond.models.pond.text import stream
+from millpond.train.recall_rows import SOURCES, Batch, draw_batch, warm_up_batch
+
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 7900)  # words of a text; the last leaves room for questions in 8,192
+WARM_UP_STAGES = 2  # the first stages, in which every other batch is a warm-up
+PASS_MEAN, PASS_LEAST = 0.95, 0.9  # running accuracy that opens the next stage: of all families, of the worst
+PATIENCE = 600  # steps after which the next stage opens anyway
+MEMORY = 0.9  # weight of the past in the running accuracy
+ALWAYS = 0.15  # the share with which a kind of fact is drawn, however well it is known
+
+#: The families of questions that each kind of fact answers.
+ANSWERS = {
+    "pairs": ("recall", "multiquery"),
+    "retold": ("overwritten", "multivalue"),
+    "chains": ("tracking",),
+    "passages": ("copy",),
+    "frequent": ("frequent",),
+    "common": ("common",),
+}
+
+
+@dataclass
+class Curriculum:
+    """Where training stands. `stage == len(LENGTHS)` is the polish.
+
+    Attributes:
+        accuracy: running share of right words per family. since: steps in this stage. polished: steps of polish.
+    """
+
+    stage: int = 0
+    accuracy: list[float] = field(default_factory=lambda: [0.0] * len(FAMILIES))
+    since: int = 0
+    polished: int = 0
+
+    @property
+    def polishing(self) -> bool:
+        """Whether every stage has been passed."""
+        return self.stage == len(LENGTHS)
+
+    @property
+    def mean(self) -> float:
+        """Of the running accuracies."""
+        return sum(self.accuracy) / len(self.accuracy)
+
+    def is_warm_up(self, step: int) -> bool:
+        """Whether this step repeats random text: every other one of the first stages."""
+        return self.stage < WARM_UP_STAGES and step % 2 == 1
+
+    def batch(self, *, seed: int, step: int, tokens: int) -> Batch:
+        """The batch of one step: a function of the arguments and of where training stands."""
+        if self.is_warm_up(step):
+            return warm_up_batch(seed, step, tokens=tokens)
+        stage = self.stage
+        if self.polishing:
+            stage = int(stream("pond", "length", seed, step).integers(len(LENGTHS)))
+        return draw_batch(seed, step, length=LENGTHS[stage], tokens=tokens, weights=self._weights())
+
+    def _weights(self) -> np.ndarray:
+        known = dict(zip(FAMILIES, self.accuracy, strict=True))
+        return np.array([1 + ALWAYS - np.mean([known[name] for name in ANSWERS[source]]) for source in SOURCES])
+
+    def note(self, right: dict[int, float]) -> None:
+        """Take in the share of right words per family of one step; may open the next stage."""
+        for family, share in right.items():
+            self.accuracy[family] = MEMORY * self.accuracy[family] + (1 - MEMORY) * share
+        self.since += 1
+        passed = self.mean >= PASS_MEAN and min(self.accuracy) >= PASS_LEAST
+        if not self.polishing and (passed or (self.since >= PATIENCE and self.stage >= WARM_UP_STAGES)):
+            self.stage, self.since = self.stage + 1, 0
+            self.accuracy = [MEMORY * share for share in self.accuracy]  # the next stage has to show it anew
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; `Curriculum(**state)` restores it."""
+        return asdict(self)

@@ -1,0 +1,153 @@
+"""Training rows for `pond-recall`: a text with facts of several families, then the questions that they answer.
+
+A row reads `<bos> text question answer <eos> question answer <eos> ...`; only answers are supervised. A batch is a
+function of its arguments, so training can resume anywhere; evaluation draws from streams of other names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.models.pond import facts as f
+from millpond.models.pond import words as w
+from millpond.models.pond.facts import FAMILIES, Asked, Facts, Words
+from millpond.models.pond.text import FILLERS, hide, stream
+from millpond.models.pond.words import ID, VOCABULARY
+
+#: Kinds of facts; some answer questions of two families.
+SOURCES = ("pairs", "retold", "chains", "passages", "frequent", "common")
+ASKED_MOST = {"recall": 32, "overwritten": 16, "multivalue": 16, "multiquery": 8, "tracking": 12}  # of one family in a row
+ASKED_WORDS = (24, 260)  # of questions in a row, about: in a short one, and in a long one
+NO_FAMILY = -1
+WARM_UP = -2  # the family of what a warm-up row repeats
+COPY_LENGTHS = (5, 60)  # words in the text that a warm-up row repeats
+COPY_GAPS = (0, 20)  # words between the text and its repetition
+
+
+class Batch(NamedTuple):
+    """Rows for next-token prediction, with the places where the loss is taken."""
+
+    tokens: Tensor  # (B, L) int64
+    family: Tensor  # (B, L) int64: >= 0 where the *next* token is a word of an answer, FAMILIES by number; else < 0
+    supervised: Tensor  # (B, L) bool: where the next token is a target (answers with their <eos>)
+
+
+def draw_batch(seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray) -> Batch:
+    """About `tokens` tokens of rows whose text has `length` words.
+
+    Args:
+        seed, step: name the batch.
+        length: words of the text of each row.
+        tokens: of the whole batch, about.
+        weights: (SOURCES,) how often each kind of fact is drawn.
+    """
+    rng = stream("pond", "train", seed, step)
+    rows, size = [], 0
+    while not rows or size + size // len(rows) <= tokens:
+        rows.append(_row(rng, length, weights))
+        size += len(rows[-1][0])
+    return _stack(rows)
+
+
+def warm_up_batch(seed: int, step: int, *, tokens: int) -> Batch:
+    """Random text, a gap, the same text again; the repetition is supervised.
+
+    Length and gap differ from row to row: one fixed distance would teach a trick of positions instead of an
+    induction head.
+    """
+    rng = stream("pond", "warm-up", seed, step)
+    rows, size = [], 0
+    while size < tokens:
+        length, gap = (int(rng.integers(low, high + 1)) for low, high in (COPY_LENGTHS, COPY_GAPS))
+        text = rng.integers(len(w.MARKS), len(VOCABULARY), length)
+        between = rng.integers(len(w.MARKS), len(VOCABULARY), gap)
+        tokens_ = np.concatenate([[ID[w.BOS]], text, between, text])
+        family = np.full(len(tokens_), NO_FAMILY)
+        family[-length:-1] = WARM_UP
+        rows.append((tokens_, family, family == WARM_UP))
+        size += len(tokens_)
+    return _stack(rows)
+
+
+def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One row: (tokens, family, supervised), each (L,)."""
+    told, asked = [], []
+    for facts in _facts(rng, length, weights):
+        told += facts.threads
+        asked += facts.asked
+    kind = FILLERS[int(rng.choice(len(FILLERS), p=(0.5, 0.35, 0.15)))]
+    text = hide(rng, Facts(told, []), length, kind)
+    parts, family, supervised = [np.array([ID[w.BOS]]), text], [np.full(length + 1, NO_FAMILY)], [np.zeros(length + 1)]
+    for question in _chosen(rng, asked, min(max(ASKED_WORDS[0], length // 2), ASKED_WORDS[1])):
+        line = np.array(question.question + question.answer)
+        mark = np.full(len(line), NO_FAMILY)
+        begin = len(question.question) - 1
+        mark[begin : begin + len(question.answer) - 1] = FAMILIES.index(question.family)
+        target = np.zeros(len(line))
+        target[begin : begin + len(question.answer)] = 1
+        parts.append(line)
+        family.append(mark)
+        supervised.append(target)
+    return np.concatenate(parts), np.concatenate(family), np.concatenate(supervised) > 0
+
+
+def _facts(rng: np.random.Generator, length: int, weights: np.ndarray) -> list[Facts]:
+    """Facts of one to four kinds that together fill at most half of the text, and at most some 400 words."""
+    kinds = 1 if length <= 48 else 2 if length <= 256 else int(rng.integers(2, 5))
+    room = min(length // 2, 420) // kinds
+    chosen = rng.choice(len(SOURCES), kinds, replace=False, p=weights / weights.sum())
+    draw = Words(rng)
+    return [_facts_of(draw, SOURCES[place], room) for place in chosen]
+
+
+def _facts_of(draw: Words, source: str, room: int) -> Facts:
+    """Facts of one kind in at most `room` words, or what is the least of that kind."""
+    rng = draw.rng
+
+    def up_to(most: int) -> int:
+        return int(rng.integers(max(1, most // 3), max(1, most) + 1))
+
+    if source == "pairs":
+        return f.pairs(draw, min(64, up_to(room // 2)))
+    if source == "retold":
+        return f.retold(draw, min(24, up_to(room // 7)), (2, 4))
+    if source == "chains":
+        hops = int(rng.integers(2, 5)) if room >= 12 else 2
+        return f.chains(draw, min(12, up_to(room // (3 * hops))), hops)
+    if source == "passages":
+        words = int(rng.integers(4, 9)) if room >= 11 else 4
+        return f.passages(draw, min(8, up_to(room // (words + 3))), words)
+    if source == "frequent":
+        return f.frequent(draw, max(12, min(90, up_to(room))))
+    return f.common(draw, max(12, min(60, up_to(room))))
+
+
+def _chosen(rng: np.random.Generator, asked: list[Asked], room: int) -> list[Asked]:
+    """The questions in random order, not too many of one family, about `room` words in all."""
+    count: dict[str, int] = {}
+    chosen = []
+    for place in rng.permutation(len(asked)):
+        question = asked[int(place)]
+        count[question.family] = count.get(question.family, 0) + 1
+        if count[question.family] <= ASKED_MOST.get(question.family, 8) and room > 0:
+            chosen.append(question)
+            room -= len(question.question) + len(question.answer)
+    return chosen
+
+
+def _stack(rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+    """Rows of different lengths, filled up at the end, where no target is."""
+    width = max(len(tokens) for tokens, _, _ in rows)
+    tokens = torch.full((len(rows), width), ID[w.PAD])
+    family = torch.full((len(rows), width), NO_FAMILY)
+    supervised = torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, (row, kind, target) in enumerate(rows):
+        tokens[place, : len(row)] = torch.from_numpy(row)
+        # a word is predicted at the place before it: `kind` and `target` already stand there
+        family[place, : len(row)] = torch.from_numpy(kind)
+        supervised[place, : len(row)] = torch.from_numpy(target)
+    return Batch(tokens, family, supervised)

@@ -1,0 +1,94 @@
+"""A run of `pond-text` between two steps: all that its checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaForCausalLM
+
+from millpond.errors import OptionError
+from millpond.train.optimizer import Optimizers
+from millpond.train.text_recipe import TextRecipe
+
+
+class LogLine(NamedTuple):
+    """One point of the learning curve: window and learning rate of that step, the mean loss since the line before."""
+
+    step: int
+    tokens: int
+    time_s: float
+    length: int
+    rate: float
+    loss: float
+
+
+@dataclass
+class TextRun:
+    """A run as it stands.
+
+    Attributes:
+        planned: tokens of the whole run; the schedule is a function of `tokens / planned`.
+        windows: windows read so far; names the place in the data.
+    """
+
+    model: LlamaForCausalLM
+    optimizers: Optimizers
+    recipe: TextRecipe
+    seed: int
+    planned: int
+    step: int = 0
+    tokens: int = 0
+    windows: int = 0
+    time_s: float = 0.0
+    log: list[LogLine] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Of the planned tokens, 0 to 1."""
+        return self.tokens / self.planned
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned tokens are read."""
+        return self.tokens >= self.planned
+
+    def save(self, file: Path) -> None:
+        """Write the run to `file`; a crash while writing leaves the older file whole."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        state["recipe"] = self.recipe.name
+        state["log"] = [tuple(line) for line in self.log]
+        state["model"] = self.model.state_dict()
+        state["optimizers"] = self.optimizers.state_dict()
+        fresh = file.with_suffix(".new")
+        torch.save(state, fresh)
+        fresh.replace(file)
+
+    def load(self, file: Path) -> None:
+        """Go on where `file` stands.
+
+        The number of planned tokens may be another one as long as no step taken so far depended on it.
+
+        Raises:
+            OptionError: the checkpoint was begun with another seed or recipe, or another plan that already counts.
+        """
+        state = torch.load(file, map_location=self.model.device, weights_only=True)
+        for name, own in (("seed", self.seed), ("recipe", self.recipe.name)):
+            if state[name] != own:
+                raise OptionError(f"{file} was begun with {name} {state[name]}, not {own}; use another folder")
+        level = min(self.recipe.decay_from, *(begin for begin, _ in self.recipe.lengths[1:]))
+        if state["planned"] != self.planned and state["tokens"] > level * min(state["planned"], self.planned):
+            raise OptionError(
+                f"{file} has read {state['tokens']:,} of {state['planned']:,} planned tokens, too many to plan "
+                f"{self.planned:,} instead; ask for {state['planned']:,} or use another folder"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        for name in ("step", "tokens", "windows", "time_s"):
+            setattr(self, name, state[name])
+        self.log = [LogLine(*line) for line in state["log"]]
+
+
+_NUMBERS = ("seed", "planned", "step", "tokens", "windows", "time_s")

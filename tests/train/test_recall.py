@@ -1,0 +1,185 @@
+"""The bundled weights of pond-recall, and the recipe that grew them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from millpond.errors import OptionError
+from millpond.models.pond import words as w
+from millpond.models.pond.exam import TASKS, draw_paper, spell
+from millpond.models.pond.facts import FAMILIES
+from millpond.train.recall import CHECKPOINT, supervised_logits, train_recall
+from millpond.train.recall_card import write_card
+from millpond.train.recall_curriculum import LENGTHS, PATIENCE, Curriculum
+from millpond.train.recall_eval import evaluate_task
+from millpond.train.recall_model import BUNDLED_DIR, MAX_POSITIONS, build_model
+from millpond.train.recall_rows import SOURCES, WARM_UP, draw_batch, warm_up_batch
+from millpond.train.recall_run import Recipe, Run
+
+TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
+EVENLY = np.ones(len(SOURCES))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    loaded = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR)
+    assert isinstance(loaded, LlamaForCausalLM)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    loaded = AutoTokenizer.from_pretrained(BUNDLED_DIR)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
+
+
+def test_bundled_folder_is_small_and_complete() -> None:
+    names = {file.name for file in BUNDLED_DIR.iterdir()}
+    assert names == {
+        "MODEL_CARD.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(file.stat().st_size for file in BUNDLED_DIR.iterdir()) < 10_000_000
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_bundled_model_answers_with_the_full_cache(model: LlamaForCausalLM, task: str) -> None:
+    assert evaluate_task(model, task, length=768, papers=4, seed=11) >= 0.9
+
+
+def test_bundled_model_needs_its_text(model: LlamaForCausalLM) -> None:
+    paper = draw_paper("recall", 12, 0, 256, {"questions": 16})
+    right = 0
+    for asked in paper.asked:
+        ids = torch.tensor([[w.BOS_ID, *asked.question]])
+        right += int(model(ids).logits[0, -1].argmax()) == asked.answer[0]
+    assert right <= 3
+
+
+def test_bundled_model_writes_an_answer_and_ends(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    paper = draw_paper("tracking", 13, 0, 256)
+    text = spell(paper.text[1:]) + " " + spell(paper.asked[0].question)
+    inputs = tokenizer(text, return_tensors="pt")
+    out = model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]  # type: ignore[misc]
+    assert tokenizer.decode(out) == spell(paper.asked[0].answer)
+
+
+def test_an_untrained_model_does_not_answer() -> None:
+    assert evaluate_task(build_model(0), "recall", length=128, papers=2) < 0.3
+
+
+def test_training_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    whole = train_recall(tmp_path / "whole", seed=3, max_steps=4, recipe=TINY, show_progress=False)
+    for steps in (1, 4):
+        cut = train_recall(tmp_path / "cut", seed=3, max_steps=steps, recipe=TINY, show_progress=False)
+    other = train_recall(tmp_path / "other", seed=4, max_steps=4, recipe=TINY, show_progress=False)
+    assert _weights(whole).equal(_weights(cut))
+    assert not _weights(whole).equal(_weights(other))
+    assert (whole.curriculum, whole.step) == (cut.curriculum, 4)
+
+
+def test_training_leaves_a_model_that_loads_and_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train_recall(tmp_path, max_steps=1, recipe=TINY, device="cpu", show_progress=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.nn.utils.parameters_to_vector(loaded.parameters()).equal(_weights(run))
+    assert {CHECKPOINT, "log.jsonl", "tokenizer.json"} <= {file.name for file in tmp_path.iterdir()}
+    monkeypatch.setattr("millpond.train.recall_card.EXAM_LENGTHS", (160,))
+    monkeypatch.setattr("millpond.train.recall_card.PAPERS", 1)
+    monkeypatch.setattr("millpond.train.recall_card.TASKS", ("recall",))
+    card = write_card(run, tmp_path, hardware="a test", recipe=TINY)
+    assert f"{run.model.num_parameters():,} parameters" in card
+    assert "| recall | 0." in card
+
+
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
+    train_recall(tmp_path, seed=1, max_steps=1, recipe=TINY, show_progress=False)
+    with pytest.raises(OptionError, match="begun with seed 1, not 2"):
+        train_recall(tmp_path, seed=2, max_steps=1, recipe=TINY, show_progress=False)
+
+
+def test_logits_at_supervised_places_are_those_of_the_whole_model() -> None:
+    model, batch = build_model(0), draw_batch(0, 0, length=32, tokens=256, weights=EVENLY)
+    with torch.inference_mode():
+        few = supervised_logits(model, batch.tokens, batch.supervised)
+        all_logits = model(batch.tokens).logits
+    torch.testing.assert_close(few, all_logits[batch.supervised])
+
+
+def test_only_answers_are_supervised() -> None:
+    batch = draw_batch(0, 5, length=64, tokens=2000, weights=EVENLY)
+    for row, supervised, family in zip(*map(rows_of, (batch.tokens, batch.supervised, batch.family)), strict=True):
+        inside = False
+        for place, word in enumerate(row[:-1]):
+            inside = word == w.IS_ID or (inside and word != w.EOS_ID)
+            assert supervised[place] == inside
+            assert (family[place] >= 0) == (inside and row[place + 1] != w.EOS_ID)
+            assert family[place] < len(FAMILIES)
+
+
+def test_warm_up_rows_repeat_themselves() -> None:
+    batch = warm_up_batch(0, 1, tokens=500)
+    for row, supervised in zip(batch.tokens.tolist(), batch.supervised.tolist(), strict=True):
+        places = [place for place, is_target in enumerate(supervised) if is_target]
+        length = len(places) + 1
+        assert row[1 : 1 + length] == row[places[0] : places[0] + length]
+    assert set(batch.family.unique().tolist()) == {WARM_UP, -1}
+
+
+def test_batches_are_functions_of_seed_and_step() -> None:
+    one, again, other = (draw_batch(0, step, length=64, tokens=500, weights=EVENLY) for step in (1, 1, 2))
+    assert one.tokens.equal(again.tokens)
+    assert one.tokens.shape != other.tokens.shape or not one.tokens.equal(other.tokens)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_stage_fits_the_positions(length: int) -> None:
+    for step in range(4):
+        batch = draw_batch(1, step, length=length, tokens=4096, weights=EVENLY)
+        assert batch.tokens.shape[1] <= MAX_POSITIONS
+        assert batch.supervised.any(1).all()
+
+
+def test_the_curriculum_goes_on_when_all_is_known_and_when_patience_ends() -> None:
+    known, place = dict.fromkeys(range(len(FAMILIES)), 1.0), Curriculum()
+    place.note(known)
+    assert place.stage == 0
+    for _ in range(40 * len(LENGTHS)):
+        place.note(known)
+    assert place.polishing
+    assert Curriculum(**json.loads(json.dumps(place.state()))) == place
+    for stage, end in ((0, 0), (2, 3)):
+        slow = Curriculum(stage=stage)
+        for _ in range(PATIENCE):
+            slow.note({0: 0.0})
+        assert slow.stage == end
+
+
+def test_what_is_known_least_is_drawn_most() -> None:
+    place = Curriculum(accuracy=[1.0] * len(FAMILIES))
+    place.accuracy[FAMILIES.index("copy")] = 0.0
+    weights = dict(zip(SOURCES, place._weights(), strict=True))
+    assert max(weights, key=weights.__getitem__) == "passages"
+    assert min(weights.values()) > 0
+
+
+def test_the_warm_up_is_every_other_step_of_the_first_stages() -> None:
+    assert [Curriculum(stage=1).is_warm_up(step) for step in range(4)] == [False, True, False, True]
+    assert not any(Curriculum(stage=2).is_warm_up(step) for step in range(4))
+
+
+def rows_of(tensor: torch.Tensor) -> list[list[int]]:
+    return tensor.tolist()
+
+
+def _weights(run: Run) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()

@@ -1,0 +1,159 @@
+"""The recipe of `pond-text` on a tiny corpus: schedule, resuming, what is saved, what the card says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from millpond.errors import OptionError
+from millpond.train import text_card
+from millpond.train.text import CHECKPOINT, LOG, train_text
+from millpond.train.text_data import TokenFile
+from millpond.train.text_eval import loss_by_place, perplexity, recall
+from millpond.train.text_model import build_text_model
+from millpond.train.text_recipe import PRESETS, preset
+from millpond.train.text_run import TextRun
+from train.text_tiny import TINY, write_corpus
+
+QUIET = {"threads": 1, "device": "cpu", "show_progress": False}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The work is small: on a busy machine several threads would mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def done(corpus: Path, folder: Path) -> tuple[TextRun, TokenFile]:
+    """The whole tiny run in one go."""
+    return train_text(folder, corpus, TINY, **QUIET)
+
+
+def test_the_schedule() -> None:
+    assert [TINY.length_at(share) for share in (0.0, 0.74, 0.75, 1.0)] == [64, 64, 128, 128]
+    assert TINY.rate_at(0, 0.0) == 0.5
+    assert TINY.rate_at(9, TINY.decay_from) == 1.0
+    assert TINY.rate_at(9, (1 + TINY.decay_from) / 2) == pytest.approx(0.5)
+    assert TINY.rate_at(9, 1.0) == 0.0
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("cpu", 5e6, 7e6), ("gpu", 20e6, 32e6)])
+def test_presets_have_the_size_that_they_are_meant_to_have(name: str, least: float, most: float) -> None:
+    with torch.device("meta"):
+        model = build_text_model(preset(name), PRESETS[name].vocab_size, seed=0)
+    assert least <= model.num_parameters() <= most
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert model.config.max_position_embeddings >= 2048
+    assert PRESETS[name].longest == model.config.max_position_embeddings
+
+
+def test_an_unknown_preset() -> None:
+    with pytest.raises(OptionError, match="did you mean 'cpu'"):
+        preset("cqu")
+
+
+def test_the_run_reads_what_was_planned_and_learns(done: tuple[TextRun, TokenFile], folder: Path) -> None:
+    run, _ = done
+    assert run.finished
+    assert run.planned <= run.tokens < run.planned + TINY.tokens_per_step
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, run.step]
+    assert lines[0]["loss"] > lines[-1]["loss"]
+    assert (lines[0]["length"], lines[-1]["length"]) == (64, 128)
+    assert 0 < lines[-1]["rate"] < 0.2
+
+
+def test_a_run_cut_off_twice_ends_with_the_same_weights(
+    done: tuple[TextRun, TokenFile], corpus: Path, tmp_path: Path
+) -> None:
+    for steps in (4, 11, None):
+        run, _ = train_text(tmp_path, corpus, TINY, max_steps=steps, **QUIET)
+    straight = done[0].model.state_dict()
+    assert all(torch.equal(value, straight[name]) for name, value in run.model.state_dict().items())
+    assert (run.step, run.tokens, run.windows) == (done[0].step, done[0].tokens, done[0].windows)
+
+
+def test_no_time_left_still_saves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    run, _ = train_text(tmp_path, corpus, TINY, max_minutes=0.0, **QUIET)
+    assert run.step == 10
+    assert (tmp_path / CHECKPOINT).is_file()
+    assert not (tmp_path / CHECKPOINT).with_suffix(".new").exists()
+
+
+def test_the_plan_may_change_only_before_it_counts(corpus: Path, tmp_path: Path) -> None:
+    train_text(tmp_path, corpus, TINY, max_steps=4, **QUIET)
+    longer, _ = train_text(tmp_path, corpus, TINY, tokens=3200, max_steps=9, **QUIET)
+    assert longer.planned == 3200
+    with pytest.raises(OptionError, match="too many to plan 1,600 instead"):
+        train_text(tmp_path, corpus, TINY, **QUIET)
+
+
+def test_another_seed_or_recipe_needs_another_folder(done: object, corpus: Path, folder: Path) -> None:
+    with pytest.raises(OptionError, match="seed 0, not 1"):
+        train_text(folder, corpus, TINY, seed=1, **QUIET)
+    with pytest.raises(OptionError, match="recipe tiny, not other"):
+        train_text(folder, corpus, replace(TINY, name="other"), **QUIET)
+
+
+def test_the_folder_loads_through_the_auto_classes(done: tuple[TextRun, TokenFile], folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert tokenizer.model_max_length == TINY.context
+    inputs = tokenizer("the cat ran 12.", return_tensors="pt")
+    assert inputs["input_ids"][0, 0] == tokenizer.bos_token_id == model.config.bos_token_id
+    assert tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True) == "the cat ran 12."
+    weights = done[0].model.state_dict()
+    assert all(torch.equal(value, weights[name].bfloat16()) for name, value in model.state_dict().items())
+    out = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+def test_measuring(done: tuple[TextRun, TokenFile], corpus: Path) -> None:
+    run, text = done
+    held_out = corpus / "gutenberg" / "great_expectations.txt"
+    found = perplexity(run.model, text.tokenizer, held_out, 64, windows=8)
+    assert found.tokens == 8 * 64
+    assert 1 < found.perplexity < text.tokenizer.get_vocab_size()
+    parts = loss_by_place(run.model, text.tokenizer, held_out, 64, windows=8, parts=4)
+    assert sum(parts) / 4 == pytest.approx(found.nats, rel=1e-5)
+    asked = recall(run.model, text.tokenizer, held_out, 256, contexts=2, facts=2, seed=1)
+    assert (asked.asked, asked.numbers) == (4, 0.0)  # sixteen hundred tokens teach nobody to remember a number
+
+
+def test_the_card_comes_from_the_run(
+    done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, text = done
+    for name, value in {"LENGTHS": (32, 64), "WINDOWS": 2, "RECALL_LENGTHS": (128,), "RECALL_CONTEXTS": 2}.items():
+        monkeypatch.setattr(text_card, name, value)
+    monkeypatch.setattr(text_card, "RECALL_FACTS", 1)
+    monkeypatch.setattr(text_card, "ATTENTION_LENGTH", 64)
+    card = text_card.write_card(run, text, folder, corpus, hardware="a machine of the tests")
+    assert (folder / "MODEL_CARD.md").read_text(encoding="utf-8") == card
+    assert f"A Llama of {run.model.num_parameters():,} parameters" in card
+    assert f"{run.step:,} steps, {run.tokens:,} tokens" in card
+    assert "on a machine of the tests" in card
+    assert "| great_expectations.txt | 64 | 128 |" in card
+    assert "novel, plain" in card
+    assert f"| {run.step:,} | {run.tokens:,} |" in card
