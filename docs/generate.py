@@ -17,6 +17,7 @@ import typer.main
 import millpond
 from millpond.bench.report import generate_table, markdown_table
 from millpond.cli.app import app
+from millpond.evals.task import TASKS
 from millpond.methods import METHODS
 from millpond.registry import Entry
 
@@ -29,6 +30,7 @@ def pages() -> dict[Path, str]:
     """Every generated text by its path."""
     reference = ROOT / "docs" / "reference"
     texts = {reference / "methods" / f"{name}.md": method_page(METHODS.get(name)) for name in METHODS.names()}
+    texts[reference / "tasks.md"] = tasks_page()
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
     texts[reference / "api.md"] = api_page()
@@ -55,16 +57,34 @@ def method_table(folder: str) -> str:
     return left(markdown_table(("method", "paper", "what it keeps"), rows))
 
 
+def tasks_page() -> str:
+    """Every task of `millpond eval` with its options."""
+    parts = [f"{NOTE}# Tasks of `millpond eval`\n\nOptions follow the name: `--tasks niah_single:length=2048:variant=2`.\n"]
+    for name in TASKS.names():
+        entry = TASKS.get(name)
+        parts.append(f"## `{name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "") + f"{inspect.getdoc(entry.build)}\n")
+        parts.append(option_table(entry))
+    return "\n".join(parts)
+
+
+def option_table(entry: Entry[Any]) -> str:
+    """The options of a registered builder."""
+    rows = [
+        (f"`{o.name}`", cell(o.type_name), "" if o.default == "" else f"`{o.default}`", cell(o.help))
+        for o in entry.options.values()
+    ]
+    return left(markdown_table(("option", "type", "default", "what it does"), rows)) if rows else "No options.\n"
+
+
 def method_page(entry: Entry[Any]) -> str:
     """One method: its docstring and its options."""
     head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
     text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n## Options\n\n"
     if not entry.options:
         return text + "None.\n"
-    rows = [(f"`{o.name}`", cell(o.type_name), f"`{o.default}`", cell(o.help)) for o in entry.options.values()]
     example = next(iter(entry.options.values()))
     return (
-        text + left(markdown_table(("option", "type", "default", "what it does"), rows))
+        text + option_table(entry)
         + f'\nIn Python `mp.compress(model, "{entry.name}", budget="20%", {example.name}={example.default!r})`, '
         + f"on the command line `millpond generate --method {entry.name} -o {example.name}={example.default}`.\n"
     )  # fmt: skip

@@ -185,6 +185,31 @@ def test_second_turn(method: str, heads: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_turn_of_one_token_beside_a_longer_one(method: str, greedy: bool) -> None:
+    """A sequence whose turn is a single token decodes it, whatever the others of the batch bring."""
+    if greedy and method not in ("h2o", "tova"):
+        pytest.skip("has no greedy prefill")
+    model, (ids, _) = llama(), prompts(2, length=30)
+    turn = torch.tensor([[3, 5, 7, 9], [0, 0, 11, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 0]])
+    settings = {**budget_of(method, "30%"), **METHODS[method], **({"prefill": "greedy"} if greedy else {})}
+
+    def kept(rows: list[int]) -> list[Any]:
+        with torch.no_grad(), mp.compress(model, method=method, **settings) as cache:
+            model(ids[rows], past_key_values=cache)
+            own = mask[rows].any(0)
+            model(
+                turn[rows][:, own], past_key_values=cache, position_ids=30 + mask[rows][:, own].cumsum(1) - 1,
+                attention_mask=torch.cat([torch.ones(len(rows), 30, dtype=torch.long), mask[rows][:, own]], 1),
+            )  # fmt: skip
+            return [[cache.positions(layer, s) for layer in range(len(cache.layers))] for s in range(len(rows))]
+
+    together = kept([0, 1])
+    assert [*kept([0]), *kept([1])] == together
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_budget_of_everything_equals_full(method: str) -> None:
     model = llama(dtype=torch.float64)
     ids, mask = prompts(3)

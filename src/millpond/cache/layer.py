@@ -192,7 +192,7 @@ class LayerCache:
 
     def _token_by_token(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """A multi-token pass as if it had been decoded."""
-        for sequence in np.flatnonzero(span.after).tolist():
+        for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
             self._set_budget(table, sequence, self._budget(table, int(span.after[sequence])), None)
         steps = [
             self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column))
@@ -204,13 +204,28 @@ class LayerCache:
 
     def _prefill(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         out = q.new_zeros(*q.shape[:3], self._value_dim(v))
-        for sequence in range(table.n_seq):
+        # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
+        decoding = span.decoding if self._between_chunks else np.zeros(table.n_seq, dtype=bool)
+        if decoding.any():
+            self._decode_some(table, q, k, v, span, decoding, out)
+        for sequence in np.flatnonzero(~decoding).tolist():
             columns = span.columns(sequence)
             positions = span.positions(sequence)
             if len(positions):
                 q_own, k_own, v_own = (t[sequence, :, columns] for t in (q, k, v))
                 out[sequence, :, columns] = self._prefill_one(table, sequence, q_own, k_own, v_own, positions)
         return out
+
+    def _decode_some(
+        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span, decoding: np.ndarray, out: Tensor
+    ) -> None:
+        """One decoding step of the sequences in `decoding` (S,) bool, whose only token may lie in any column."""
+        rows = torch.arange(table.n_seq, device=q.device)
+        columns = torch.from_numpy(span.first_columns()).to(q.device)
+        q_own, k_own, v_own = (t[rows, :, columns] for t in (q, k, v))
+        step = self._step(table, q_own, k_own, v_own, np.where(decoding, span.before, -1))
+        chosen = torch.from_numpy(decoding).to(q.device)
+        out[rows[chosen], :, columns[chosen]] = step[chosen]
 
     def _value_dim(self, v: Tensor) -> int:
         """Numbers per output head."""

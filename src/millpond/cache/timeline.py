@@ -34,6 +34,15 @@ class Span:
     device: torch.device
     q_pos: Tensor | None
 
+    @property
+    def decoding(self) -> npt.NDArray[np.bool_]:
+        """(S,) whether this pass brings the sequence its next token, and only that."""
+        return (self.before > 0) & (self.after == self.before + 1)
+
+    def first_columns(self) -> npt.NDArray[np.int64]:
+        """(S,) the first column with a token of the sequence; 0 where there is none."""
+        return np.zeros(len(self.before), dtype=np.int64) if self.valid is None else self.valid.argmax(1)
+
     def columns(self, sequence: int) -> slice | Tensor:
         """The columns of this pass that hold tokens of `sequence`."""
         if self.valid is None:

@@ -71,8 +71,8 @@ def inspect(
     screen = output()
     share = made.kv_bytes[-1] / made.full_kv_bytes[-1]
     screen.print(
-        f"{made.n_prompt:,} tokens read, {len(made.tokens) - made.n_prompt:,} written; KV {size(made.kv_bytes[-1])} held, "
-        f"full cache {size(made.full_kv_bytes[-1])} ({share:.0%})",
+        f"{made.n_prompt:,} tokens read, {len(made.tokens) - made.n_prompt:,} written; "
+        f"KV {size(made.kv_bytes[-1])} held, full cache {size(made.full_kv_bytes[-1])} ({share:.0%})",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
     screen.print(f"Open {escape(str(out))} in a browser.", soft_wrap=True, highlight=False)

@@ -13,6 +13,7 @@ from millpond.cli.console import size
 from millpond.evals.record import Row
 from millpond.evals.summary import score_text
 
+
 def score_table(rows: list[Row]) -> Group:
     """One table for each task and protocol, in the order in which those first came, the best row first in each."""
     codecs = len({row.codec for row in rows}) > 1

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from millpond.evals.record import Row
+
+K = TypeVar("K")
 
 NOTE = "<!-- written by millpond leaderboard; run it again instead of editing -->\n"
 #: Contenders that show what is possible, and take no part in the ranking.
@@ -107,15 +110,15 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
 
 def _legend(rows: Sequence[Row]) -> str:
     text = (
-        "Score and its 95 % bootstrap interval; **bold** is the best of its column, with what reads the same. *Slanted* "
-        "rows are references, outside the ranking: "
+        "Score and its 95 % bootstrap interval; **bold** is the best of its column, with what reads the same. "
+        "*Slanted* rows are references, outside the ranking: "
         + "; ".join(f"`{name}` {what}" for name, what in REFERENCES.items())
         + ". Rows are sorted by the average. KV bytes: keys and values really held when answering began.\n"
     )
     if any(row.better == "lower" for row in rows):
         text += "\nppl: perplexity, lower is better; it counts in *of full*, not in the average.\n"
     if any(row.masks_only for row in rows):
-        text += f"\n{MASKED} hides entries instead of freeing them: its KV bytes are what would be held, not memory saved.\n"
+        text += f"\n{MASKED} hides entries instead of freeing them: its KV bytes are what would be held, not what is.\n"
     return text
 
 
@@ -182,7 +185,7 @@ def _budget_order(budget: str) -> tuple[int, float, str]:
     return kind, float(number or 0), budget
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], object]) -> list[tuple[object, list[Row]]]:
+def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
     """Rows by key, keys in the order in which they first came."""
     order = {k: place for place, k in enumerate(dict.fromkeys(map(key, rows)))}
     ordered = sorted(rows, key=lambda row: order[key(row)])

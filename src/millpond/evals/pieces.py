@@ -39,11 +39,13 @@ def encode_pieces(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens:
         ids = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return _checked(Encoded(tuple(ids), tuple(continuation(tokenizer, ids, 0)), _special(tokenizer, ids)))
     coded = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True)
-    ids, at, pieces, special = coded["input_ids"], 0, [], []
+    ids, at = coded["input_ids"], 0
+    pieces: list[str] = []
+    special: list[int] = []
     for index, (begin, end) in enumerate(coded["offset_mapping"]):
         if begin == end and ids[index] in tokenizer.all_special_ids:
             special.append(index)
-            pieces.append(tokenizer.convert_ids_to_tokens(ids[index]))
+            pieces.append(str(tokenizer.convert_ids_to_tokens(ids[index])))
             continue
         pieces.append(text[at : max(at, end)])  # bytes of one character share its offsets: the first one shows it
         at = max(at, end)

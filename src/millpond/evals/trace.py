@@ -39,7 +39,7 @@ class HeadTrace:
     Attributes:
         first: positions held after the prompt, ascending. changes: one per decoding step.
         low, high: smallest and largest positive score that `levels` speak of; both 0 where no score was positive.
-        levels: one row per `Trace.score_steps`, a level for each position held at that step, ascending; see `levels_of`.
+        levels: one row per `Trace.score_steps`, a level for each position held then, ascending; see `levels_of`.
         merged: (step, position, position that took it in). demoted: (step, position, codec that holds it from then on).
     """
 
@@ -137,7 +137,9 @@ def read_trace(path: Path) -> Trace:
         if data.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         data["heads"] = tuple(tuple(_head_of(head) for head in layer) for layer in data["heads"])
-        whole = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        whole: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
         return Trace(**whole)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no trace ({error}); millpond inspect --trace writes one") from error

@@ -84,17 +84,17 @@ def _paragraphs(file: Path) -> list[str]:
 
 
 def draw_batch(
-    tokens: TokenFile, mixer: Mixer, *, seed: int, step: int, first: int, windows: int, length: int
+    tokens: TokenFile, mixer: Mixer, *, seed: int, step: int, first: int, windows: int, length: int, drills: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets (windows, length): `<bos>` and running text, a share of it with recall tasks in it.
 
-    `first` is how many windows the run has read before this batch.
+    `first` is how many windows the run has read before this batch, `drills` the share of copying drills.
     """
     rows = np.empty((windows, length + 1), dtype=np.int64)
     rows[:, 0] = BOS_ID
     rng = random.Random(f"mix {seed} {step}")
     for row in range(windows):
-        rows[row, 1:] = mixer.mix(rng, tokens.at(first + row, length, seed))
+        rows[row, 1:] = mixer.mix(rng, tokens.at(first + row, length, seed), drills)
     both = torch.from_numpy(rows)
     return both[:, :-1], both[:, 1:]
 

@@ -39,9 +39,11 @@ class Mixer:
         self._ends_sentence = np.zeros(size, dtype=bool)
         self._ends_sentence[ends] = True
 
-    def mix(self, rng: random.Random, text: Ids) -> Ids:
-        """A window as long as `text`; which task it gets, if any, is drawn."""
+    def mix(self, rng: random.Random, text: Ids, drills: float = 0.0) -> Ids:
+        """A window as long as `text`; which task it gets, if any, is drawn. `drills` is the share of drills."""
         draw = rng.random()
+        if draw >= 1 - drills:
+            return self.drill(rng, text)
         if draw < self.facts:
             return self.with_facts(rng, text)
         if draw < self.facts + self.copies:
@@ -73,6 +75,23 @@ class Mixer:
                 behind = rng.uniform(start + length, keep) / keep
                 pieces.append((behind, [*lead, *text[start : start + length].tolist()]))
         return self._place(text, pieces)
+
+    def drill(self, rng: random.Random, text: Ids) -> Ids:
+        """A window made of passages that come again, most of them tokens in random order.
+
+        Nothing but an earlier occurrence predicts those, so they grow the induction heads that recall needs.
+        """
+        parts: list[Ids] = []
+        done = taken = 0
+        while done < len(text):
+            length, gap = rng.randint(6, 48), rng.randint(0, 40)
+            passage, between = text[taken : taken + length], text[taken + length : taken + length + gap]
+            if rng.random() < 0.7:
+                passage = passage[rng.sample(range(len(passage)), len(passage))]
+            parts += [passage, between, passage]
+            done += 2 * len(passage) + len(between)
+            taken += len(passage) + len(between)
+        return np.concatenate(parts)[: len(text)]
 
     def told(self, fact: Fact) -> list[int]:
         """The ids of the fact as a sentence within text."""

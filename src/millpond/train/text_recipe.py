@@ -34,16 +34,28 @@ class TextRecipe:
     decay_from: float = 0.4  # share of the tokens at which the learning rate begins to fall, to zero at the end
     facts: float = 0.15  # share of windows with facts to remember
     copies: float = 0.08  # share of windows with passages told again
+    #: (share of the tokens from which on, share of windows that are copying drills)
+    drills: tuple[tuple[float, float], ...] = ((0.0, 0.3), (0.3, 0.1))
 
     def length_at(self, share: float) -> int:
         """Tokens of a window after `share` of the run."""
         return [length for begin, length in self.lengths if share >= begin][-1]
+
+    def drills_at(self, share: float) -> float:
+        """Share of the windows that are copying drills after `share` of the run."""
+        return [part for begin, part in self.drills if share >= begin][-1]
 
     def rate_at(self, step: int, share: float) -> float:
         """The learning rate as a share of its base: up, level, and down to zero in a straight line."""
         rise = min(1.0, (step + 1) / self.warmup_steps)
         fall = min(1.0, (1.0 - share) / (1.0 - self.decay_from))
         return rise * max(0.0, fall)
+
+    @property
+    def first_mark(self) -> float:
+        """The share of the run at which its plan first makes a difference."""
+        marks = (self.decay_from, *(begin for begin, _ in (*self.lengths, *self.drills)))
+        return min(mark for mark in marks if mark > 0)
 
     @property
     def longest(self) -> int:
@@ -54,7 +66,19 @@ class TextRecipe:
 PRESETS = {
     recipe.name: recipe
     for recipe in (
-        TextRecipe("cpu", 256, 704, 6, 8, 4, 32, tokens=10_000_000, tokens_per_step=4096),
+        TextRecipe(
+            "cpu",
+            256,
+            704,
+            6,
+            8,
+            4,
+            32,
+            tokens=5_600_000,
+            tokens_per_step=4096,
+            decay_from=0.7,
+            drills=((0.0, 0.0), (0.375, 0.5), (0.7, 0.15)),
+        ),
         TextRecipe("gpu", 512, 1408, 8, 8, 4, 64, tokens=150_000_000, tokens_per_step=65_536, warmup_steps=100),
     )
 }

@@ -78,8 +78,8 @@ class TextRun:
         for name, own in (("seed", self.seed), ("recipe", self.recipe.name)):
             if state[name] != own:
                 raise OptionError(f"{file} was begun with {name} {state[name]}, not {own}; use another folder")
-        level = min(self.recipe.decay_from, *(begin for begin, _ in self.recipe.lengths[1:]))
-        if state["planned"] != self.planned and state["tokens"] > level * min(state["planned"], self.planned):
+        settled = self.recipe.first_mark * min(state["planned"], self.planned)
+        if state["planned"] != self.planned and state["tokens"] > settled:
             raise OptionError(
                 f"{file} has read {state['tokens']:,} of {state['planned']:,} planned tokens, too many to plan "
                 f"{self.planned:,} instead; ask for {state['planned']:,} or use another folder"

@@ -11,6 +11,7 @@ class Text {
     this.chunks = [];
     this.inView = new Set([0]);
     this.job = 0;
+    this.marked = 0; // the one token that Tab stops at
     this.build();
     box.addEventListener("pointerover", (e) => this.tell(e.target, onToken, false));
     box.addEventListener("pointerleave", () => onToken(null, false));
@@ -34,7 +35,7 @@ class Text {
       watch.observe(chunk);
     }
     this.box.append(all);
-    if (this.spans.length) this.spans[0].tabIndex = 0;
+    this.spans[0].tabIndex = 0;
   }
 
   // White space stands outside the span, unless it is all that there is: then a sign makes it visible.
@@ -62,10 +63,9 @@ class Text {
   }
 
   mark(p) {
-    if (this.marked !== undefined && this.marked !== p) {
-      this.spans[this.marked].tabIndex = -1;
-      this.spans[this.marked].removeAttribute("aria-current");
-    }
+    const before = this.spans[this.marked];
+    before.tabIndex = -1;
+    before.removeAttribute("aria-current");
     this.marked = p;
     this.spans[p].tabIndex = 0;
     this.spans[p].setAttribute("aria-current", "true");

@@ -17,7 +17,7 @@ NUMBERED = 160
 
 
 def budgets_of_trace(trace: Trace, step: int = 0) -> list[list[int]]:
-    """Entries held after `step`, [layer][KV head]. (`CacheStats.stored` gives the same of a cache.)"""
+    """Entries held after `step`, [layer][KV head]; of a cache, `CacheStats.stored` tells them."""
     return [[len(head.kept(step)) for head in layer] for layer in trace.heads]
 
 
@@ -51,7 +51,7 @@ def budget_map(stored: Sequence[Sequence[int]], title: str, seen: int) -> Figure
             ink = text_on(shades[round(31 * (value - low) / (high - low))])
             axis.text(head, layer, f"{value:.0f}", ha="center", va="center", fontsize=7.5, color=ink)
     bar = made.colorbar(image, ax=axis, fraction=0.04, pad=0.02)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=FAINT)
     mean = values.mean()
     heading(made, title, f"entries held of {seen:,} tokens read; {mean:,.1f} on average ({mean / seen:.0%})")

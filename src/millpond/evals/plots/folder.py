@@ -42,9 +42,9 @@ def _of_run(folder: Path) -> Iterator[tuple[str, Figure]]:
         return
     rows = read_rows(folder)
     scored = [row for row in rows if row.score == row.score and row.kv_bytes > 0]
-    for model, protocol, seed in dict.fromkeys((row.model, row.protocol, row.seed) for row in scored):
-        own = [row for row in scored if (row.model, row.protocol, row.seed) == (model, protocol, seed)]
-        yield _name("quality", model, protocol, f"seed{seed}"), quality(own)
+    for setting in dict.fromkeys((row.model, row.protocol, row.seed) for row in scored):
+        own = [row for row in scored if (row.model, row.protocol, row.seed) == setting]
+        yield _name("quality", *map(str, setting)), quality(own)
     cells = [cell_of(row) for row in rows]
     for (model, task, protocol), panels in panels_of(cells, read_samples(folder)).items():
         yield _name("needle", model, task, protocol), needle(panels, f"{model}: {task} ({protocol})")

@@ -72,7 +72,7 @@ def needle(panels: Sequence[Panel], heading_text: str) -> Figure:
     for axis in axes.flatten()[len(panels) :]:
         axis.set_visible(False)
     bar = made.colorbar(axes[0, 0].images[0], ax=axes, fraction=0.025, pad=0.015, aspect=30)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=FAINT)
     heading(made, heading_text, "mean score by depth and length; 0 is the beginning of the text; white was not asked")
     return made
@@ -85,7 +85,8 @@ def grid(panel: Panel, depths: Sequence[float], lengths: Sequence[int]) -> npt.N
         at = depths.index(float(record.facts["depth"])), lengths.index(int(record.facts["length"]))
         sums[at] += record.score
         counts[at] += 1
-    return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+    means: npt.NDArray[np.float64] = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+    return means
 
 
 def _map(axis: Axes, panel: Panel, depths: Sequence[float], lengths: Sequence[int]) -> None:

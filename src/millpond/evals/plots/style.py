@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from millpond.evals.colours import FAINT, GRID, INK, PAPER, water
 
 SCALE = LinearSegmentedColormap.from_list("water", water(32))
 #: Text stays text in SVG and PDF; ids in an SVG do not change from run to run.
-SETTINGS = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "millpond", "font.family": "DejaVu Sans"}
+SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "millpond"}
 DPI = 160
 
 
 def figure(width: float, height: float) -> Figure:
     """An empty picture of so many inches."""
-    made = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.05)
+    made = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER, layout=layout)
     FigureCanvasAgg(made)
-    made.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.05)  # type: ignore[union-attr]
     return made
 
 
 def heading(made: Figure, title: str, note: str) -> None:
     """What the picture shows, and below it how to read it."""
-    made.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12.5, color=INK, fontweight="medium")
+    made.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12.5, color=INK)
     made.text(0.0105, 1 - 0.40 / made.get_figheight(), note, fontsize=8.5, color=FAINT, va="center")
 
 
@@ -51,7 +53,9 @@ def title(axis: Axes, text: str) -> None:
 def write(made: Figure, path: Path) -> Path:
     """Write a picture; the same numbers give the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[path.suffix[1:]]
+    plain: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[
+        path.suffix[1:]
+    ]
     with matplotlib.rc_context(SETTINGS):
         made.savefig(path, metadata=plain)
     return path
