@@ -85,8 +85,10 @@ def test_a_full_cache_is_faithful_to_itself_and_a_window_is_not() -> None:
     for record in examined(task, "full", size=4):
         assert record.score == 1
         assert record.extra["kl"] == pytest.approx(0, abs=1e-12)
+        assert record.extra["attention_loss"] == record.extra["evicted_attention"] == 0
     for record in examined(task, "window", "2", size=4):
         assert record.extra["kl"] > 1e-3
+        assert 0 < record.extra["attention_loss"] <= record.extra["attention_bound"]
         assert record.weight == len(ids_of(ONE_EACH[int(record.sample[1])].questions[0].references[0]))
 
 

@@ -113,6 +113,16 @@ def test_windows_with_copies(tokens: TokenFile) -> None:
         assert doubled > _repeats(plain, 12)
 
 
+def test_drills_are_passages_that_come_again(tokens: TokenFile) -> None:
+    mixer = Mixer(tokens.tokenizer, facts=0.0, copies=0.0)
+    for draw in range(20):
+        plain = tokens.at(draw, 400, seed=0)
+        window = mixer.mix(random.Random(draw), plain, drills=1.0)
+        assert len(window) == 400
+        assert set(window.tolist()) <= set(plain.tolist())
+        assert _repeats(window, 6) > 60 > _repeats(plain, 6)
+
+
 def _repeats(ids: np.ndarray, length: int) -> int:
     """Runs of `length` tokens that occurred before in the same window."""
     runs = [tuple(ids[i : i + length].tolist()) for i in range(len(ids) - length + 1)]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.errors import BudgetError, NumericsError, PoolFullError
+from millpond.errors import BudgetError, NumericsError, PoolFullError, UnsupportedModelError
 from millpond.evals.answer import Answer, decode, end_tokens
 from millpond.evals.batch import Asked, Batch, Prompt, Tokens
 from millpond.evals.contender import Contender
 from millpond.evals.likelihood import Choice, Fidelity, choose, compare, token_logprobs
+from millpond.evals.losses import attention_losses, kept_positions
 from millpond.evals.reader import Held, Reader
 from millpond.evals.record import Record
 from millpond.evals.rounds import Turn, rounds
@@ -96,6 +97,7 @@ class Examiner:
         with ExitStack() as stack, torch.inference_mode():
             cache = stack.enter_context(self._open(batch))
             readers = [Reader(self.model, cache, openings)]
+            losses = self._attention_losses(batch, cache) if batch.kind == "fidelity" else {}
             if batch.kind == "fidelity":
                 readers.append(Reader(self.model, stack.enter_context(compress(self.model, "full")), openings))
             for turns in rounds(readers, batch, self.limit):
@@ -104,6 +106,23 @@ class Examiner:
                 for turn, result in zip(checked, results, strict=True):
                     if turn is not None:
                         self._file(turn, result or self._lost(turn.asked, turn.failure), records)
+                        name = turn.prompt.sample.id, turn.asked.index
+                        records[name].extra.update(losses.get(name, {}))
+
+    def _attention_losses(self, batch: Batch, cache: MillpondCache) -> dict[tuple[str, int], dict[str, float]]:
+        """What the outputs of the attention layers lose on each continuation, where the model lets it be known."""
+        found: dict[tuple[str, int], dict[str, float]] = {}
+        for row, prompt in enumerate(batch.prompts):
+            kept = kept_positions(cache, row)
+            for asked in prompt.asked:
+                follows = (*asked.tokens, *(asked.targets[0] if asked.targets else ()))
+                tokens = torch.tensor([*prompt.opening, *follows], device=self.model.device)
+                fits = self.limit is None or len(tokens) <= self.limit
+                if follows and fits and batch.protocol != "turns":
+                    with suppress(UnsupportedModelError):
+                        losses = attention_losses(self.model, tokens, len(prompt.opening), kept)
+                        found[prompt.sample.id, asked.index] = losses.numbers()
+        return found
 
     def _open(self, batch: Batch) -> MillpondCache:
         return self.contender.open(self.model, self.tokenizer, batch, self.budget, self.codec)

@@ -124,6 +124,7 @@ def _shape(run: TextRun, text: TokenFile) -> dict[str, object]:
 
 
 def _data(run: TextRun, text: TokenFile) -> dict[str, object]:
+    drills = run.recipe.drills
     return {
         "documents": len(text.documents),
         "corpus": len(text),
@@ -131,6 +132,7 @@ def _data(run: TextRun, text: TokenFile) -> dict[str, object]:
         "held_out": ", ".join(name.removesuffix(".txt") for name in HELD_OUT),
         "facts_share": run.recipe.facts,
         "copies_share": run.recipe.copies,
+        "drills": ", ".join(f"{part:.0%} of the windows from {begin:.0%} of the tokens on" for begin, part in drills),
         "epochs": run.tokens / len(text),
     }
 

@@ -59,7 +59,9 @@ entries are below 1 % of their row's maximum. Per layer: `docs/explanation/heavy
 Never read in training: {held_out}.
 Public domain texts (Project Gutenberg, State of the Union addresses, Grimm), the Rust book (MIT / Apache-2.0) and C++
 documentation (CC-BY 4.0, Microsoft). {facts_share:.0%} of the windows have facts hidden in them that are asked for
-later, {copies_share:.0%} have passages told again; the loss is taken on all tokens.
+later, {copies_share:.0%} have passages told again, and others are copying drills (passages of text or of its tokens in
+random order that come again at once or a little later: {drills}), which grow the induction heads that recall needs.
+The loss is taken on all tokens.
 
 ## Training
 `millpond train text --preset {preset} --seed {seed} --tokens {planned}`: {steps:,} steps, {tokens:,} tokens

@@ -43,7 +43,7 @@ def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write the files that `AutoTokenizer` reads."""
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD,
         model_max_length=context, clean_up_tokenization_spaces=False, padding_side="left",
         model_input_names=["input_ids", "attention_mask"],

@@ -98,7 +98,7 @@ class HeadBars {
     });
     const least = Math.min(...counts), mean = counts.reduce((a, b) => a + b, 0) / counts.length;
     const range = least === most ? `${number(most)} in every head` : `${number(least)} to ${number(most)}, on average ${mean.toFixed(1)}`;
-    this.note.textContent = `${range}, of ${number(seen)} read; a row per layer`;
+    this.note.textContent = `${range}, of ${number(seen)} tokens read`;
     this.box.setAttribute("aria-label", `Entries per head: ${range}`);
   }
 }
