@@ -165,15 +165,15 @@ def signature_of(function: Any) -> str:
 
 
 def result_table() -> str:
-    """The committed measurement of generate(), or how to make one."""
+    """The committed measurement of generate() at the longest prompt of one sequence, or how to make one."""
     if not RESULTS.exists():
         return "No measurement is committed yet: `make bench` makes one, `make docs` puts it here."
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
-    parts = [f"{data['hardware']}; {data['software']}; `{data['command']}`.\n"]
-    for batch, prompt in dict.fromkeys((r["batch"], r["prompt"]) for r in data["results"]):
-        rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (batch, prompt)]
-        parts.append(f"**Batch {batch}, prompt {prompt:,}**\n\n{generate_table(rows, data['anchor'])}")
-    return "\n".join(parts)
+    prompt = max(r["prompt"] for r in data["results"] if r["batch"] == 1)
+    rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (1, prompt)]
+    origin = f"{data['hardware']}; {data['software']}; `{data['command']}`."
+    where = f"One sequence, prompt {prompt:,} ([all cells]({RESULTS.with_suffix('.md').relative_to(ROOT)}))."
+    return f"{origin} {where}\n\n{generate_table(rows, data['anchor'])}"
 
 
 def main() -> None:

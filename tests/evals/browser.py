@@ -47,6 +47,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
 
     def call(self, method: str, **params: Any) -> Any:
         """One command and its answer; what the page complains of meanwhile is noted in `problems`."""
