@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,9 @@ def one_question_each() -> tuple[Sample, ...]:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def door(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    yield importlib.import_module("millpond.evals.adapters.lm_eval")
+    return importlib.import_module("millpond.evals.adapters.lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,8 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pond_say.yaml").write_text(
         f"task: pond_say\n{data}output_type: generate_until\n"
         'doc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n'
-        f"generation_kwargs: {{until: [{STOP}], max_gen_toks: 6, do_sample: false}}\nmetric_list: [{{metric: exact_match}}]\n"
+        f"generation_kwargs: {{until: [{STOP}], max_gen_toks: 6, do_sample: false}}\n"
+        "metric_list: [{metric: exact_match}]\n"
     )
     return tmp_path
 
@@ -82,7 +82,9 @@ def request(*arguments: Any) -> Any:
 
 @needed
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("method", "budget", "size"), [("full", "", 1), ("h2o", "30%", 4), ("h2o:recent=0.25", "9", 2)])
+@pytest.mark.parametrize(
+    ("method", "budget", "size"), [("full", "", 1), ("h2o", "30%", 4), ("h2o:recent=0.25", "9", 2)]
+)
 def test_a_local_task_gives_the_numbers_of_our_harness(
     door: Any, folder: str, tasks: Path, method: str, budget: str, size: int
 ) -> None:
@@ -214,11 +216,12 @@ def test_the_command_names_the_model_where_nobody_does() -> None:
 
 
 @needed
+@pytest.mark.slow  # lm-eval reads its own thousands of tasks first
 @pytest.mark.filterwarnings("ignore")
-def test_the_command_runs_a_local_task(door: Any, folder: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_a_local_task(door: Any, folder: str, tasks: Path) -> None:
     result = CliRunner().invoke(app, [
-        "lm-eval", "--model_args", f"pretrained={folder},method=h2o,budget=30%,device=cpu", "--tasks", "pond_say",
-        "--include_path", str(tasks), "--output_path", str(tasks / "out"), "--log_samples",
+        "lm-eval", "--model_args", f"pretrained={folder},method=h2o,budget=30%", "--tasks", "pond_say",
+        "--device", "cpu", "--include_path", str(tasks), "--output_path", str(tasks / "out"), "--log_samples",
     ])  # fmt: skip
     assert result.exit_code == 0, result.output + str(result.exception)
     (written,) = (tasks / "out").rglob("results_*.json")

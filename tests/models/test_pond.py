@@ -52,9 +52,13 @@ def words_of(paper: Paper) -> list[str]:
 def test_every_answer_can_be_read_off_its_text(task: str, seed: int) -> None:
     paper = draw_paper(task, seed, 0, LENGTH)
     for asked in paper.asked:
-        answer = spell(asked.answer).split()
+        question, answer = spell(asked.question).split(), spell(asked.answer).split()
+        told = solve(words_of(paper), question)
         assert answer.pop() == w.EOS
-        assert solve(words_of(paper), spell(asked.question).split()) == answer
+        assert spell(asked.references).split() == told
+        subject = question[1:-1]
+        pairs = [word for pair in zip(subject, told, strict=True) for word in pair] if question[0] == w.EACH else []
+        assert answer == (pairs or [*subject, *told])
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -21,6 +21,7 @@ from millpond.train.recall_rows import SOURCES, WARM_UP, draw_batch, warm_up_bat
 from millpond.train.recall_run import Recipe, Run
 
 TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
+MARKS_OF_QUESTIONS = {w.ID[mark] for mark in (w.ASK, w.ALL, w.EACH, w.TRACE, w.COPY, w.MOST, w.COMMON)}
 EVENLY = np.ones(len(SOURCES))
 
 
@@ -61,8 +62,8 @@ def test_bundled_model_needs_its_text(model: LlamaForCausalLM) -> None:
     paper = draw_paper("recall", 12, 0, 256, {"questions": 16})
     right = 0
     for asked in paper.asked:
-        ids = torch.tensor([[w.BOS_ID, *asked.question]])
-        right += int(model(ids).logits[0, -1].argmax()) == asked.answer[0]
+        ids = torch.tensor([[w.BOS_ID, *asked.question, asked.answer[0]]])
+        right += int(model(ids).logits[0, -1].argmax()) == asked.answer[1]
     assert right <= 3
 
 
@@ -118,11 +119,13 @@ def test_logits_at_supervised_places_are_those_of_the_whole_model() -> None:
 def test_only_answers_are_supervised() -> None:
     batch = draw_batch(0, 5, length=64, tokens=2000, weights=EVENLY)
     for row, supervised, family in zip(*map(rows_of, (batch.tokens, batch.supervised, batch.family)), strict=True):
-        inside = False
+        inside, question = False, 0
         for place, word in enumerate(row[:-1]):
+            question = place if word in MARKS_OF_QUESTIONS else question
             inside = word == w.IS_ID or (inside and word != w.EOS_ID)
             assert supervised[place] == inside
-            assert (family[place] >= 0) == (inside and row[place + 1] != w.EOS_ID)
+            named = row[question : row.index(w.IS_ID, question)] if inside else []
+            assert (family[place] >= 0) == (inside and row[place + 1] not in (w.EOS_ID, *named))
             assert family[place] < len(FAMILIES)
 
 

@@ -21,8 +21,9 @@ def lm_eval(context: typer.Context) -> None:
     """
     if find_spec("lm_eval") is None:
         raise OptionError("lm-evaluation-harness is not installed; install it with: pip install 'millpond[lm-eval]'")
-    import millpond.evals.adapters.lm_eval  # noqa: F401  # registers the model
     from lm_eval.__main__ import cli_evaluate
+
+    import millpond.evals.adapters.lm_eval  # noqa: F401  # registers the model
 
     before = sys.argv
     sys.argv = ["millpond lm-eval", *with_model(context.args)]

@@ -43,5 +43,5 @@ def pond_samples(family: str, count: int, seed: int, *, length: int, **knobs: An
 
 
 def _question(asked: Asked) -> Question:
-    words = tuple(w.VOCABULARY[word] for word in asked.answer[:-1])
+    words = tuple(w.VOCABULARY[word] for word in asked.references)
     return Question(" " + spell(asked.question), words, len(asked.answer))

@@ -122,7 +122,7 @@ def curve_table(log: Sequence[LogLine]) -> str:
 def _example(task: str) -> str:
     """A question of a task, for the card."""
     asked = draw_paper(task, 1, 0, 512, {"questions": QUESTIONS.get(task, 1)}).asked[0]
-    return f"| {task} | `{spell(asked.question)}` | {spell(asked.answer[:-1])} |"
+    return f"| {task} | `{spell(asked.question)}` | {spell(asked.answer)} |"
 
 
 def _training(run: Run, recipe: Recipe) -> dict[str, object]:

@@ -42,10 +42,10 @@ def _answer(model: PreTrainedModel, paper: Paper) -> list[float]:
 
 
 def _share(model: PreTrainedModel, cache: DynamicCache, asked: Asked) -> float:
-    """Decode one answer; the share of its words that stand where they should."""
+    """Decode one answer; the share of the words that count which stand where they should."""
     ids, right = torch.tensor([asked.question]), 0
-    for word in asked.answer[:-1]:
+    for word, counts in zip(asked.answer[:-1], asked.scored, strict=False):
         logits = model(ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[0, -1]
         ids = logits.argmax()[None, None]
-        right += int(ids) == word
-    return right / (len(asked.answer) - 1)
+        right += counts and int(ids) == word
+    return right / len(asked.references)

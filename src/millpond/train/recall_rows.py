@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     """Rows for next-token prediction, with the places where the loss is taken."""
 
     tokens: Tensor  # (B, L) int64
-    family: Tensor  # (B, L) int64: >= 0 where the *next* token is a word of an answer, FAMILIES by number; else < 0
+    family: Tensor  # (B, L) int64: >= 0 where the *next* token is a word that counts, FAMILIES by number; else < 0
     supervised: Tensor  # (B, L) bool: where the next token is a target (answers with their <eos>)
 
 
@@ -86,7 +86,8 @@ def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> tuple[np
         line = np.array(question.question + question.answer)
         mark = np.full(len(line), NO_FAMILY)
         begin = len(question.question) - 1
-        mark[begin : begin + len(question.answer) - 1] = FAMILIES.index(question.family)
+        answer = mark[begin : begin + len(question.answer)]
+        answer[np.array(question.scored)] = FAMILIES.index(question.family)
         target = np.zeros(len(line))
         target[begin : begin + len(question.answer)] = 1
         parts.append(line)

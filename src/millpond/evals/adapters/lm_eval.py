@@ -222,9 +222,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
                 f"a request of {len(context)} tokens, with {len(target)} to follow, is longer than the model's {limit} "
                 "positions; name a task with shorter prompts, or cut their beginning with truncate=True"
             )
-        warnings.warn(
-            f"the beginning of prompts longer than {limit} tokens is cut", CutShortWarning, stacklevel=3
-        )
+        warnings.warn(f"the beginning of prompts longer than {limit} tokens is cut", CutShortWarning, stacklevel=3)
         return list(context[too_long:]), list(target)
 
     def _with_room(self, context: Sequence[int], question: Question) -> list[int]:

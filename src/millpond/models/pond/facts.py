@@ -5,16 +5,17 @@ questions they answer. It knows nothing of the filler around them, of samples or
 
 | family | a text says | a question and its answer |
 |---|---|---|
-| recall | `emma kite` | `<ask> emma <is>` kite |
-| overwritten | `emma kite` ... `emma drum` | `<ask> emma <is>` drum |
-| multivalue | the same | `<all> emma <is>` kite drum |
-| multiquery | pairs | `<each> emma karl nora otto <is>` kite lamp harp coin |
-| tracking | `<let> kite oslo` ... `<let> oslo riga` | `<trace> kite <is>` oslo riga |
-| copy | `<open> emma kite drum harp <close>` | `<copy> emma <is>` kite drum harp |
+| recall | `emma kite` | `<ask> emma <is>` emma kite |
+| overwritten | `emma kite` ... `emma drum` | `<ask> emma <is>` emma drum |
+| multivalue | the same | `<all> emma <is>` emma kite drum |
+| multiquery | pairs | `<each> emma karl nora otto <is>` emma kite karl lamp nora harp otto coin |
+| tracking | `<let> kite oslo` ... `<let> oslo riga` | `<trace> kite <is>` kite oslo riga |
+| copy | `<open> emma kite drum harp <close>` | `<copy> emma <is>` emma kite drum harp |
 | frequent | animals, some of them often | `<most> <is>` the three most frequent, the first first |
 | common | plants, four of them often | `<common> <is>` these four in the order of the alphabet |
 
-Every answer ends with `<eos>`.
+Every answer ends with `<eos>`. An answer names again what it is about: so the looking up happens while it is decoded,
+from what is kept of the text by then, and not while the question is read.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ class Asked:
     family: str
     question: tuple[int, ...]
     answer: tuple[int, ...]
+
+    @property
+    def scored(self) -> tuple[bool, ...]:
+        """Which words of the answer count: not `<eos>`, and not what the question has named."""
+        return tuple(word != w.EOS_ID and word not in self.question for word in self.answer)
+
+    @property
+    def references(self) -> tuple[int, ...]:
+        """The words of the answer that count."""
+        return tuple(word for word, counts in zip(self.answer, self.scored, strict=True) if counts)
 
 
 @dataclass(slots=True)
@@ -76,17 +87,17 @@ class Words:
 
 
 def _ask(family: str, mark: str, subject: list[int], answer: list[int]) -> Asked:
-    return Asked(family, (ID[mark], *subject, ID[w.IS]), (*answer, ID[w.EOS]))
+    return Asked(family, (ID[mark], *subject, w.IS_ID), (*answer, w.EOS_ID))
 
 
 def pairs(draw: Words, count: int) -> Facts:
     """`count` names, each told one thing; every name is asked, and groups of four together."""
     names = draw.fresh(w.NAMES, count)
     told = {name: int(draw.rng.choice(_IDS[w.THINGS])) for name in names}
-    asked = [_ask("recall", w.ASK, [name], [told[name]]) for name in names]
+    asked = [_ask("recall", w.ASK, [name], [name, told[name]]) for name in names]
     for start in range(0, len(names) - ASKED_TOGETHER + 1, ASKED_TOGETHER):
         group = [int(name) for name in draw.rng.permutation(names[start : start + ASKED_TOGETHER])]
-        asked.append(_ask("multiquery", w.EACH, group, [told[name] for name in group]))
+        asked.append(_ask("multiquery", w.EACH, group, [word for name in group for word in (name, told[name])]))
     return Facts([[(name, thing)] for name, thing in told.items()], asked)
 
 
@@ -96,8 +107,8 @@ def retold(draw: Words, count: int, times: tuple[int, int]) -> Facts:
     for name in draw.fresh(w.NAMES, count):
         things = draw.some(w.THINGS, int(draw.rng.integers(times[0], times[1] + 1)))
         facts.threads.append([(name, thing) for thing in things])
-        facts.asked.append(_ask("overwritten", w.ASK, [name], things[-1:]))
-        facts.asked.append(_ask("multivalue", w.ALL, [name], things))
+        facts.asked.append(_ask("overwritten", w.ASK, [name], [name, things[-1]]))
+        facts.asked.append(_ask("multivalue", w.ALL, [name], [name, *things]))
     return facts
 
 
@@ -110,7 +121,7 @@ def chains(draw: Words, count: int, hops: int) -> Facts:
             break
         links = zip([start, *places], places, strict=False)
         facts.threads.append([(ID[w.LET], source, target) for source, target in links])
-        facts.asked.append(_ask("tracking", w.TRACE, [start], places))
+        facts.asked.append(_ask("tracking", w.TRACE, [start], [start, *places]))
     return facts
 
 
@@ -120,7 +131,7 @@ def passages(draw: Words, count: int, length: int) -> Facts:
     for name in draw.fresh(w.NAMES, count):
         text = draw.some(w.THINGS, length)
         facts.threads.append([(ID[w.OPEN], name, *text, ID[w.CLOSE])])
-        facts.asked.append(_ask("copy", w.COPY, [name], text))
+        facts.asked.append(_ask("copy", w.COPY, [name], [name, *text]))
     return facts
 
 
