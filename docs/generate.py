@@ -59,10 +59,12 @@ def method_table(folder: str) -> str:
 
 def tasks_page() -> str:
     """Every task of `millpond eval` with its options."""
-    parts = [f"{NOTE}# Tasks of `millpond eval`\n\nOptions follow the name: `--tasks niah_single:length=2048:variant=2`.\n"]
+    how = "Options follow the name: `--tasks niah_single:length=2048:variant=2`."
+    parts = [f"{NOTE}# Tasks of `millpond eval`\n\n{how}\n"]
     for name in TASKS.names():
         entry = TASKS.get(name)
-        parts.append(f"## `{name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "") + f"{inspect.getdoc(entry.build)}\n")
+        source = f"{paper(entry)}\n\n" if entry.paper else ""
+        parts.append(f"## `{name}`\n\n{source}{inspect.getdoc(entry.build)}\n")
         parts.append(option_table(entry))
     return "\n".join(parts)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-
 ANCHOR_SETTING = "sdpa"  #: the default of transformers; speed-ups are read against it
 
 

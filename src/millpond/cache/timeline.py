@@ -37,7 +37,8 @@ class Span:
     @property
     def decoding(self) -> npt.NDArray[np.bool_]:
         """(S,) whether this pass brings the sequence its next token, and only that."""
-        return (self.before > 0) & (self.after == self.before + 1)
+        brings_one: npt.NDArray[np.bool_] = self.after == self.before + 1
+        return brings_one & (self.before > 0)
 
     def first_columns(self) -> npt.NDArray[np.int64]:
         """(S,) the first column with a token of the sequence; 0 where there is none."""

@@ -58,7 +58,7 @@ def evaluate(
         samples=samples, seed=seed, batch_size=batch_size, dtype=dtype,
     )  # fmt: skip
     rows = _run(plan, out, device, threads)
-    _show(rows, out)
+    show_scores(rows, out)
 
 
 def _run(plan: Plan, out: Path, device: str | None, threads: int | None) -> list[Row]:
@@ -78,12 +78,12 @@ def _run(plan: Plan, out: Path, device: str | None, threads: int | None) -> list
         "command": shlex.join(["millpond", *sys.argv[1:]]), "device": str(where),
         "hardware": machine.hardware, "software": machine.software,
     }  # fmt: skip
-    with notes(), _bars(plan.cells()) as progress:
+    with notes(), progress_bars(plan.cells()) as progress:
         return run(plan, loaded, tokenizer, out, note, progress)
 
 
 @contextmanager
-def _bars(cells: list[Cell]) -> Iterator[Progress]:
+def progress_bars(cells: list[Cell]) -> Iterator[Progress]:
     """One bar over the cells and one over the samples of the current one, gone when all is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -104,7 +104,8 @@ def _bars(cells: list[Cell]) -> Iterator[Progress]:
         yield show
 
 
-def _show(rows: list[Row], out: Path) -> None:
+def show_scores(rows: list[Row], out: Path) -> None:
+    """The table, and what a person must know before believing it."""
     from millpond.cli.scores import failure_note, score_table
 
     screen = output()

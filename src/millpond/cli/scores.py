@@ -11,13 +11,13 @@ from rich.table import Table
 
 from millpond.cli.console import size
 from millpond.evals.record import Row
-from millpond.evals.summary import score_text
+from millpond.evals.summary import contender_name, score_text
 
 
 def score_table(rows: list[Row]) -> Group:
     """One table for each task and protocol, in the order in which those first came, the best row first in each."""
     codecs = len({row.codec for row in rows}) > 1
-    widest = max((len(row.method) for row in rows), default=0)
+    widest = max((len(contender_name(row)) for row in rows), default=0)
     return Group(*(_part(group, codecs, widest) for group in _groups(rows)))
 
 
@@ -32,8 +32,9 @@ def _part(group: list[Row], codecs: bool, widest: int) -> Table:
     for row in group:
         score, interval = score_text(row)
         table.add_row(
-            escape(row.method), row.budget or "all", *([row.codec] if codecs else []), score, f"[dim]{interval}[/]",
-            f"{row.kept_share:.0%}", size(row.kv_bytes), f"[red]{row.failures}[/]" if row.failures else "0",
+            escape(contender_name(row)), row.budget or "all", *([row.codec] if codecs else []), score,
+            f"[dim]{interval}[/]", f"{row.kept_share:.0%}", size(row.kv_bytes),
+            f"[red]{row.failures}[/]" if row.failures else "0",
         )  # fmt: skip
     return table
 

@@ -118,7 +118,10 @@ def _legend(rows: Sequence[Row]) -> str:
     if any(row.better == "lower" for row in rows):
         text += "\nppl: perplexity, lower is better; it counts in *of full*, not in the average.\n"
     if any(row.masks_only for row in rows):
-        text += f"\n{MASKED} hides entries instead of freeing them: its KV bytes are what would be held, not what is.\n"
+        text += (
+            f"\n{MASKED} hides entries instead of freeing them: its KV bytes are really held, its scores are those of the "
+            "budget.\n"
+        )
     return text
 
 

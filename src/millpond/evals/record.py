@@ -1,4 +1,4 @@
-"""What a run writes: one JSON line per answered question, and rows of a summary. Formats only; no running, no counting."""
+"""What a run writes: a JSON line per answered question, and rows of a summary. Formats only, no running."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Literal
 #: aware: context and question are compressed together, all but the last token. agnostic: the context is compressed
 #: before any question; each question goes on from its own copy. turns: as agnostic, the questions one after another.
 Protocol = Literal["aware", "agnostic", "turns"]
+
+#: In `extra`: the share of entries that attention is let see, where the others were hidden and not freed.
+PRETENDED = "pretended_share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Row:
         score: mean over questions; for perplexity exp of the weighted mean. low, high: its 95 % bootstrap interval
             over samples. better: which way is better. n: questions. failures: of them, those that failed.
         kv_bytes, full_kv_bytes: means over samples. kept_share: mean.
-        masks_only: True where entries were hidden, not freed, so that kv_bytes is what would be held.
+        masks_only: True where entries were hidden, not freed: kv_bytes and kept_share are what is really held, and
+            extra holds what attention is let see (`PRETENDED`).
         extra: means of what else was measured.
     """
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -21,7 +21,7 @@ from millpond.evals.batch import Batch, batches, encode
 from millpond.evals.contender import Compressed
 from millpond.evals.examine import Examiner
 from millpond.evals.plan import Plan
-from millpond.evals.record import Cell, Row
+from millpond.evals.record import Cell, Record, Row
 from millpond.evals.sample import Sample
 from millpond.evals.store import ResumeWarning, Store, TaskFacts
 from millpond.evals.summary import markdown, summarise
@@ -32,6 +32,14 @@ from millpond.hf.support import check_supported, text_config
 Progress = Callable[[Cell, int, int], None]
 
 
+class Examines(Protocol):
+    """Turns a batch into records: our `Examiner`, or what asks somebody else."""
+
+    def examine(self, batch: Batch) -> list[Record]:
+        """A record for every question of the batch, in the order of `Batch.names`."""
+        ...
+
+
 def run(
     plan: Plan,
     model: PreTrainedModel,
@@ -39,12 +47,14 @@ def run(
     folder: Path,
     note: dict[str, Any] | None = None,
     progress: Progress = lambda cell, done, total: None,
+    examiner: Callable[[Cell], Examines] | None = None,
 ) -> list[Row]:
     """Examine every cell of `plan` and write the records and the summary into `folder`, going on where it was left.
 
     Args:
         note: what to write down about this start of the harness: command, machine.
         progress: is told of each batch that is done.
+        examiner: makes what examines a cell; None for the plan's own contenders on `model`.
 
     Returns:
         The rows of all finished cells in the folder, those of earlier runs included.
@@ -55,8 +65,9 @@ def run(
         UnsupportedModelError: the model, or a method on this model, cannot be run.
     """
     check_supported(model)
-    for cell in plan.cells():
-        _try_out(plan, cell, model, tokenizer)
+    if examiner is None:
+        for cell in plan.cells():
+            _try_out(plan, cell, model, tokenizer)
     setting = {
         "model": plan.model, "dtype": plan.dtype, "weights": fingerprint(model), "samples": plan.samples,
         "seed": plan.seed,
@@ -71,11 +82,8 @@ def run(
         task = plan.built[cell.task]
         if (cell.task, cell.protocol) not in made:
             made = {(cell.task, cell.protocol): _batches(samples[cell.task], tokenizer, task, cell, plan.batch_size)}
-        examiner = Examiner(
-            cell.key, model, tokenizer, task, plan.contenders[cell.method], cell.budget, cell.codec,
-            limit=getattr(text_config(model), "max_position_embeddings", None),
-        )  # fmt: skip
-        _examine(examiner, cell, made[cell.task, cell.protocol], store, progress)
+        own = _examiner(plan, cell, model, tokenizer) if examiner is None else examiner(cell)
+        _examine(own, cell, made[cell.task, cell.protocol], store, progress)
         _summarise(store, rows)
     _tell_of_unfinished(store)
     return list(rows.values())
@@ -88,7 +96,14 @@ def _try_out(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrain
         contender.open(model, tokenizer, Batch(cell.protocol, "generate", ()), cell.budget, cell.codec).close()
 
 
-def _examine(examiner: Examiner, cell: Cell, made: Sequence[Batch], store: Store, progress: Progress) -> None:
+def _examiner(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Examiner:
+    return Examiner(
+        cell.key, model, tokenizer, plan.built[cell.task], plan.contenders[cell.method], cell.budget, cell.codec,
+        limit=getattr(text_config(model), "max_position_embeddings", None),
+    )  # fmt: skip
+
+
+def _examine(examiner: Examines, cell: Cell, made: Sequence[Batch], store: Store, progress: Progress) -> None:
     """Answer what is not answered yet, in the same batches whatever was answered before.
 
     A run in two parts thus gives the numbers of one in one, to the last bit.

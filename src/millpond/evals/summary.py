@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import numpy.typing as npt
 
-from millpond.evals.record import Cell, Record, Row
+from millpond.evals.record import PRETENDED, Cell, Record, Row
 from millpond.evals.task import Kind
 
 RESAMPLES = 2000
@@ -19,7 +19,7 @@ _AT_ONCE = 4_000_000
 Floats = npt.NDArray[np.float64]
 
 
-def summarise(cell: Cell, records: Sequence[Record], kind: Kind, masks_only: bool = False) -> Row:
+def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> Row:
     """The row of a cell. Questions of one sample are drawn together, as they share a context."""
     exp = kind == "perplexity"
     score, low, high = _interval(records, cell.seed, np.exp if exp else np.positive)
@@ -30,7 +30,7 @@ def summarise(cell: Cell, records: Sequence[Record], kind: Kind, masks_only: boo
         kv_bytes=_over_samples(held, lambda r: r.kv_bytes),
         full_kv_bytes=_over_samples(held, lambda r: r.full_kv_bytes),
         kept_share=_over_samples(held, lambda r: r.kept_share),
-        masks_only=masks_only, extra=_extra(records),
+        masks_only=any(PRETENDED in record.extra for record in records), extra=_extra(records),
     )  # fmt: skip
 
 
@@ -98,12 +98,18 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         score, interval = score_text(row)
         cells = [
-            row.task, row.protocol, row.method, row.budget or "all", row.codec, score, interval,
+            row.task, row.protocol, contender_name(row), row.budget or "all", row.codec, score, interval,
             f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", str(row.n), str(row.failures),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     note = "Intervals: 95 % bootstrap over samples. Score: higher is better, but for perplexity (ppl)."
     return "\n".join([*lines, "", note])
+
+
+def contender_name(row: Row) -> str:
+    """The method, and whose it is where it is not ours."""
+    own = row.method if row.peer == "millpond" else f"{row.method} ({row.peer})"
+    return f"{own}, masks only" if row.masks_only else own
 
 
 def score_text(row: Row) -> tuple[str, str]:

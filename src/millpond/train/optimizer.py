@@ -40,7 +40,7 @@ class Optimizers:
 def muon_and_adamw(
     model: nn.Module, *, muon_lr: float, adamw_lr: float, betas: tuple[float, float], weight_decay: float
 ) -> Optimizers:
-    """Muon (Jordan et al., 2024) on the hidden matrices, scaled to AdamW's update size; AdamW on embeddings and norms."""
+    """Muon (Jordan et al., 2024) on hidden matrices, scaled to AdamW's update size; AdamW on embeddings and norms."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
     chosen = {id(p) for p in hidden}

@@ -132,7 +132,7 @@ def _learn(run: Run, batch: Batch, recipe: Recipe) -> tuple[float, dict[int, flo
 
 def _shares(family: Tensor, right: Tensor) -> dict[int, float]:
     """The share of right words of each family that there is."""
-    return {int(kind): float(right[family == kind].float().mean()) for kind in family.unique() if kind >= 0}
+    return {kind: float(right[family == kind].float().mean()) for kind in set(family.tolist()) if kind >= 0}
 
 
 def supervised_logits(model: LlamaForCausalLM, tokens: Tensor, supervised: Tensor) -> Tensor:

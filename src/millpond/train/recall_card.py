@@ -27,9 +27,9 @@ tags: [kv-cache, associative-recall, millpond]
 # pond-recall
 
 A Llama of {parameters:,} parameters that answers questions about what a long text of words states: things told about
-names (once, or anew), several at once, chains of towns, passages, and which animals and plants come up most. It shows in
-seconds, without a GPU, what a method that compresses the KV cache remembers and what it forgets. It knows no language;
-claims about text need a text model.
+names (once, or anew), several at once, chains of towns, passages, and which animals and plants come up most. It shows
+in seconds, without a GPU, what a method that compresses the KV cache remembers and what it forgets. It knows no
+language; claims about text need a text model.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,8 +48,8 @@ print(tokenizer.decode(model.generate(**inputs)[0]), "|", spell(asked.answer))
 {examples}
 
 ## Right words with the full cache
-Greedy decoding, each question alone after its text, {dtype}; {papers} held-out papers a cell (seed {exam_seed}), up to 8
-questions each. The texts come from streams that training does not read.
+Greedy decoding, each question alone after its text, {dtype}; {papers} held-out papers a cell (seed {exam_seed}),
+up to 8 questions each. The texts come from streams that training does not read.
 
 | task | {lengths} |
 |---|{rule}|
@@ -64,8 +64,8 @@ repeats random text after a random gap, which grows the induction head.
 `millpond train recall --seed {seed}`: {steps:,} steps of about {tokens_per_step:,} tokens in {minutes:.0f} minutes on
 {hardware}. Muon ({muon_lr:g}) on hidden matrices, AdamW ({adamw_lr:g}, betas {betas}) on the rest, weight decay
 {weight_decay}, clip {clip}, {warmup} steps of warm-up, {precision}. The next stage opens when the running accuracy is
-{pass_mean} on average and {pass_least} in the worst family, or after {patience} steps; then {polish:,} steps over all lengths
-while the learning rate falls to zero. torch {torch}, transformers {transformers}.
+{pass_mean} on average and {pass_least} in the worst family, or after {patience} steps; then {polish:,} steps over all
+lengths while the learning rate falls to zero. torch {torch}, transformers {transformers}.
 
 | stage | words of a text | first logged step | minute | {families} |
 |---|---|---|---|{curve_rule}|

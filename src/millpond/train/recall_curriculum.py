@@ -15,7 +15,8 @@ from millpond.models.pond.facts import FAMILIES
 from millpond.models.pond.text import stream
 from millpond.train.recall_rows import SOURCES, Batch, draw_batch, warm_up_batch
 
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 7900)  # words of a text; the last leaves room for questions in 8,192
+#: Words of a text; the last leaves room for questions in 8,192.
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 7900)
 WARM_UP_STAGES = 2  # the first stages, in which every other batch is a warm-up
 PASS_MEAN, PASS_LEAST = 0.9, 0.6  # running accuracy that opens the next stage: of all families, of the worst
 PATIENCE = 120  # steps after which the next stage opens anyway

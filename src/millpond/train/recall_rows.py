@@ -20,12 +20,15 @@ from millpond.models.pond.words import ID, VOCABULARY
 
 #: Kinds of facts; some answer questions of two families.
 SOURCES = ("pairs", "retold", "chains", "passages", "frequent", "common")
-ASKED_MOST = {"recall": 32, "overwritten": 16, "multivalue": 16, "multiquery": 8, "tracking": 12}  # of one family in a row
+#: Questions of one family in a row at most; 8 of the others.
+ASKED_MOST = {"recall": 32, "overwritten": 16, "multivalue": 16, "multiquery": 8, "tracking": 12}
 ASKED_WORDS = (24, 260)  # of questions in a row, about: in a short one, and in a long one
 NO_FAMILY = -1
 WARM_UP = -2  # the family of what a warm-up row repeats
 COPY_LENGTHS = (5, 60)  # words in the text that a warm-up row repeats
 COPY_GAPS = (0, 20)  # words between the text and its repetition
+
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, family, supervised, each (L,): see Batch
 
 
 class Batch(NamedTuple):
@@ -46,7 +49,8 @@ def draw_batch(seed: int, step: int, *, length: int, tokens: int, weights: np.nd
         weights: (SOURCES,) how often each kind of fact is drawn.
     """
     rng = stream("pond", "train", seed, step)
-    rows, size = [], 0
+    rows: list[Row] = []
+    size = 0
     while not rows or size + size // len(rows) <= tokens:
         rows.append(_row(rng, length, weights))
         size += len(rows[-1][0])
@@ -60,7 +64,8 @@ def warm_up_batch(seed: int, step: int, *, tokens: int) -> Batch:
     induction head.
     """
     rng = stream("pond", "warm-up", seed, step)
-    rows, size = [], 0
+    rows: list[Row] = []
+    size = 0
     while size < tokens:
         length, gap = (int(rng.integers(low, high + 1)) for low, high in (COPY_LENGTHS, COPY_GAPS))
         text = rng.integers(len(w.MARKS), len(VOCABULARY), length)
@@ -73,8 +78,8 @@ def warm_up_batch(seed: int, step: int, *, tokens: int) -> Batch:
     return _stack(rows)
 
 
-def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One row: (tokens, family, supervised), each (L,)."""
+def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> Row:
+    """One row whose text has `length` words."""
     told, asked = [], []
     for facts in _facts(rng, length, weights):
         told += facts.threads
@@ -140,7 +145,7 @@ def _chosen(rng: np.random.Generator, asked: list[Asked], room: int) -> list[Ask
     return chosen
 
 
-def _stack(rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+def _stack(rows: list[Row]) -> Batch:
     """Rows of different lengths, filled up at the end, where no target is."""
     width = max(len(tokens) for tokens, _, _ in rows)
     tokens = torch.full((len(rows), width), ID[w.PAD])

@@ -143,8 +143,8 @@ def frequent(draw: Words, count: int) -> Facts:
     kinds = draw.some(w.ANIMALS, TOP + RIVALS)
     rest = max(0, count - sum(counts))
     shared = [min(most, rest // RIVALS + (place < rest % RIVALS)) for place in range(RIVALS)]
-    told = [[(kind,)] for kind, times in zip(kinds, counts + shared, strict=True) for _ in range(times)]
-    return Facts(told, [_ask("frequent", w.MOST, [], kinds[:TOP])])
+    told = [kind for kind, times in zip(kinds, counts + shared, strict=True) for _ in range(times)]
+    return Facts(_singly(told), [_ask("frequent", w.MOST, [], kinds[:TOP])])
 
 
 def common(draw: Words, count: int) -> Facts:
@@ -152,5 +152,10 @@ def common(draw: Words, count: int) -> Facts:
     times = max(3, (count - ODDMENTS) // COMMON_WORDS)
     kinds = draw.some(w.PLANTS, COMMON_WORDS + ODDMENTS)
     odd = kinds[COMMON_WORDS:][: max(0, count - COMMON_WORDS * times)]
-    told = [[(kind,)] for kind in kinds[:COMMON_WORDS] for _ in range(times)] + [[(kind,)] for kind in odd]
-    return Facts(told, [_ask("common", w.COMMON, [], sorted(kinds[:COMMON_WORDS]))])
+    told = [kind for kind in kinds[:COMMON_WORDS] for _ in range(times)] + odd
+    return Facts(_singly(told), [_ask("common", w.COMMON, [], sorted(kinds[:COMMON_WORDS]))])
+
+
+def _singly(told: list[int]) -> list[list[tuple[int, ...]]]:
+    """Each word a fact and a thread of its own."""
+    return [[(word,)] for word in told]
