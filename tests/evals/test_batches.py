@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
-from millpond.errors import BudgetError, PoolFullError
+from millpond.errors import BudgetError, OptionError, PoolFullError
 from millpond.evals.batch import Batch, batches, encode
 from millpond.evals.contender import Compressed
 from millpond.evals.examine import Examiner
 from millpond.evals.reader import Reader
 from millpond.evals.record import Protocol, Record
+from millpond.evals.sample import Question, Sample
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
+from millpond.models.pond.tokenizer import build_tokenizer
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]
 METHODS = [("full", ""), ("h2o", "30%"), ("window", "7"), ("snapkv:window=4", "30%"), ("tova", "9")]
@@ -92,3 +94,11 @@ def test_one_prompt_that_fails_does_not_take_the_others_along() -> None:
     assert wrong == {"s1": "BudgetError: s1 does not fit", "s2": "PoolFullError: s2 is too much"}
     right = [r for r in records if not r.failure]
     assert_same(right, [r for r in examined(task, "window", "9", "agnostic") if r.sample not in wrong])
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_refused() -> None:
+    tokenizer = build_tokenizer(64)
+    foreign = Sample("s", "Once upon a midnight dreary, while I pondered, weak and weary", (Question(" why"),))
+    with pytest.raises(OptionError, match="knows no word for 9 of its 12 tokens"):
+        encode(foreign, tokenizer, "generate", "agnostic")
+    assert encode(Sample("s", "anna kettle rain", (Question(" why"),)), tokenizer, "generate", "agnostic")

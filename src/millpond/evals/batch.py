@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from millpond.errors import OptionError
 from millpond.evals.record import Protocol
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind
 
 Tokens = tuple[int, ...]
+#: Share of unknown words in a context above which it is no text to the model.
+MOST_UNKNOWN = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,13 @@ class Batch:
 
 
 def encode(sample: Sample, tokenizer: PreTrainedTokenizerBase, kind: Kind, protocol: Protocol) -> list[Prompt]:
-    """The prompts of one sample: one, or in the protocol `aware` one for each question."""
+    """The prompts of one sample: one, or in the protocol `aware` one for each question.
+
+    Raises:
+        OptionError: the tokenizer does not know the language of the sample.
+    """
     context = _tokens(tokenizer, sample.context, special=True)
+    _check_known(tokenizer, sample, context)
     asked = [_asked(tokenizer, index, question, kind) for index, question in enumerate(sample.questions)]
     if protocol == "aware":
         return [_aware(sample, context, one) for one in asked]
@@ -100,6 +108,15 @@ def _asked(tokenizer: PreTrainedTokenizerBase, index: int, question: Question, k
         texts = question.references[:1]
     targets = tuple(_tokens(tokenizer, text) for text in texts)
     return Asked(index, question, _tokens(tokenizer, question.text), targets)
+
+
+def _check_known(tokenizer: PreTrainedTokenizerBase, sample: Sample, context: Tokens) -> None:
+    unknown = context.count(tokenizer.unk_token_id) if tokenizer.unk_token is not None else 0
+    if unknown > MOST_UNKNOWN * len(context):
+        raise OptionError(
+            f"sample {sample.id!r}: the tokenizer knows no word for {unknown:,} of its {len(context):,} tokens; the text "
+            "is in a language that this model was not made for, so a score would say nothing: choose other tasks"
+        )
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> Tokens:

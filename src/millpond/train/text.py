@@ -84,7 +84,7 @@ def train_text(
     with _threads(threads):
         run = _start(folder, recipe, seed, tokens or recipe.tokens, device, text)
         loss_of = _loss_of(run.model, compiled)
-        mixer = Mixer(text.tokenizer, recipe.facts, recipe.copies)
+        mixer = Mixer(text.tokenizer)
         with training_progress(run, show_progress) as show:
             before_s, started = run.time_s, time.monotonic()
             saved = started
@@ -127,7 +127,7 @@ def _step(run: TextRun, text: TokenFile, mixer: Mixer, loss_of: Loss) -> _Step:
     windows = max(1, recipe.tokens_per_step // length)
     inputs, targets = draw_batch(
         text, mixer, seed=run.seed, step=run.step, first=run.windows, windows=windows, length=length,
-        drills=recipe.drills_at(run.share),
+        tasks=recipe.tasks_at(run.share),
     )  # fmt: skip
     rate = recipe.rate_at(run.step, run.share)
     run.optimizers.set_rate(rate)

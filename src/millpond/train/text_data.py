@@ -20,6 +20,7 @@ from torch import Tensor
 from millpond.errors import DataError
 from millpond.train.text_corpus import read_document, training_files
 from millpond.train.text_mix import Mixer
+from millpond.train.text_recipe import Tasks
 from millpond.train.text_tokenizer import BOS_ID, EOS_ID, TOKENIZER_FILE, grow_tokenizer, plain_ids
 
 TOKENS_FILE, TOKENS_NOTE = "tokens.u16", "tokens.json"
@@ -84,17 +85,17 @@ def _paragraphs(file: Path) -> list[str]:
 
 
 def draw_batch(
-    tokens: TokenFile, mixer: Mixer, *, seed: int, step: int, first: int, windows: int, length: int, drills: float = 0.0
+    tokens: TokenFile, mixer: Mixer, *, seed: int, step: int, first: int, windows: int, length: int, tasks: Tasks
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets (windows, length): `<bos>` and running text, a share of it with recall tasks in it.
 
-    `first` is how many windows the run has read before this batch, `drills` the share of copying drills.
+    `first` is how many windows the run has read before this batch, `tasks` what its windows get.
     """
     rows = np.empty((windows, length + 1), dtype=np.int64)
     rows[:, 0] = BOS_ID
     rng = random.Random(f"mix {seed} {step}")
     for row in range(windows):
-        rows[row, 1:] = mixer.mix(rng, tokens.at(first + row, length, seed), drills)
+        rows[row, 1:] = mixer.mix(rng, tokens.at(first + row, length, seed), tasks)
     both = torch.from_numpy(rows)
     return both[:, :-1], both[:, 1:]
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from millpond.train.text_recall import Fact, draw_facts
+from millpond.train.text_recipe import Tasks
 from millpond.train.text_tokenizer import plain_ids
 
 Ids = npt.NDArray[np.uint16]
@@ -24,29 +25,23 @@ _AGAIN = ("Once more:", "To repeat:", "I say it again:", "As was told above:")
 
 
 class Mixer:
-    """Puts tasks into a share of the windows.
+    """Puts tasks into a share of the windows of text that `tokenizer` made."""
 
-    Args:
-        tokenizer: of the text.
-        facts: share of windows with facts to remember.
-        copies: share of windows with passages told again.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, facts: float, copies: float) -> None:
-        self.tokenizer, self.facts, self.copies = tokenizer, facts, copies
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
         size = tokenizer.get_vocab_size()
         ends = [i for i in range(size) if tokenizer.decode([i]).endswith(("\n\n", ".", "?", "!"))]
         self._ends_sentence = np.zeros(size, dtype=bool)
         self._ends_sentence[ends] = True
 
-    def mix(self, rng: random.Random, text: Ids, drills: float = 0.0) -> Ids:
-        """A window as long as `text`; which task it gets, if any, is drawn. `drills` is the share of drills."""
+    def mix(self, rng: random.Random, text: Ids, tasks: Tasks) -> Ids:
+        """A window as long as `text`; which task it gets, if any, is drawn."""
         draw = rng.random()
-        if draw >= 1 - drills:
+        if draw >= 1 - tasks.drills:
             return self.drill(rng, text)
-        if draw < self.facts:
+        if draw < tasks.facts:
             return self.with_facts(rng, text)
-        if draw < self.facts + self.copies:
+        if draw < tasks.facts + tasks.copies:
             return self.with_copies(rng, text)
         return text
 
@@ -82,9 +77,10 @@ class Mixer:
         Nothing but an earlier occurrence predicts those, so they grow the induction heads that recall needs.
         """
         parts: list[Ids] = []
+        longest, widest = min(48, len(text) // 5), min(40, len(text) // 8)
         done = taken = 0
         while done < len(text):
-            length, gap = rng.randint(6, 48), rng.randint(0, 40)
+            length, gap = rng.randint(6, longest), rng.randint(0, widest)
             passage, between = text[taken : taken + length], text[taken + length : taken + length + gap]
             if rng.random() < 0.7:
                 passage = passage[rng.sample(range(len(passage)), len(passage))]

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from millpond.errors import unknown
+
+
+class Tasks(NamedTuple):
+    """Shares of the windows: with facts to remember, with passages told again, and copying drills."""
+
+    facts: float
+    copies: float
+    drills: float
 
 
 @dataclass(frozen=True)
@@ -32,18 +41,16 @@ class TextRecipe:
     clip: float = 1.0
     warmup_steps: int = 40
     decay_from: float = 0.4  # share of the tokens at which the learning rate begins to fall, to zero at the end
-    facts: float = 0.15  # share of windows with facts to remember
-    copies: float = 0.08  # share of windows with passages told again
-    #: (share of the tokens from which on, share of windows that are copying drills)
-    drills: tuple[tuple[float, float], ...] = ((0.0, 0.3), (0.3, 0.1))
+    #: (share of the tokens from which on, what the windows get)
+    tasks: tuple[tuple[float, Tasks], ...] = ((0.0, Tasks(0.15, 0.08, 0.0)),)
 
     def length_at(self, share: float) -> int:
         """Tokens of a window after `share` of the run."""
         return [length for begin, length in self.lengths if share >= begin][-1]
 
-    def drills_at(self, share: float) -> float:
-        """Share of the windows that are copying drills after `share` of the run."""
-        return [part for begin, part in self.drills if share >= begin][-1]
+    def tasks_at(self, share: float) -> Tasks:
+        """What the windows get after `share` of the run."""
+        return [tasks for begin, tasks in self.tasks if share >= begin][-1]
 
     def rate_at(self, step: int, share: float) -> float:
         """The learning rate as a share of its base: up, level, and down to zero in a straight line."""
@@ -54,7 +61,7 @@ class TextRecipe:
     @property
     def first_mark(self) -> float:
         """The share of the run at which its plan first makes a difference."""
-        marks = (self.decay_from, *(begin for begin, _ in (*self.lengths, *self.drills)))
+        marks = (self.decay_from, *(begin for begin, _ in (*self.lengths, *self.tasks)))
         return min(mark for mark in marks if mark > 0)
 
     @property
@@ -63,25 +70,21 @@ class TextRecipe:
         return max(length for _, length in self.lengths)
 
 
-PRESETS = {
-    recipe.name: recipe
-    for recipe in (
-        TextRecipe(
-            "cpu",
-            256,
-            704,
-            6,
-            8,
-            4,
-            32,
-            tokens=5_600_000,
-            tokens_per_step=4096,
-            decay_from=0.7,
-            drills=((0.0, 0.0), (0.375, 0.5), (0.7, 0.15)),
-        ),
-        TextRecipe("gpu", 512, 1408, 8, 8, 4, 64, tokens=150_000_000, tokens_per_step=65_536, warmup_steps=100),
-    )
-}
+_CPU = TextRecipe(
+    "cpu", hidden=256, ffn=704, layers=6, heads=8, kv_heads=4, head_dim=32, tokens=5_600_000, tokens_per_step=4096,
+    decay_from=0.79, lengths=((0.0, 512), (0.673, 128), (0.79, 512), (0.88, 2048), (0.97, 4096)),
+    tasks=(
+        (0.0, Tasks(0.15, 0.08, 0.0)), (0.375, Tasks(0.15, 0.08, 0.5)),
+        (0.673, Tasks(0.0, 0.0, 0.9)), (0.79, Tasks(0.25, 0.08, 0.1)),
+    ),
+)  # fmt: skip
+_GPU = TextRecipe(
+    "gpu", hidden=512, ffn=1408, layers=8, heads=8, kv_heads=4, head_dim=64, tokens=150_000_000,
+    tokens_per_step=65_536, warmup_steps=100, decay_from=0.4,
+    lengths=((0.0, 128), (0.1, 512), (0.7, 2048), (0.95, 4096)),
+    tasks=((0.0, Tasks(0.0, 0.0, 0.5)), (0.1, Tasks(0.15, 0.08, 0.05))),
+)  # fmt: skip
+PRESETS = {recipe.name: recipe for recipe in (_CPU, _GPU)}
 
 
 def preset(name: str) -> TextRecipe:

@@ -14,7 +14,7 @@ from millpond.errors import DataError, OptionError
 from millpond.evals.peers.lines import PeerError
 
 #: So many prompts in a row on which the child ends: it will not answer the next one either.
-MOST_DEATHS = 3
+MOST_DEATHS = 5
 
 
 class Peer(Protocol):
