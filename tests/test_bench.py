@@ -75,10 +75,13 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on() -> None:
     assert "| transformers DynamicCache | sdpa | 2.00 | 20.0 | 1.00 x | 0.0 | 0 |" in text
 
 
-def test_ratios_are_to_the_anchor() -> None:
-    row = {"setting": "", "prefill_s": 1.0, "kv_bytes": 0, "peak_bytes": None}
-    table = generate_table([{**row, "name": "a", "decode_ms": 10.0}, {**row, "name": "b", "decode_ms": 4.0}], "a")
-    assert "| b |  | 1.00 | 4.0 | 2.50 x |" in table
+def test_ratios_are_to_the_anchor_in_its_default_setting() -> None:
+    row = {"prefill_s": 1.0, "kv_bytes": 0, "peak_bytes": None}
+    rows = [
+        {**row, "name": name, "setting": setting, "decode_ms": ms}
+        for name, setting, ms in (("a", "sdpa, our linear layers", 5.0), ("a", "sdpa", 10.0), ("b", "", 4.0))
+    ]
+    assert "| b |  | 1.00 | 4.0 | 2.50 x |" in generate_table(rows, "a")
 
 
 def test_the_quick_preset_is_small() -> None:

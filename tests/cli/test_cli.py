@@ -18,10 +18,11 @@ import millpond
 from millpond.cli.app import app
 from millpond.cli.console import size
 from millpond.models.load import load_model, resolve
+from millpond.models.pond.words import VOCABULARY
 
 COMMANDS = [
     [], ["generate"], ["demo"], ["methods"], ["codecs"],
-    ["bench"], ["bench", "kernels"], ["bench", "generate"], ["train"], ["train", "bundled"],
+    ["bench"], ["bench", "kernels"], ["bench", "generate"], ["train"], ["train", "recall"],
 ]  # fmt: skip
 FILLER = "go on and off past stone " * 40
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
@@ -179,7 +180,7 @@ def test_generate_reads_files_and_standard_input(folder: str, tmp_path: Path) ->
 
 
 def test_generate_with_the_bundled_model_and_its_chat_template() -> None:
-    prompt = ["--prompt", "anna kettle " + FILLER + "<ask> anna", "--max-new-tokens", "1", "--method", "full"]
+    prompt = ["--prompt", "anna kettle " + FILLER + "<ask> anna <is>", "--max-new-tokens", "2", "--method", "full"]
     assert right("generate", *prompt).stdout == right("generate", *prompt, "--no-chat").stdout
 
 
@@ -252,7 +253,7 @@ def test_demo_shows_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (["--methods", "full,h20"], "did you mean 'h2o'?"),
-        (["--questions", "40"], "between 1 and 32"),
+        (["--questions", "40"], "answers 1 to 32"),
         (["--budget", "none"], "is not a budget"),
     ],
 )
@@ -283,8 +284,8 @@ def test_bench_generate_refuses(options: list[str], sentence: str) -> None:
     assert sentence in wrong("bench", "generate", "--quick", *options)
 
 
-def test_train_bundled_takes_a_step(tmp_path: Path) -> None:
-    assert "step 1," in right("train", "bundled", "--out", str(tmp_path), "--max-steps", "1").stdout
+def test_train_recall_takes_a_step(tmp_path: Path) -> None:
+    assert "step 1," in right("train", "recall", "--out", str(tmp_path), "--max-steps", "1").stdout
     assert (tmp_path / "config.json").exists()
 
 

@@ -11,22 +11,8 @@ from typer.testing import CliRunner, Result
 
 from evals.small import TinyTask, save_tiny, tiny_samples
 from millpond.cli.app import app
-from millpond.evals.sample import Question, Sample
+from millpond.evals.sample import Sample
 from millpond.evals.task import TASKS, task
-from millpond.train.recall_data import make_prompt
-
-
-def recall_samples() -> tuple[Sample, ...]:
-    """Held-out texts of the bundled model's own data, four questions each."""
-    made = []
-    for seed in range(3):
-        prompt = make_prompt(n_pairs=8, body_len=200 + 20 * seed, n_questions=4, seed=seed)
-        questions = tuple(
-            Question(f" {ask}", (answer,), max_new_tokens=1)
-            for ask, answer in zip(prompt.questions, prompt.answers, strict=True)
-        )
-        made.append(Sample(f"r{seed}", prompt.context, questions))
-    return tuple(made)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +24,8 @@ def tiny_tasks() -> Iterator[None]:
         """Answers by decoding."""
         return TinyTask(items=tiny_samples(4))
 
-    @task("tiny_recall")
-    def tiny_recall() -> TinyTask:
-        """Recall in the words of the bundled model."""
-        return TinyTask(items=recall_samples())
-
     yield
-    for name in ("tiny", "tiny_recall"):
-        del TASKS._entries[name]
+    del TASKS._entries["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +71,8 @@ def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytes
 
 def test_the_bundled_model_answers_its_own_task(tmp_path: Path) -> None:
     result = call(
-        "--method", "full,window", "--tasks", "tiny_recall", "--protocol", "agnostic", "--budget", "20%",
-        "--samples", "3", "--device", "cpu", "--out", str(tmp_path),
+        "--method", "full,window", "--tasks", "recall:length=256:pairs=16:questions=4", "--protocol", "agnostic",
+        "--budget", "20%", "--samples", "3", "--device", "cpu", "--out", str(tmp_path),
     )  # fmt: skip
     assert result.exit_code == 0, result.output + str(result.exception)
     rows = {row["method"]: row for row in json.loads((tmp_path / "summary.json").read_text())}

@@ -3,7 +3,7 @@
 import pytest
 
 from millpond.cli.recall import Outcome, Task, run_method
-from millpond.models.load import load_model, load_tokenizer
+from millpond.models.load import load_model
 
 SEEDS = (5, 6)
 ASKED = 32 * len(SEEDS)
@@ -11,8 +11,8 @@ ASKED = 32 * len(SEEDS)
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Outcome]]:
-    model, tokenizer = load_model("pond-recall"), load_tokenizer("pond-recall")
-    tasks = [Task.draw(tokenizer, 1024, 32, seed) for seed in SEEDS]
+    model = load_model("pond-recall")
+    tasks = [Task.draw(1024, 32, seed) for seed in SEEDS]
     methods = ("full", "h2o", "ada", "snapkv", "tova", "random", "window", "streaming")
     return {method: [run_method(model, task, method, "20%") for task in tasks] for method in methods}
 

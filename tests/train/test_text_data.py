@@ -13,6 +13,7 @@ from millpond.train.text_corpus import HELD_OUT, clean, held_out_files, read_doc
 from millpond.train.text_data import TokenFile, draw_batch, open_tokens
 from millpond.train.text_mix import Mixer
 from millpond.train.text_recall import FORMS, draw_facts
+from millpond.train.text_recipe import Tasks
 from millpond.train.text_tokenizer import BOS_ID, EOS_ID, plain_ids
 from train.text_tiny import TINY, write_corpus
 
@@ -90,9 +91,9 @@ def test_facts_are_told_once_and_asked_once_later(tokens: TokenFile, form: int) 
 
 
 def test_windows_with_facts(tokens: TokenFile) -> None:
-    mixer = Mixer(tokens.tokenizer, facts=1.0, copies=0.0)
+    mixer = Mixer(tokens.tokenizer)
     for draw in range(20):
-        window = mixer.mix(random.Random(draw), tokens.at(draw, 2000, seed=0))
+        window = mixer.mix(random.Random(draw), tokens.at(draw, 2000, seed=0), Tasks(1.0, 0.0, 0.0))
         assert len(window) == 2000
         text = tokens.tokenizer.decode(window.tolist())
         rng = random.Random(draw)
@@ -104,20 +105,20 @@ def test_windows_with_facts(tokens: TokenFile) -> None:
 
 
 def test_windows_with_copies(tokens: TokenFile) -> None:
-    mixer = Mixer(tokens.tokenizer, facts=0.0, copies=1.0)
+    mixer = Mixer(tokens.tokenizer)
     for draw in range(20):
         plain = tokens.at(draw, 400, seed=0)
-        window = mixer.mix(random.Random(draw), plain)
+        window = mixer.mix(random.Random(draw), plain, Tasks(0.0, 1.0, 0.0))
         assert len(window) == 400
         doubled = _repeats(window, 12)
         assert doubled > _repeats(plain, 12)
 
 
 def test_drills_are_passages_that_come_again(tokens: TokenFile) -> None:
-    mixer = Mixer(tokens.tokenizer, facts=0.0, copies=0.0)
+    mixer = Mixer(tokens.tokenizer)
     for draw in range(20):
         plain = tokens.at(draw, 400, seed=0)
-        window = mixer.mix(random.Random(draw), plain, drills=1.0)
+        window = mixer.mix(random.Random(draw), plain, Tasks(0.0, 0.0, 1.0))
         assert len(window) == 400
         assert set(window.tolist()) <= set(plain.tolist())
         assert _repeats(window, 6) > 60 > _repeats(plain, 6)
@@ -131,12 +132,12 @@ def _repeats(ids: np.ndarray, length: int) -> int:
 
 def test_without_tasks_a_window_is_the_text(tokens: TokenFile) -> None:
     plain = tokens.at(5, 300, seed=0)
-    assert np.array_equal(Mixer(tokens.tokenizer, 0.0, 0.0).mix(random.Random(0), plain), plain)
+    assert np.array_equal(Mixer(tokens.tokenizer).mix(random.Random(0), plain, Tasks(0.0, 0.0, 0.0)), plain)
 
 
 def test_batches(tokens: TokenFile) -> None:
-    mixer = Mixer(tokens.tokenizer, 0.3, 0.3)
-    settings = {"first": 6, "windows": 5, "length": 200}
+    mixer = Mixer(tokens.tokenizer)
+    settings = {"first": 6, "windows": 5, "length": 200, "tasks": Tasks(0.3, 0.3, 0.3)}
     inputs, targets = draw_batch(tokens, mixer, seed=1, step=2, **settings)
     assert inputs.shape == targets.shape == (5, 200)
     assert (inputs[:, 0] == BOS_ID).all()

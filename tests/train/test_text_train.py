@@ -55,7 +55,7 @@ def test_the_schedule() -> None:
     assert TINY.rate_at(9, TINY.decay_from) == 1.0
     assert TINY.rate_at(9, (1 + TINY.decay_from) / 2) == pytest.approx(0.5)
     assert TINY.rate_at(9, 1.0) == 0.0
-    assert [TINY.drills_at(share) for share in (0.0, 0.6, 1.0)] == [0.3, 0.1, 0.1]
+    assert [TINY.tasks_at(share).drills for share in (0.0, 0.6, 1.0)] == [0.3, 0.1, 0.1]
     assert TINY.first_mark == 0.4
 
 

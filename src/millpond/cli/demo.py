@@ -32,18 +32,18 @@ def demo(
     from millpond.cli.picture import draw
     from millpond.cli.recall import PAIRS, Task, run_method
     from millpond.methods import METHODS as registry
-    from millpond.models.load import load_model, load_tokenizer
+    from millpond.models.load import load_model
 
     names = [registry.get(name.strip()).name for name in methods.split(",")]
-    model, tokenizer = load_model("pond-recall"), load_tokenizer("pond-recall")
-    task = Task.draw(tokenizer, length, questions, seed)
+    model = load_model("pond-recall")
+    task = Task.draw(length, questions, seed)
     screen = output()
     screen.print(
         f"[bold]pond-recall[/] reads {task.length:,} tokens with {PAIRS} (name, thing) pairs hidden in filler. "
         f"{PROTOCOL} Budget: {budget} for every method but full. Seed {seed}.\n"
     )
     with notes():
-        run_method(model, Task.draw(tokenizer, 64, 1, seed), "full", budget)  # the first call pays for start-up
+        run_method(model, Task.draw(128, 1, seed), "full", budget)  # the first call pays for start-up
         with screen.status("running") as status:
             outcomes = []
             for name in names:

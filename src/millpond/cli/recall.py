@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from millpond.bench.clock import Stopwatch
-from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
-from millpond.train.recall_data import Prompt, make_prompt
-from millpond.train.words import KEYS, VALUES
+from millpond.models.pond import words as w
+from millpond.models.pond.exam import draw_paper
 
 PAIRS = 32
+ROOM = 7  #: tokens of `<bos>`, a question and its answer
 STEPS = 16  #: tokens generated for each question: the answer, and the rest for the clock
 
 
@@ -29,26 +29,24 @@ class Task:
     """A text with hidden pairs, the questions about it, and their answers, as token ids."""
 
     context: Tensor  # (1, L)
-    questions: Tensor  # (n, 2)
+    questions: Tensor  # (n, 3)
     answers: Tensor  # (n,)
     pairs: list[int]  # positions of the pairs' words
 
     @classmethod
-    def draw(cls, tokenizer: PreTrainedTokenizerBase, length: int, questions: int, seed: int) -> Task:
+    def draw(cls, length: int, questions: int, seed: int) -> Task:
         """A held-out task of `length` words; the first `questions` of its 32 pairs, in random order, are asked.
 
         Raises:
             OptionError: a length that cannot hold the pairs, or a number of questions out of range.
         """
-        if not 1 <= questions <= PAIRS:
-            raise OptionError(f"questions={questions} must lie between 1 and {PAIRS}, the pairs in the text")
-        prompt: Prompt = make_prompt(PAIRS, length, questions, seed)
-        words, named = prompt.context.split(), {*KEYS, *VALUES}
+        paper = draw_paper("recall", seed, 0, length + ROOM, {"pairs": PAIRS, "questions": questions})
+        told = {*w.ids(w.NAMES), *w.ids(w.THINGS)}
         return cls(
-            _ids(tokenizer, [prompt.context], special=True),
-            _ids(tokenizer, prompt.questions),
-            _ids(tokenizer, prompt.answers)[:, 0],
-            [1 + place for place, word in enumerate(words) if word in named],  # <bos> is position 0
+            torch.from_numpy(paper.text)[None],
+            torch.tensor([asked.question for asked in paper.asked]),
+            torch.tensor([asked.references[0] for asked in paper.asked]),
+            [place for place, word in enumerate(paper.text.tolist()) if word in told],
         )
 
     @property
@@ -58,7 +56,7 @@ class Task:
 
     @property
     def prompts(self) -> Tensor:
-        """(n, L + 2) context and question, one row per question."""
+        """(n, L + 3) context and question, one row per question."""
         return torch.cat([self.context.expand(len(self.questions), -1), self.questions], 1)
 
 
@@ -81,11 +79,6 @@ class Outcome:
         return self.kv_bytes / self.full_kv_bytes
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False) -> Tensor:
-    ids: Tensor = tokenizer(texts, return_tensors="pt", add_special_tokens=special)["input_ids"]
-    return ids
-
-
 @torch.inference_mode()
 def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> Outcome:
     """Answer every question of `task` from a cache that `method` keeps inside `budget`.
@@ -101,7 +94,7 @@ def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> 
         cache.batch_repeat_interleave(len(task.questions))
         watch = Stopwatch()
         out = _generate(model, task.prompts, cache, watch)
-        right = int((out[:, task.prompts.shape[1]] == task.answers).sum())
+        right = int((out[:, task.prompts.shape[1] + 1] == task.answers).sum())  # first the name, then the thing
     return Outcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **held)
 
 

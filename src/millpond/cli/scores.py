@@ -24,7 +24,7 @@ def score_table(rows: list[Row]) -> Group:
 def _part(group: list[Row], codecs: bool, widest: int) -> Table:
     title = f"\n[bold]{escape(group[0].task)}[/]  [dim]{group[0].protocol}, {_count(group)}[/]"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("method", min_width=min(widest, 24), overflow="fold")
+    table.add_column("method", min_width=min(widest, 18), overflow="fold")
     for heading in ("budget", *(["codec"] if codecs else [])):
         table.add_column(heading, no_wrap=True, min_width=6)
     for heading, width in (("score", 9), ("95 %", 14), ("kept", 4), ("KV held", 9), ("failures", 8)):

@@ -19,7 +19,7 @@ def _train() -> None:
 
 
 @app.command()
-def bundled(
+def recall(
     out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint and a log; an old checkpoint goes on.")],
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
@@ -28,13 +28,13 @@ def bundled(
     device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
     card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
 ) -> None:
-    """Train the bundled recall model from nothing: some minutes on two CPU cores."""
-    from millpond.train.bundled import train_bundled
+    """Train pond-recall, which answers questions about a long text of words, from nothing: an hour or two on a CPU."""
+    from millpond.train.recall import train_recall
 
-    run = train_bundled(out, seed=seed, max_minutes=max_minutes, max_steps=max_steps, threads=threads, device=device)
+    run = train_recall(out, seed=seed, max_minutes=max_minutes, max_steps=max_steps, threads=threads, device=device)
     if card:
         from millpond.bench.machine import describe_machine
-        from millpond.train.bundled_card import write_card
+        from millpond.train.recall_card import write_card
 
         write_card(run, out, hardware=describe_machine().hardware)
     typer.echo(f"{out}: step {run.step:,}, {run.time_s / 60:.1f} minutes in all")

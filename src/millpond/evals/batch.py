@@ -114,8 +114,8 @@ def _check_known(tokenizer: PreTrainedTokenizerBase, sample: Sample, context: To
     unknown = context.count(tokenizer.unk_token_id) if tokenizer.unk_token is not None else 0
     if unknown > MOST_UNKNOWN * len(context):
         raise OptionError(
-            f"sample {sample.id!r}: the tokenizer knows no word for {unknown:,} of its {len(context):,} tokens; the text "
-            "is in a language that this model was not made for, so a score would say nothing: choose other tasks"
+            f"sample {sample.id!r}: the tokenizer knows no word for {unknown:,} of its {len(context):,} tokens; the "
+            "text is in a language that this model was not made for, so a score would say nothing: choose other tasks"
         )
 
 

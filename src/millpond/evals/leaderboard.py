@@ -119,8 +119,8 @@ def _legend(rows: Sequence[Row]) -> str:
         text += "\nppl: perplexity, lower is better; it counts in *of full*, not in the average.\n"
     if any(row.masks_only for row in rows):
         text += (
-            f"\n{MASKED} hides entries instead of freeing them: its KV bytes are really held, its scores are those of the "
-            "budget.\n"
+            f"\n{MASKED} hides entries instead of freeing them: its KV bytes are really held, its scores are those "
+            "of the budget.\n"
         )
     return text
 

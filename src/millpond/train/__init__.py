@@ -1,5 +1,5 @@
-"""Training: the small bundled recall model, its data, its tokenizer and its own measure.
+"""Training: the models that come with the package, their data, and their own measures.
 
-Importing this package loads nothing; take what you need from its modules (`bundled.train_bundled`,
-`bundled_eval.evaluate_recall`, `recall_data.make_prompt`).
+Importing this package loads nothing; take what you need from its modules (`recall.train_recall`, `text.train_text`,
+`recall_eval.evaluate_task`).
 """

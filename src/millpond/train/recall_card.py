@@ -65,7 +65,7 @@ repeats random text after a random gap, which grows the induction head.
 {hardware}. Muon ({muon_lr:g}) on hidden matrices, AdamW ({adamw_lr:g}, betas {betas}) on the rest, weight decay
 {weight_decay}, clip {clip}, {warmup} steps of warm-up, {precision}. The next stage opens when the running accuracy is
 {pass_mean} on average and {pass_least} in the worst family, or after {patience} steps; then {polish:,} steps over all
-lengths while the learning rate falls to zero. torch {torch}, transformers {transformers}.
+lengths while the learning rate falls to zero. torch {torch}, transformers {transformers}.{note}
 
 | stage | words of a text | first logged step | minute | {families} |
 |---|---|---|---|{curve_rule}|
@@ -73,10 +73,13 @@ lengths while the learning rate falls to zero. torch {torch}, transformers {tran
 """
 
 
-def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None = None) -> str:
+def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None = None, note: str = "") -> str:
     """Measure `run.model`, write `MODEL_CARD.md` into `folder`, and return its text.
 
-    `hardware` says in words what the run was trained on.
+    Args:
+        hardware: in words, what the run was trained on.
+        recipe: of the run; None: that of the package.
+        note: what else must be known of how the run went.
     """
     run.model.train(False)
     text = CARD.format(
@@ -90,6 +93,7 @@ def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None =
         rule="---|" * (len(EXAM_LENGTHS) - 1) + "---",
         table=exam_table(examine(run)),
         hardware=hardware,
+        note=f"\n\n{note}" if note else "",
     )
     (folder / "MODEL_CARD.md").write_text(text, encoding="utf-8")
     return text

@@ -16,14 +16,15 @@ from millpond.train.text_card_page import CARD
 from millpond.train.text_corpus import HELD_OUT, held_out_files
 from millpond.train.text_data import TokenFile, encode_document
 from millpond.train.text_eval import Recall, loss_by_place, perplexity, recall
+from millpond.train.text_recipe import TextRecipe
 from millpond.train.text_run import LogLine, TextRun
 from millpond.train.text_tokenizer import BOS_ID
 
 LENGTHS = (512, 2048)
-WINDOWS = 48  # of the longest; shorter ones cover the same text
+WINDOWS = 16  # of the longest; shorter ones cover the same text
 RECALL_LENGTHS = (512, 1024, 2048, 4096)
 RECALL_CONTEXTS, RECALL_FACTS, RECALL_SEED = 24, 6, 1001
-PARTS = 8
+PARTS, PLACE_WINDOWS = 8, 16
 ATTENTION_LENGTH, ATTENTION_WINDOWS = 1024, 4
 CURVE_ROWS = 12
 
@@ -39,9 +40,7 @@ def write_card(run: TextRun, text: TokenFile, folder: Path, data: Path, *, hardw
     files = held_out_files(data)
     if not files:
         raise DataError(f"none of the held-out documents lies in {data}: {', '.join(HELD_OUT)}")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(run.model.device)  # type: ignore[arg-type]
     card = CARD.format(
         **_shape(run, text),
@@ -62,12 +61,14 @@ def _measured(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Path
         for n in RECALL_LENGTHS
         if n <= longest
     ]
+    places = loss_by_place(model, tokenizer, first, longest, windows=PLACE_WINDOWS, parts=PARTS)
+    rows = [_perplexity_row(model, tokenizer, file, n) for file in files for n in LENGTHS]
+    model.set_attn_implementation("eager")
     windows = spread_windows(encode_document(tokenizer, first), BOS_ID, ATTENTION_LENGTH, ATTENTION_WINDOWS)
     attention = measure_attention(model, windows)
-    places = loss_by_place(model, tokenizer, first, longest, windows=16, parts=PARTS)
     return {
         **_attention(attention),
-        "perplexity": "\n".join(_perplexity_row(model, tokenizer, file, n) for file in files for n in LENGTHS),
+        "perplexity": "\n".join(rows),
         "most": max(LENGTHS) * WINDOWS,
         "place_document": first.name,
         "recall_document": first.name,
@@ -124,15 +125,12 @@ def _shape(run: TextRun, text: TokenFile) -> dict[str, object]:
 
 
 def _data(run: TextRun, text: TokenFile) -> dict[str, object]:
-    drills = run.recipe.drills
     return {
         "documents": len(text.documents),
         "corpus": len(text),
         "names": ", ".join(name.removesuffix(".txt") for name in text.documents),
         "held_out": ", ".join(name.removesuffix(".txt") for name in HELD_OUT),
-        "facts_share": run.recipe.facts,
-        "copies_share": run.recipe.copies,
-        "drills": ", ".join(f"{part:.0%} of the windows from {begin:.0%} of the tokens on" for begin, part in drills),
+        "stages": stage_table(run.recipe),
         "epochs": run.tokens / len(text),
     }
 
@@ -154,12 +152,18 @@ def _training(run: TextRun) -> dict[str, object]:
         "per_step": recipe.tokens_per_step,
         "warmup": recipe.warmup_steps,
         "level": recipe.decay_from,
-        "lengths": ", ".join(f"{length:,} from {begin:.0%} of the tokens on" for begin, length in recipe.lengths),
         "last_rate": run.log[-1].rate,
         "curve": curve_table(run.log),
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
     }
+
+
+def stage_table(recipe: TextRecipe) -> str:
+    """One row for every share of the run at which windows or tasks change."""
+    marks = sorted({begin for begin, _ in (*recipe.lengths, *recipe.tasks)})
+    rows = [(mark, recipe.length_at(mark), *recipe.tasks_at(mark)) for mark in marks]
+    return "\n".join(f"| {m:.1%} | {n:,} | {f:.0%} | {c:.0%} | {d:.0%} |" for m, n, f, c, d in rows)
 
 
 def curve_table(log: Sequence[LogLine]) -> str:

@@ -58,10 +58,15 @@ entries are below 1 % of their row's maximum. Per layer: `docs/explanation/heavy
 {documents} documents, {corpus:,} tokens: {names}.
 Never read in training: {held_out}.
 Public domain texts (Project Gutenberg, State of the Union addresses, Grimm), the Rust book (MIT / Apache-2.0) and C++
-documentation (CC-BY 4.0, Microsoft). {facts_share:.0%} of the windows have facts hidden in them that are asked for
-later, {copies_share:.0%} have passages told again, and others are copying drills (passages of text or of its tokens in
-random order that come again at once or a little later: {drills}), which grow the induction heads that recall needs.
-The loss is taken on all tokens.
+documentation (CC-BY 4.0, Microsoft).
+
+Some windows carry tasks: facts hidden in the text and asked for later, passages told again, and copying drills
+(passages of text, or of its tokens in random order, that come again at once or a little later), which grow the
+induction heads that recall needs. The loss is taken on all tokens.
+
+| from share of the tokens | window | with facts | with passages told again | drills |
+|---|---|---|---|---|
+{stages}
 
 ## Training
 `millpond train text --preset {preset} --seed {seed} --tokens {planned}`: {steps:,} steps, {tokens:,} tokens
@@ -69,7 +74,7 @@ The loss is taken on all tokens.
 to AdamW's update size) for the matrices, AdamW ({adamw:g}, betas {betas}) for embeddings and norms, weight decay
 {decay:g}, clip {clip:g}, {per_step:,} tokens a step, {warmup} steps of warm-up, level until {level:.0%} of the tokens,
 then in a straight line to zero (the last step had {last_rate:.4f} of the highest rate); bf16 autocast over float32
-weights. Window lengths: {lengths}. torch {torch}, transformers {transformers}.
+weights. torch {torch}, transformers {transformers}.
 
 | step | tokens | minute | window | rate | loss (nats, with the tasks) |
 |---|---|---|---|---|---|

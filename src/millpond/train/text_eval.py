@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from millpond.errors import DataError
 from millpond.train.text_corpus import read_document
@@ -107,9 +108,10 @@ def recall(
     for index in range(contexts):
         rng = random.Random(f"{EVAL_STREAM} {seed} {length} {index}")
         drawn = draw_facts(rng, facts, form=index % FORMS)
-        context = _context(rng, tokenizer, text, drawn, length)
+        context = torch.tensor([_context(rng, tokenizer, text, drawn, length)], device=model.device)
+        read = model(context, use_cache=True, logits_to_keep=1).past_key_values
         for fact in drawn:
-            right[fact.is_number].append(_answers(model, tokenizer, context, fact))
+            right[fact.is_number].append(_answers(model, tokenizer, copy.deepcopy(read), fact))
     return Recall(length, _share(right[True]), _share(right[False]), contexts * facts)
 
 
@@ -126,10 +128,11 @@ def _context(rng: random.Random, tokenizer: Tokenizer, text: str, facts: list[Fa
     return [BOS_ID, *plain_ids(tokenizer, ". ".join(sentences) + ".")]
 
 
-def _answers(model: PreTrainedModel, tokenizer: Tokenizer, context: list[int], fact: Fact) -> bool:
+def _answers(model: PreTrainedModel, tokenizer: Tokenizer, read: Cache, fact: Fact) -> bool:
+    """Whether the model, having read the context into `read`, gives the answer of `fact`."""
     question, answer = plain_ids(tokenizer, f" {fact.question}"), plain_ids(tokenizer, fact.answer)
-    ids = torch.tensor([[*context, *question, *answer]], device=model.device)
-    logits = model(ids[:, :-1], use_cache=False, logits_to_keep=len(answer)).logits
+    ids = torch.tensor([[*question, *answer]], device=model.device)
+    logits = model(ids[:, :-1], past_key_values=read, logits_to_keep=len(answer)).logits
     return bool((logits.argmax(-1) == ids[:, -len(answer) :]).all())
 
 

@@ -122,11 +122,11 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, by the tokenizer's template."""
-        text: str = self.tokenizer.apply_chat_template(
+        text: Any = self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
-        return text
+        return str(text)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, as lm-eval files it beside results."""
