@@ -15,7 +15,7 @@ from millpond.errors import OptionError
 from millpond.train import text_card
 from millpond.train.text import CHECKPOINT, LOG, train_text
 from millpond.train.text_data import TokenFile
-from millpond.train.text_eval import loss_by_place, perplexity, recall
+from millpond.train.text_eval import loss_by_place, perplexity, recall, told_again
 from millpond.train.text_model import build_text_model
 from millpond.train.text_recipe import PRESETS, preset
 from millpond.train.text_run import TextRun
@@ -139,6 +139,8 @@ def test_measuring(done: tuple[TextRun, TokenFile], corpus: Path) -> None:
     assert 1 < found.perplexity < text.tokenizer.get_vocab_size()
     parts = loss_by_place(run.model, text.tokenizer, held_out, 64, windows=8, parts=4)
     assert sum(parts) / 4 == pytest.approx(found.nats, rel=1e-5)
+    once, twice = told_again(run.model, text.tokenizer, held_out, 20, windows=4, length=16)
+    assert 0 < twice < 2 * once
     asked = recall(run.model, text.tokenizer, held_out, 256, contexts=2, facts=2, seed=1)
     assert (asked.asked, asked.numbers) == (4, 0.0)  # sixteen hundred tokens teach nobody to remember a number
 
@@ -150,6 +152,7 @@ def test_the_card_comes_from_the_run(
     for name, value in {"LENGTHS": (32, 64), "WINDOWS": 2, "RECALL_LENGTHS": (128,), "RECALL_CONTEXTS": 2}.items():
         monkeypatch.setattr(text_card, name, value)
     monkeypatch.setattr(text_card, "RECALL_FACTS", 1)
+    monkeypatch.setattr(text_card, "AGAIN_GAPS", (8,))
     monkeypatch.setattr(text_card, "ATTENTION_LENGTH", 64)
     card = text_card.write_card(run, text, folder, corpus, hardware="a machine of the tests")
     assert (folder / "MODEL_CARD.md").read_text(encoding="utf-8") == card

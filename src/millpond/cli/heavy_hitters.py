@@ -31,13 +31,15 @@ def heavy_hitters(
 
     from millpond.cli.hitters_picture import draw
     from millpond.models.load import load_tokenizer, resolve
+    from millpond.train.quiet import no_bars
     from millpond.train.text_analysis import measure_attention, spread_windows
     from millpond.train.text_corpus import read_document
 
     before = _page(page)
     tokenizer = load_tokenizer(model)
     ids = tokenizer(read_document(text_file), add_special_tokens=False, verbose=False)["input_ids"]
-    stock = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32, attn_implementation="eager")
+    with no_bars():
+        stock = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32, attn_implementation="eager")
     found = measure_attention(stock.train(False), spread_windows(ids, tokenizer.bos_token_id, length, windows))
     draw(found, picture)
     section = measured(found, model, text_file.name)

@@ -19,7 +19,7 @@ from millpond.train.recall_rows import SOURCES, Batch, draw_batch, warm_up_batch
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 7900)
 WARM_UP_STAGES = 2  # the first stages, in which every other batch is a warm-up
 PASS_MEAN, PASS_LEAST = 0.9, 0.6  # running accuracy that opens the next stage: of all families, of the worst
-PATIENCE = 120  # steps after which the next stage opens anyway
+PATIENCE = 250  # steps after which the next stage opens anyway
 MEMORY = 0.9  # weight of the past in the running accuracy
 ALWAYS = 0.15  # the share with which a kind of fact is drawn, however well it is known
 

@@ -11,11 +11,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millpond.errors import DataError
+from millpond.train.quiet import no_bars
 from millpond.train.text_analysis import Attention, measure_attention, spread_windows
 from millpond.train.text_card_page import CARD
 from millpond.train.text_corpus import HELD_OUT, held_out_files
 from millpond.train.text_data import TokenFile, encode_document
-from millpond.train.text_eval import Recall, loss_by_place, perplexity, recall
+from millpond.train.text_eval import Recall, loss_by_place, perplexity, recall, told_again
 from millpond.train.text_recipe import TextRecipe
 from millpond.train.text_run import LogLine, TextRun
 from millpond.train.text_tokenizer import BOS_ID
@@ -26,6 +27,7 @@ RECALL_LENGTHS = (512, 1024, 2048, 4096)
 RECALL_CONTEXTS, RECALL_FACTS, RECALL_SEED = 24, 6, 1001
 PARTS, PLACE_WINDOWS = 8, 16
 ATTENTION_LENGTH, ATTENTION_WINDOWS = 1024, 4
+AGAIN_GAPS, AGAIN_WINDOWS = (64, 256, 1024, 3072), 32
 CURVE_ROWS = 12
 
 
@@ -40,7 +42,8 @@ def write_card(run: TextRun, text: TokenFile, folder: Path, data: Path, *, hardw
     files = held_out_files(data)
     if not files:
         raise DataError(f"none of the held-out documents lies in {data}: {', '.join(HELD_OUT)}")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with no_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(run.model.device)  # type: ignore[arg-type]
     card = CARD.format(
         **_shape(run, text),
@@ -63,6 +66,7 @@ def _measured(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Path
     ]
     places = loss_by_place(model, tokenizer, first, longest, windows=PLACE_WINDOWS, parts=PARTS)
     rows = [_perplexity_row(model, tokenizer, file, n) for file in files for n in LENGTHS]
+    again = [(gap, *told_again(model, tokenizer, first, gap, windows=AGAIN_WINDOWS)) for gap in AGAIN_GAPS]
     model.set_attn_implementation("eager")
     windows = spread_windows(encode_document(tokenizer, first), BOS_ID, ATTENTION_LENGTH, ATTENTION_WINDOWS)
     attention = measure_attention(model, windows)
@@ -75,6 +79,7 @@ def _measured(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Path
         "long": longest,
         "part": longest // PARTS,
         "places": ", ".join(f"{nats:.3f}" for nats in places),
+        "again": "\n".join(f"| {gap:,} | {once:.3f} | {twice:.3f} |" for gap, once, twice in again),
         "recall": "\n".join(map(recall_row, recalls)),
         "asked": RECALL_CONTEXTS * RECALL_FACTS,
         "facts": RECALL_FACTS,

@@ -48,6 +48,12 @@ decoding, {asked} questions a row, seed {recall_seed}; names, numbers and places
 |---|---|---|
 {recall}
 
+A passage of 64 tokens of `{recall_document}` and the same passage again further on, mean nats per token:
+
+| tokens between | first | again |
+|---|---|---|
+{again}
+
 ## Where attention goes
 {attention_windows} windows of {attention_length:,} tokens of `{place_document}`, means over heads and layers: the first
 token takes {first:.0%} of every later query's attention; the heaviest 5 % of the columns gather {top5:.0%} of all
@@ -55,8 +61,12 @@ attention and the heaviest 20 % gather {top20:.0%} (even attention: {even5:.0%} 
 entries are below 1 % of their row's maximum. Per layer: `docs/explanation/heavy-hitters.md`.
 
 ## Data
-{documents} documents, {corpus:,} tokens: {names}.
-Never read in training: {held_out}.
+{documents} documents, {corpus:,} tokens:
+{names}.
+
+Never read in training:
+{held_out}.
+
 Public domain texts (Project Gutenberg, State of the Union addresses, Grimm), the Rust book (MIT / Apache-2.0) and C++
 documentation (CC-BY 4.0, Microsoft).
 

@@ -79,6 +79,21 @@ def loss_by_place(
     return [float(part.mean()) for part in losses.chunk(parts)]
 
 
+@torch.inference_mode()
+def told_again(
+    model: PreTrainedModel, tokenizer: Tokenizer, file: Path, gap: int, *, windows: int, length: int = 64
+) -> tuple[float, float]:
+    """Mean nats per token of a passage of `length` tokens, and of the same passage again behind `gap` tokens of text.
+
+    The first eight tokens of a passage are not counted: nothing says yet that it comes again.
+    """
+    ids = encode_document(tokenizer, file)
+    rows = _rows(ids, length + gap, windows, file)
+    rows = torch.cat([rows, rows[:, 1 : length + 1]], 1)
+    losses = torch.stack([_losses(model, row[None])[0] for row in rows])
+    return float(losses[:, 8:length].mean()), float(losses[:, length + gap + 8 :].mean())
+
+
 def _rows(ids: Ids, length: int, windows: int | None, file: Path) -> Tensor:
     """(n, 1 + length): `<bos>` and text."""
     count = len(ids) // length if windows is None else min(windows, len(ids) // length)
