@@ -289,5 +289,9 @@ def test_train_recall_takes_a_step(tmp_path: Path) -> None:
     assert (tmp_path / "config.json").exists()
 
 
+def test_a_note_without_a_card_is_refused(tmp_path: Path) -> None:
+    assert "add --card" in wrong("train", "recall", "--out", str(tmp_path), "--note", "by hand")
+
+
 def test_sizes_as_people_read_them() -> None:
     assert [size(n) for n in (0, 1023, 1024, 3 * 2**20, 2**41)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "2048.0 GiB"]

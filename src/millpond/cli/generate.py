@@ -11,7 +11,19 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, size
-from millpond.cli.options import optional, parse_options
+from millpond.cli.options import (
+    BudgetText,
+    Chat,
+    CodecName,
+    DeviceName,
+    DtypeName,
+    MethodName,
+    MethodOptions,
+    ModelName,
+    PromptFile,
+    optional,
+    parse_options,
+)
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -51,27 +63,19 @@ class Sampling:
 
 def generate(
     prompt: Annotated[str | None, optional(help="The prompt.")] = None,
-    prompt_file: Annotated[
-        str | None, optional(help="Read the prompt from this file; - is standard input.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")] = "pond-recall",
-    method: Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")] = "h2o",
-    budget: Annotated[
-        str | None,
-        optional(help="'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: 20%; full takes none."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
-    ] = None,
-    codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
+    prompt_file: PromptFile = None,
+    model: ModelName = "pond-recall",
+    method: MethodName = "h2o",
+    budget: BudgetText = None,
+    option: MethodOptions = None,
+    codec: CodecName = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")] = "auto",
-    device: Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")] = None,
+    dtype: DtypeName = "auto",
+    device: DeviceName = None,
     memory_limit: Annotated[
         str | None, optional(help="Most memory for pages ('2GiB'); beyond it generation stops.")
     ] = None,
@@ -82,10 +86,7 @@ def generate(
         int | None,
         optional(min=1, help="Read the prompt in chunks of so many tokens: the peak stays near the budget."),
     ] = None,
-    chat: Annotated[
-        bool | None,
-        optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one."),
-    ] = None,
+    chat: Chat = None,
 ) -> None:  # fmt: skip
     """Generate text from a prompt inside a KV budget."""
     sampling = Sampling(temperature, top_p, top_k, seed)
@@ -160,10 +161,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     Raises:
         OptionError: a chat template is wanted and there is none.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    if has_template and chat is not False:
+    if wants_template(tokenizer, chat):
         messages = [{"role": "user", "content": text}]
         inputs: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -172,6 +170,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
         inputs = tokenizer(text, return_tensors="pt")
     ids: Tensor = inputs["input_ids"]
     return ids
+
+
+def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    """Whether the chat template is to be used: as `chat` says, and without a word if there is one.
+
+    Raises:
+        OptionError: a chat template is wanted and there is none.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
+    return has_template and chat is not False
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:

@@ -9,8 +9,20 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import notes, output, size
-from millpond.cli.generate import pick_device, read_prompt
-from millpond.cli.options import optional, parse_options
+from millpond.cli.generate import pick_device, read_prompt, wants_template
+from millpond.cli.options import (
+    BudgetText,
+    Chat,
+    CodecName,
+    DeviceName,
+    DtypeName,
+    MethodName,
+    MethodOptions,
+    ModelName,
+    PromptFile,
+    optional,
+    parse_options,
+)
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,27 +33,16 @@ if TYPE_CHECKING:
 
 def inspect(
     prompt: Annotated[str | None, optional(help="The text to continue.")] = None,
-    prompt_file: Annotated[
-        str | None, optional(help="Read the prompt from this file; - is standard input.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")] = "pond-recall",
-    method: Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")] = "h2o",
-    budget: Annotated[
-        str | None,
-        optional(help="'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: 20%; full takes none."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
-    ] = None,
-    codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
+    prompt_file: PromptFile = None,
+    model: ModelName = "pond-recall",
+    method: MethodName = "h2o",
+    budget: BudgetText = None,
+    option: MethodOptions = None,
+    codec: CodecName = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    dtype: Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")] = "auto",
-    device: Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")] = None,
-    chat: Annotated[
-        bool | None,
-        optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one."),
-    ] = None,
+    dtype: DtypeName = "auto",
+    device: DeviceName = None,
+    chat: Chat = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("millpond-inspect.html"),
     trace: Annotated[
         Path | None, optional(help="Write the trace itself too, as JSON; 'millpond plot' draws *.trace.json.")
@@ -86,10 +87,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     """
     from millpond.evals.pieces import encode_pieces
 
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    if not has_template or chat is False:
+    if not wants_template(tokenizer, chat):
         return encode_pieces(tokenizer, text)
     messages = [{"role": "user", "content": text}]
     rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

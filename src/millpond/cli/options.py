@@ -1,9 +1,10 @@
-"""Method options on the command line: `-o name=value`, checked by the registry."""
+"""Options that several commands share, and those of a method: `-o name=value`, checked by the registry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -11,6 +12,24 @@ from millpond.errors import OptionError
 
 #: A `typer.Option` whose default, None, needs no showing.
 optional = partial(typer.Option, show_default=False)
+
+ModelName = Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")]
+MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
+MethodOptions = Annotated[
+    list[str] | None,
+    optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
+]
+BudgetText = Annotated[
+    str | None,
+    optional(help="'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: 20%; full takes none."),
+]
+CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")]
+DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
+DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
+PromptFile = Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")]
+Chat = Annotated[
+    bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
+]
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import typer
 
 from millpond.cli import heavy_hitters
 from millpond.cli.options import optional
+from millpond.errors import OptionError
 
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
 
@@ -27,16 +28,19 @@ def recall(
     threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
     device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
     card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+    note: Annotated[str, typer.Option(help="For the card: what else must be known of how the run went.")] = "",
 ) -> None:
     """Train pond-recall, which answers questions about a long text of words, from nothing: an hour or two on a CPU."""
     from millpond.train.recall import train_recall
 
+    if note and not card:
+        raise OptionError("--note is written into the card; add --card")
     run = train_recall(out, seed=seed, max_minutes=max_minutes, max_steps=max_steps, threads=threads, device=device)
     if card:
         from millpond.bench.machine import describe_machine
         from millpond.train.recall_card import write_card
 
-        write_card(run, out, hardware=describe_machine().hardware)
+        write_card(run, out, hardware=describe_machine().hardware, note=note)
     typer.echo(f"{out}: step {run.step:,}, {run.time_s / 60:.1f} minutes in all")
 
 

@@ -14,7 +14,7 @@ from millpond.evals.batch import Asked, Batch, Prompt
 from millpond.evals.reader import Reader
 from millpond.evals.tap import Tap, Traffic
 from millpond.hf.compress import compress
-from millpond.hf.support import text_config
+from millpond.hf.support import position_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def run_ahead(
     """
     rows = [(index, asked) for index, prompt in enumerate(batch.prompts) for asked in _courses(prompt, batch)]
     prompts = [batch.prompts[index] for index, _ in rows]
-    limit = getattr(text_config(model), "max_position_embeddings", None)
+    limit = position_limit(model)
     with torch.inference_mode(), compress(model, "full", codec=codec) as cache:
         tap = Tap(cache, asking=every_query)
         reader = Reader(model, cache, [prompt.opening for prompt in prompts])

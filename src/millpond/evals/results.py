@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import Any
 
 from millpond.errors import DataError
 from millpond.evals.record import Cell, Record, Row
-from millpond.evals.store import RUN, SAMPLES, SUMMARY, read_json
+from millpond.evals.store import RUN, SAMPLES, SUMMARY, parse_records, read_json
 
 _ROW = {field.name for field in fields(Row)}
 _CELL = [field.name for field in fields(Cell)]
@@ -52,15 +51,7 @@ def read_samples(folder: Path) -> list[Record]:
         DataError: a line is not a record.
     """
     file = folder / SAMPLES
-    if not file.exists():
-        return []
-    records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            records.append(Record(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{file}, line {number} is not a record: {error}") from error
-    return records
+    return parse_records(file, file.read_bytes()) if file.exists() else []
 
 
 def read_notes(path: Path) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ from millpond.evals.sample import Sample
 from millpond.evals.store import ResumeWarning, Store, TaskFacts
 from millpond.evals.summary import markdown, summarise
 from millpond.evals.task import Task
-from millpond.hf.support import check_supported, text_config
+from millpond.hf.support import check_supported, position_limit
 
 #: Told: the cell, samples done, samples in all.
 Progress = Callable[[Cell, int, int], None]
@@ -99,7 +99,7 @@ def _try_out(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrain
 def _examiner(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Examiner:
     return Examiner(
         cell.key, model, tokenizer, plan.built[cell.task], plan.contenders[cell.method], cell.budget, cell.codec,
-        limit=getattr(text_config(model), "max_position_embeddings", None),
+        limit=position_limit(model),
     )  # fmt: skip
 
 

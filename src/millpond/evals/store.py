@@ -167,8 +167,17 @@ def _read_records(path: Path) -> list[Record]:
         warnings.warn(f"{path.name}: the last line was half written and is dropped", ResumeWarning, stacklevel=4)
         with path.open("r+b") as file:
             file.truncate(whole)
+    return parse_records(path, data[:whole])
+
+
+def parse_records(path: Path, data: bytes) -> list[Record]:
+    """The records in the lines of `data`, which was read from `path`.
+
+    Raises:
+        DataError: a line is not a record.
+    """
     records = []
-    for number, line in enumerate(data[:whole].splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             records.append(Record(**json.loads(line)))
         except (ValueError, TypeError) as error:

@@ -88,6 +88,12 @@ def layer_cache(config: PreTrainedConfig) -> Callable[..., LayerCache]:
     return LayerCache
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for; None where its configuration sets no limit."""
+    limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    return limit
+
+
 def n_layers(config: PreTrainedConfig) -> int:
     """Layers that hold a cache."""
     count: Any = config.num_hidden_layers

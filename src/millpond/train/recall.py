@@ -6,10 +6,7 @@ cut off and called again ends with the weights of a run that was not (same machi
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from millpond.train.keep import cpu_threads, save_curve
 from millpond.train.optimizer import muon_and_adamw
 from millpond.train.recall_model import build_model, save_bundle
 from millpond.train.recall_progress import training_progress
@@ -59,7 +57,7 @@ def train_recall(
     """
     folder, recipe = Path(out_dir), recipe or Recipe()
     folder.mkdir(parents=True, exist_ok=True)
-    with _threads(threads), training_progress(show_progress, recipe) as show:
+    with cpu_threads(threads), training_progress(show_progress, recipe) as show:
         run = _start(folder, seed, device or ("cuda" if torch.cuda.is_available() else "cpu"), recipe)
         begun, before_s = time.monotonic(), run.time_s
         while not _finished(run, recipe, max_steps):
@@ -146,17 +144,4 @@ def _keep(run: Run, folder: Path) -> None:
     """Write the checkpoint, the model folder and the curve."""
     run.save(folder / CHECKPOINT)
     save_bundle(run.model, folder)
-    lines = [json.dumps(line._asdict()) + "\n" for line in run.log]
-    (folder / "log.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Hold torch to `count` CPU threads inside."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    save_curve(run.log, folder / "log.jsonl")

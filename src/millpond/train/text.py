@@ -6,10 +6,8 @@ and called again ends with the weights of a run that was not (same machine, same
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from millpond.train.keep import cpu_threads, save_curve
 from millpond.train.optimizer import muon_and_adamw
 from millpond.train.text_data import TokenFile, draw_batch, open_tokens
 from millpond.train.text_mix import Mixer
@@ -81,7 +80,7 @@ def train_text(
     folder = Path(out_dir)
     begun = time.monotonic()
     text = open_tokens(Path(data), folder, recipe.vocab_size)
-    with _threads(threads):
+    with cpu_threads(threads):
         run = _start(folder, recipe, seed, tokens or recipe.tokens, device, text)
         loss_of = _loss_of(run.model, compiled)
         mixer = Mixer(text.tokenizer)
@@ -167,17 +166,4 @@ def _line(run: TextRun, done: list[_Step]) -> LogLine:
 def _keep(run: TextRun, folder: Path) -> None:
     """Write the checkpoint and the curve."""
     run.save(folder / CHECKPOINT)
-    lines = [json.dumps(line._asdict()) + "\n" for line in run.log]
-    (folder / LOG).write_text("".join(lines), encoding="utf-8")
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Hold torch to `count` CPU threads inside."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    save_curve(run.log, folder / LOG)

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from millpond.errors import OptionError
+from millpond.train.keep import save_state
 from millpond.train.optimizer import Optimizers
 from millpond.train.text_recipe import TextRecipe
 
@@ -62,9 +63,7 @@ class TextRun:
         state["log"] = [tuple(line) for line in self.log]
         state["model"] = self.model.state_dict()
         state["optimizers"] = self.optimizers.state_dict()
-        fresh = file.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(file)
+        save_state(state, file)
 
     def load(self, file: Path) -> None:
         """Go on where `file` stands.

@@ -26,7 +26,7 @@ from millpond.evals.contender import Compressed
 from millpond.evals.plan import DEFAULT_BUDGET
 from millpond.evals.sample import Question
 from millpond.evals.spec import Spec
-from millpond.hf.support import text_config
+from millpond.hf.support import position_limit
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
 
@@ -77,7 +77,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         loaded: Any = load_model(pretrained, dtype)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = loaded.to(self._device)
-        limit = getattr(text_config(model), "max_position_embeddings", None)
+        limit = position_limit(model)
         if max_length is not None:
             limit = min(_whole("max_length", max_length, "a number, 1 or more"), limit or max_length)
         self._truncate = truncate

@@ -17,7 +17,7 @@ from millpond.evals.peers.plan import PeerPlan
 from millpond.evals.peers.process import Peer
 from millpond.evals.record import Cell, Row
 from millpond.evals.run import Progress, run
-from millpond.hf.support import text_config
+from millpond.hf.support import position_limit
 
 
 def run_peer(
@@ -37,7 +37,7 @@ def run_peer(
     Raises:
         OptionError, DataError: as `millpond.evals.run.run`; or a peer that ends on prompt after prompt.
     """
-    eos, limit = end_tokens(model, tokenizer), _limit(model)
+    eos, limit = end_tokens(model, tokenizer), position_limit(model)
 
     def examiner(cell: Cell) -> PeerExaminer:
         return PeerExaminer(cell, peer, tokenizer, plan.built[cell.task], eos, limit)
@@ -47,7 +47,7 @@ def run_peer(
 
 def export(plan: PeerPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
     """Write the requests of all cells, one a line; returns how many. Prompts that do not fit the model are left out."""
-    eos, limit = end_tokens(model, tokenizer), _limit(model)
+    eos, limit = end_tokens(model, tokenizer), position_limit(model)
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -63,8 +63,3 @@ def _prompts(plan: PeerPlan, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> 
     task = plan.built[cell.task]
     for sample in task.samples(tokenizer, plan.samples, plan.seed):
         yield from encode(sample, tokenizer, task.kind, cell.protocol)
-
-
-def _limit(model: PreTrainedModel) -> int | None:
-    limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
-    return limit
