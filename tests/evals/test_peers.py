@@ -178,7 +178,7 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_a_failure_and_not_exported(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("millpond.evals.peers.run._limit", lambda model: 36)
+    monkeypatch.setattr("millpond.evals.peers.run.position_limit", lambda model: 36)
     (row,) = go(tmp_path, plan("full", budgets=None))
     reasons = [r.failure for r in read_samples(tmp_path)]
     assert row.failures == 5

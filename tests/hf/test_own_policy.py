@@ -93,33 +93,26 @@ def test_a_plan_at_each_step_is_what_the_kernel_does(method: str, budget: Any) -
     assert tokens
 
 
+def assert_planning_keeps_the_same(name: str, policy: Policy) -> None:
+    model, found = shared_model(name), []
+    for chosen in (policy, replace(policy, score=Planned(policy.score))):
+        with torch.no_grad(), mp.compress(model, chosen, 8) as cache:
+            ids = text(1, 24)
+            model(ids[:, :18], past_key_values=cache)
+            for t in range(18, 24):
+                model(ids[:, t : t + 1], past_key_values=cache)
+            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.windows])
 def test_plans_on_sliding_layers(name: str) -> None:
     """Layers with a window end up with the same entries, whoever evicts."""
-    model = shared_model(name)
-    policy = METHODS.get("h2o")(sinks=0)
-    found = []
-    for chosen in (policy, replace(policy, score=Planned(policy.score))):
-        with torch.no_grad(), mp.compress(model, chosen, 8) as cache:
-            ids = text(1, 24)
-            model(ids[:, :18], past_key_values=cache)
-            for t in range(18, 24):
-                model(ids[:, t : t + 1], past_key_values=cache)
-            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
-    assert found[0] == found[1]
+    assert_planning_keeps_the_same(name, METHODS.get("h2o")(sinks=0))
 
 
 def test_plans_on_latents() -> None:
-    model, policy = shared_model("deepseek_v3"), METHODS.get("h2o")(sinks=1)
-    found = []
-    for chosen in (policy, replace(policy, score=Planned(policy.score))):
-        with torch.no_grad(), mp.compress(model, chosen, 8) as cache:
-            ids = text(1, 24)
-            model(ids[:, :18], past_key_values=cache)
-            for t in range(18, 24):
-                model(ids[:, t : t + 1], past_key_values=cache)
-            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
-    assert found[0] == found[1]
+    assert_planning_keeps_the_same("deepseek_v3", METHODS.get("h2o")(sinks=1))
 
 
 def test_a_score_that_looks_at_nothing_gathers_nothing() -> None:
