@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,31 +10,17 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from millpond.kernels import native, ops
-from millpond.kernels.native import calls, library
+from millpond.kernels.native import library
 
-pytestmark = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
+pytestmark = [
+    pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 #: most error of a sum of k products, relative to the sum of their sizes, and of the rounded result
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = st.sampled_from(list(ROUNDING))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 509, 1024, 2816]))
-
-
-@pytest.fixture(params=library.runnable())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("MILLPOND_ISA", request.param)
-    library.load.cache_clear(), calls.entry_point.cache_clear()
-    yield request.param
-    monkeypatch.undo()
-    library.load.cache_clear(), calls.entry_point.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:

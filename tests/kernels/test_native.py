@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,29 +19,13 @@ from millpond.kernels.native import calls, library
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
 
-pytestmark = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
+pytestmark = [
+    pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 DIMS = st.sampled_from([1, 7, 8, 16, 20, 32, 64, 80, 96, 128, 192, 256])
-
-
-@pytest.fixture(params=library.runnable())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each instruction set that this CPU can run."""
-    monkeypatch.setenv("MILLPOND_ISA", request.param)
-    library.load.cache_clear(), calls.entry_point.cache_clear()
-    assert native.isa() == request.param
-    yield request.param
-    monkeypatch.undo()
-    library.load.cache_clear(), calls.entry_point.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite
@@ -303,12 +286,13 @@ def test_without_libraries_one_warning_and_the_reference() -> None:
 import warnings
 from millpond.kernels.native import library
 library._folders = lambda: []
-from millpond.kernels import native, ops, reference
+from millpond.kernels import blockwise, native, ops, reference
 import torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
         assert ops.backend(torch.float32, torch.device("cpu")) is reference
+        assert ops._dense_backend(torch.zeros(1)) is blockwise
 assert [w.category for w in caught] == [native.NativeKernelsWarning], caught
 assert native.isa() == "none"
 """

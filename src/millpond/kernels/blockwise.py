@@ -1,7 +1,7 @@
 """Prefill in blocks of query rows: the attention and the exact column sums in one pass, no (Q, N) matrix.
 
-On the CPU the two matrix products go to oneDNN and this is faster than the fused attention of torch, which cannot
-give the column sums. Extra memory: Hq * block * N numbers.
+What runs where neither the native kernels nor those of the GPU can: every dtype and device that torch has. Extra
+memory: Hq * block * N numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from millpond.kernels.rules import Reduce
 def block_rows(group: int) -> int:
     """Query rows per block: few, so that little is computed above the diagonal and the logits stay in the cache.
 
-    64 rows of a group of 4 took 0.76 of the time of 256 rows (4k queries, D=128, bf16, 2 cores of a Zen 5); with one
-    query head per KV head the matrix products want 128.
+    64 rows of a group of 4 took 0.76 of the time of 256 rows (4k queries, D=128, bf16, 2 cores of a Zen 5, products
+    in oneDNN); with one query head per KV head the matrix products want 128.
     """
     return max(64, min(128, 256 // group))
 

@@ -65,15 +65,14 @@ def backend(pages_dtype: torch.dtype, device: torch.device) -> ModuleType:
 
 
 def _dense_backend(q: Tensor) -> ModuleType:
-    """The implementation that serves `prefill` and `colsum_from_lse`, which see no pages."""
-    forced = os.environ.get("MILLPOND_KERNELS", "auto")
-    if forced == "reference":
-        return reference
-    if q.dtype in NATIVE_DTYPES and (forced == "gpu" or (forced == "auto" and q.device.type == "cuda")):
-        from millpond.kernels import gpu
+    """The implementation that serves `prefill` and `colsum_from_lse`, which see no pages.
 
-        return gpu
-    return blockwise
+    Where the page ops fall back to the reference (another dtype or device, no native kernels), these run in blocks
+    of torch operations, unless the reference is asked for by name.
+    """
+    impl = backend(q.dtype, q.device)
+    falls_back = impl is reference and os.environ.get("MILLPOND_KERNELS", "auto") != "reference"
+    return blockwise if falls_back else impl
 
 
 def decode(

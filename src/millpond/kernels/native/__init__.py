@@ -1,4 +1,4 @@
-"""The page ops in C++ for the CPU, through a plain C ABI: same functions and meaning as `reference`.
+"""The op set in C++ for the CPU, through a plain C ABI: same functions and meaning as `reference`.
 
 MILLPOND_ISA=baseline|v3|v4|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
 Without a compiler at install time there are no libraries: `is_available()` is False and says so once.
@@ -11,11 +11,23 @@ from functools import cache
 
 import torch
 
+from millpond.kernels.blockwise import colsum_from_lse  # off every hot path: torch's matrix products will do
 from millpond.kernels.native import library
 from millpond.kernels.native.library import NativeKernelsWarning
-from millpond.kernels.native.ops import decode, linear, read, write
+from millpond.kernels.native.ops import decode, linear, prefill, read, write
 
-__all__ = ["NativeKernelsWarning", "decode", "is_available", "isa", "linear", "read", "read_bandwidth", "write"]
+__all__ = [
+    "NativeKernelsWarning",
+    "colsum_from_lse",
+    "decode",
+    "is_available",
+    "isa",
+    "linear",
+    "prefill",
+    "read",
+    "read_bandwidth",
+    "write",
+]
 
 
 @cache

@@ -20,6 +20,7 @@ DECODE = Struct("=40q3d").pack
 WRITE = Struct("=30q").pack
 READ = Struct("=17q").pack
 LINEAR = Struct("=11q").pack
+PREFILL = Struct("=28q2d").pack
 INT32 = torch.int32
 
 Call = Callable[[bytes], int]
@@ -80,6 +81,35 @@ def decode(
     if failed:
         raise MemoryError("no memory for the work space of the decode kernel")
     return out, lse, evicted
+
+
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, sink_logits: Tensor | None,
+    window: int, scale: float, softcap: float, colsum: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`colsum`: a Reduce, or -1 for an empty third result."""
+    q, k, v, q_pos = _rows(q), _rows(k), _rows(v), _flat(q_pos)
+    past_pos = past_pos if past_pos is None else _flat(past_pos)
+    sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
+    n_heads, n_queries, key_dim = q.shape
+    n_kv_heads, n_columns, value_dim = v.shape
+    out = torch.empty((n_heads, n_queries, value_dim), dtype=q.dtype)
+    lse = torch.empty((n_heads, n_queries), dtype=torch.float32)
+    sums = torch.zeros((n_kv_heads, n_columns) if colsum >= 0 else (0, 0), dtype=torch.float32)
+    if n_queries == 0:
+        return out, lse, sums
+    failed = entry_point("mp_prefill")(PREFILL(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], q_pos.data_ptr(),
+        *((0, 0) if past_pos is None else (past_pos.data_ptr(), past_pos.stride(0) if len(past_pos) > 1 else 0)),
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
+        n_heads, n_kv_heads, n_queries, n_columns, key_dim, value_dim, window, max(colsum, 0),
+        torch.get_num_threads(), scale, softcap,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the prefill kernel")
+    return out, lse, sums
 
 
 def write(

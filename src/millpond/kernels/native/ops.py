@@ -1,7 +1,7 @@
-"""`decode`, `write`, `read` and `linear` with the signatures of `reference`, and their registration with torch.
+"""`decode`, `prefill`, `write`, `read` and `linear` as in `ops`, and their registration with torch.
 
-millpond::decode, ::write, ::read and ::linear are what torch.compile sees; eager calls skip the dispatcher. Page memory
-is reached through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
+millpond::decode and its siblings are what torch.compile sees; eager calls skip the dispatcher. Page memory is reached
+through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from torch import Tensor
 
 from millpond.kernels.native import calls
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule
+from millpond.kernels.rules import DecodeRule, Reduce
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
     "decode(Tensor q, Tensor k_new, Tensor v_new, Tensor(a!) bases, Tensor table, Tensor(b!) lens, Tensor caps, "
     "Tensor recent, Tensor q_pos, Tensor? sink_logits, int[] pool, int[] rule, int window, float scale, "
     "float softcap, float decay) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "prefill(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor? past_pos, Tensor? sink_logits, int window, "
+    "float scale, float softcap, int colsum) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "write(Tensor(a!) bases, Tensor table, Tensor start, Tensor count, Tensor index, Tensor keys, Tensor values, "
@@ -28,6 +32,7 @@ LIBRARY.define(
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.impl("decode", calls.decode, "CPU")
+LIBRARY.impl("prefill", calls.prefill, "CPU")
 LIBRARY.impl("write", calls.write, "CPU")
 LIBRARY.impl("read", calls.read, "CPU")
 LIBRARY.impl("linear", calls.linear, "CPU")
@@ -43,6 +48,19 @@ def _decode_shapes(
     out = q.new_empty((n_seq, n_heads, pool[3]))
     lse = q.new_empty((n_seq, n_heads), dtype=torch.float32)
     return out, lse, q.new_empty((n_seq * k_new.shape[1],), dtype=torch.int32)
+
+
+@torch.library.register_fake("millpond::prefill", lib=LIBRARY)
+def _prefill_shapes(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, sink_logits: Tensor | None,
+    window: int, scale: float, softcap: float, colsum: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sums = v.shape[:2] if colsum >= 0 else (0, 0)
+    return (
+        q.new_empty((*q.shape[:2], v.shape[-1])),
+        q.new_empty(q.shape[:2], dtype=torch.float32),
+        q.new_empty(sums, dtype=torch.float32),
+    )
 
 
 @torch.library.register_fake("millpond::write", lib=LIBRARY)
@@ -98,6 +116,26 @@ def decode(
         scale, softcap, rule.decay,
     )  # fmt: skip
     return result
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    colsum: Reduce | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else calls.prefill
+    out, lse, sums = call(
+        q, k, v, q_pos, past_pos, sink_logits, window, scale, softcap, -1 if colsum is None else int(colsum)
+    )
+    return out, lse, sums if colsum is not None else None
 
 
 def write(

@@ -1,4 +1,4 @@
-// The C ABI: one struct of 8-byte fields per op, packed by the Python side in the same order (see native/abi.py).
+// The C ABI: one struct of 8-byte fields per op, packed by the Python side in the same order (see native/calls.py).
 // Strides count elements, not bytes. Pointers may be null where the Python side says None.
 #pragma once
 
@@ -65,6 +65,22 @@ struct ReadArgs {
   int32_t* positions;
   float* scores;
   int64_t n_threads;
+};
+
+struct PrefillArgs {
+  const void *q, *k, *v;  // (Hq, Q, key_dim), (Hkv, N, key_dim), (Hkv, N, value_dim)
+  int64_t q_dtype, k_dtype, v_dtype;
+  int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
+  const int32_t* q_pos;                                 // (Q,)
+  const int32_t* past_pos;                              // (Hkv or 1, N - Q), null where there is no past
+  int64_t past_row;                                     // stride, 0 where all heads share it
+  const float* sink_logits;                             // (Hq,) or null
+  void* out;                                            // (Hq, Q, value_dim) in q's dtype
+  float* lse;                                           // (Hq, Q)
+  float* sums;                                          // (Hkv, N) or null: column sums
+  int64_t n_heads, n_kv_heads, n_queries, n_columns, key_dim, value_dim;
+  int64_t window, reduce, n_threads;
+  double scale, softcap;
 };
 
 struct LinearArgs {

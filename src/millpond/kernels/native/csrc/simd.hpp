@@ -40,7 +40,13 @@ MP_INLINE vf splat(float x) { return x - vf{}; }
 MP_INLINE vi splat(int32_t x) { return x - vi{}; }
 MP_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 MP_INLINE vi select(vi mask, vi yes, vi no) { return mask ? yes : no; }
-MP_INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+MP_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
 MP_INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
 MP_INLINE vi iota() {
