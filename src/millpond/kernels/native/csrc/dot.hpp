@@ -1,6 +1,7 @@
 // Logits: the products of a few queries with many keys, four keys at a time.
 #pragma once
 
+#include "ahead.hpp"
 #include "simd.hpp"
 
 namespace mp {
@@ -37,13 +38,6 @@ struct Lane<bf16> {
   static MP_INLINE vf fma(vf acc, V k, V q) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)k, (__m512bh)q); }
 };
 #endif
-
-// Ask for BYTES of memory that will be read soon. Never faults.
-template <int BYTES>
-MP_INLINE void prefetch(const char* p) {
-#pragma GCC unroll 8
-  for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p + i, 0, 3);
-}
 
 // Rows of the query buffer are padded with zeros to a multiple of this.
 constexpr int QUERY_PAD = 32;

@@ -58,7 +58,7 @@ MP_INLINE void steps(vf (&acc)[H][4], const T* w, int64_t row, const typename La
     typename L::V v[4];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) {
-      if (kAhead) __builtin_prefetch(ahead + t * row + d, 0, 3);
+      if (kAhead) prefetch<64>(ahead + t * row + d);
       v[t] = L::key(w + t * row + d);
     }
 #pragma GCC unroll 4
