@@ -20,7 +20,7 @@ def make(method: str, budget: int, *, limit_pages: int | None = None, slots: int
     page = PagePool(DIM, DIM, torch.float64, slots=slots).page_bytes
     limit = None if limit_pages is None else limit_pages * page
     pool = PagePool(DIM, DIM, torch.float64, slots=slots, limit_bytes=limit)
-    return LayerCache(0, METHODS.get(method)(**options), lambda table, seen: budget, lambda *a: pool, Timeline())
+    return LayerCache(0, METHODS.get(method)(**options), lambda *of: budget, lambda *a: pool, Timeline())
 
 
 def tokens(n: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,6 +76,9 @@ def test_no_loss_exceeds_its_bound(method: str) -> None:
         return
     found = losses(method)
     assert found.loss.shape == (2, 8)
+    if METHODS.get(method)().waits:  # nothing leaves before the first token after the prompt
+        assert not any(t.any() for t in (found.loss, found.evicted, found.bound, found.layer_loss))
+        return
     assert (found.evicted > 0).all()
     assert (found.loss <= found.bound).all()
     assert (found.layer_loss <= found.layer_bound).all()

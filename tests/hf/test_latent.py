@@ -46,7 +46,7 @@ def layer(kind, policy, budget, **options):
     def pool(key_dim, value_dim, dtype, device):
         return pools.setdefault(0, PagePool(key_dim, value_dim, dtype, device, slots=4))
 
-    return kind(0, policy, lambda table, seen: budget, pool, Timeline(), **options)
+    return kind(0, policy, lambda *of: budget, pool, Timeline(), **options)
 
 
 def pair(method, budget, between_chunks=True, **options):

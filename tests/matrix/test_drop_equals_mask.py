@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | str, Rule]] = {
         "snapkv", {"window": 4, "kernel": 3}, 12,
         Rule("window", 12, recent=4, window=4, kernel=3, evicts_while_decoding=False),
     ),
-    "ada": ("ada", {"alpha": 0.3, "score": "h2o"}, 14, Rule("sum", 14, sinks=4, recent=0.5, alpha=0.3)),
+    "ada": ("ada", {"alpha": 0.3, "score": "h2o", "every": 0}, 14, Rule("sum", 14, sinks=4, recent=0.5, alpha=0.3)),
 }  # fmt: skip
 
 

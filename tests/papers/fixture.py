@@ -33,7 +33,7 @@ def layer_cache(policy: Policy, budget: int, slots: int = 8) -> LayerCache:
     def pool(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
         return pools.setdefault("one", PagePool(key_dim, value_dim, dtype, device, slots=slots))
 
-    return LayerCache(0, policy, lambda table, seen: budget, pool, Timeline())
+    return LayerCache(0, policy, lambda *of: budget, pool, Timeline())
 
 
 def feed(cache: LayerCache, logits: Tensor, first: int, last: int) -> Tensor:

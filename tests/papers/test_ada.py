@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.allocate import Ada, Uniform
+from millpond.policy.allocate import Ada, Uniform, weakest
 from millpond.policy.select import keep_best
 from tests.papers.fixture import feed, kept, layer_cache
 
@@ -16,7 +16,7 @@ ALL = torch.ones(2, 4, dtype=torch.bool)
 NONE = torch.zeros(2, 4, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("alpha", "expected"), [(0.0, [1, 3]), (0.5, [1, 3]), (1.0, [2, 2])])
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, [1, 3]), (0.2, [1, 3]), (0.5, [1, 3]), (1.0, [2, 2])])
 def test_floor_rule(alpha: float, expected: list[int]) -> None:
     assert Ada(alpha).keep_counts(A, ALL, NONE, 2).tolist() == expected
 
@@ -63,6 +63,56 @@ def test_bound_of_the_output_error() -> None:
             bounds.append(2 * c * (h - kept_mass.sum()))
             assert loss <= bounds[-1] + 1e-9
         assert bounds[0] <= bounds[1] + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=st.integers(1, 5), n=st.integers(2, 24), seed=st.integers(0, 9999), sharp=st.sampled_from([0.1, 1.0, 4.0]),
+    data=st.data(),
+)  # fmt: skip
+def test_no_allocation_of_the_same_total_has_a_lower_bound(
+    heads: int, n: int, seed: int, sharp: float, data: st.DataObject
+) -> None:
+    """Any counts, any choice inside the heads: the loss keeps its bound, and the bound is never below Ada's."""
+    budget = data.draw(st.integers(1, n))
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.softmax(sharp * torch.randn(heads, n, generator=generator, dtype=torch.float64), 1)
+    projected = torch.randn(heads, n, 7, generator=generator, dtype=torch.float64)  # v_j W_O of each head
+    c = projected.abs().sum(-1).max()
+    everything = torch.ones(heads, n, dtype=torch.bool)
+    counts = Ada(0.0).keep_counts(a, everything, ~everything, budget)
+    assert int(counts.sum()) == heads * budget
+    best = keep_best(a, everything, ~everything, counts)
+    # another plan of the same size: one entry for each head, the others drawn from anywhere
+    first = torch.zeros_like(everything).scatter_(1, torch.randint(n, (heads, 1), generator=generator), True)
+    rest = (~first).flatten().nonzero()[:, 0]
+    drawn = rest[torch.randperm(len(rest), generator=generator)[: heads * (budget - 1)]]
+    other = first.flatten().scatter(0, drawn, True).view_as(first)
+    assert int(other.sum()) == heads * budget
+    kept_by_ada = (a * best).sum()
+    for keep in (best, other):
+        mass = (a * keep).sum(1)
+        left = a * keep / mass[:, None]
+        loss = ((a - left)[..., None] * projected).sum((0, 1)).abs().sum()
+        assert loss <= 2 * c * (heads - mass.sum()) + 1e-9
+        assert 2 * c * (heads - kept_by_ada) <= 2 * c * (heads - mass.sum()) + 1e-9
+
+
+def test_the_weakest_of_all_heads() -> None:
+    """Ties leave oldest first, heads at their floor lose nothing, and slot order does not matter."""
+    value = torch.tensor([[[0.1, 0.5, 0.1, 0.9], [0.2, 0.0, -0.0, 0.3]]])
+    positions = torch.tensor([[[7, 3, 4, 9], [5, 8, 2, 6]]], dtype=torch.int32)
+    free = torch.tensor([[[True, True, True, False], [True, True, True, True]]])
+
+    def leaving(spare: list[int], n: int) -> list[list[int]]:
+        found = weakest(value, positions, free, torch.tensor([spare]), n)[0]
+        return [positions[0, h][found[h]].sort().values.tolist() for h in range(2)]
+
+    assert leaving([4, 4], 2) == [[], [2, 8]]  # both zeros, before the two of 0.1
+    assert leaving([4, 4], 3) == [[4], [2, 8]]  # of the two of 0.1 the older
+    assert leaving([4, 1], 3) == [[4, 7], [2]]
+    assert leaving([0, 4], 3) == [[], [2, 5, 8]]
+    assert leaving([4, 0], 4) == [[3, 4, 7], []]  # no more to spare
 
 
 @pytest.mark.parametrize("score", ["snapkv", "h2o"])

@@ -49,7 +49,7 @@ def stream(q: Tensor, k: Tensor, v: Tensor, prompt: int, budget: int, **options:
     policy = METHODS.get("streaming")(**options)
     pool = PagePool(DIM, DIM, torch.float64, slots=4)
     rotation = Rope() if policy.positions == "cache_relative" else None
-    cache = LayerCache(0, policy, lambda table, seen: budget, lambda *a: pool, Timeline(), rotation=rotation)
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, Timeline(), rotation=rotation)
     places = torch.arange(q.shape[2])[None]
     qr, kr = Rope().rotate(q, places), Rope().rotate(k, places)
     shape = AttentionShape(scale=1.0)

@@ -7,7 +7,7 @@ position of its token, so plans, drafts and rewinds work as for every other laye
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape, Candidates
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span
+from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops, reference
 from millpond.kernels.observe import window_signal
 from millpond.kernels.rules import Evict, Reduce, Signal
@@ -137,6 +138,18 @@ class LatentCache(LayerCache):
         if sums is not None and reduce is Reduce.MEAN:
             sums = sums / q.shape[0]
         return out, None if sums is None else sums.sum(0, keepdim=True)
+
+    def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
+        """
+        Raises:
+            UnsupportedModelError: what is stored are latents.
+        """
+        if self._expansion is None:
+            return super()._contents(found, part, order)
+        raise UnsupportedModelError(
+            f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
+            "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
+        )
 
     def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
         if self._expansion is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
 from millpond.cache.pool import PagePool
+from millpond.cache.rivals import Rivals
 from millpond.cache.rolling import Rolling, Rotation
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
@@ -30,7 +32,7 @@ class LayerCache:
     Args:
         index: of the layer.
         policy: what is kept.
-        entries: `entries(table, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
+        entries: `entries(table, sequence, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
         pool: `pool(key_dim, value_dim, dtype, device)` -> the pool that holds pages of this shape.
         timeline: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
@@ -41,7 +43,7 @@ class LayerCache:
         self,
         index: int,
         policy: Policy,
-        entries: Callable[[RegionTable, int], int],
+        entries: Callable[[RegionTable, int, int], int],
         pool: Callable[[int, int, torch.dtype, torch.device], PagePool],
         timeline: Timeline,
         *,
@@ -52,6 +54,7 @@ class LayerCache:
         self.policy = policy
         self.timeline = timeline
         self.columns = 0  # columns (pads included) that this layer has seen
+        self.outputs: Callable[[], Tensor] | None = None  # see `View.outputs`; set by whoever knows the model
         self._entries = entries
         self._pool = pool
         self._between_chunks = between_chunks
@@ -86,6 +89,14 @@ class LayerCache:
             dense.positions.gather(1, order),
             dense.scores.gather(1, order),
         )
+
+    def measure(self, sequence: int, of: Callable[[View], float]) -> float:
+        """A number `of` one sequence as a plan would see it now."""
+        found = Candidates(*self._dense(self._require_table(), sequence))
+        order = by_position(found.positions)
+        signal, seen = self._signal(sequence, found), int(found.positions.max()) + 1
+        origin = int(self.timeline.origin[sequence])
+        return of(View(found.positions.gather(1, order), signal.gather(1, order), seen, self.index, origin))
 
     # ------------------------------------------------------------------ the step
 
@@ -153,14 +164,22 @@ class LayerCache:
         rule = self._rule
         always = rule.evict is Evict.NEVER
         table.privatise(whole=not always)
-        table.make_room(always)
+        rivals = Rivals.of(table, self.policy.heads, positions)
+        if rivals is None:
+            table.make_room(always)
+        else:
+            rivals.make_room(always)
         if self._rolling is not None:
             q, k = self._rolling.step(table, q, k, v, positions)
         out, lse = self._decode(table, q, k, v, q_pos)
         table.stepped(always, positions >= 0)
         if not always:
             self._check_finite(lse)
+        if rivals is not None:
+            rivals.compete(rule, q_pos, self._shape.window)
         if self.policy.replans:
+            for sequence in np.flatnonzero(positions >= 0).tolist():
+                self._remember_queries(sequence, q[sequence, :, None], q_pos[sequence : sequence + 1])
             self._replan(table, positions)
         return out
 
@@ -193,7 +212,7 @@ class LayerCache:
     def _token_by_token(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """A multi-token pass as if it had been decoded."""
         for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
-            self._set_budget(table, sequence, self._budget(table, int(span.after[sequence])), None)
+            self._set_budget(table, sequence, self._budget(table, sequence, int(span.after[sequence])), None)
         steps = [
             self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column))
             for column in range(span.length)
@@ -286,7 +305,7 @@ class LayerCache:
         table.set_lengths(sequence, after)
 
     def _remember_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
-        """Keep the last queries of a prompt, across its chunks, for scores that look through a window."""
+        """Keep the last queries, across chunks and planned steps, for scores that look through a window."""
         if not self.policy.window:
             return
         old = self._queries.get(sequence)
@@ -297,13 +316,13 @@ class LayerCache:
 
     # ------------------------------------------------------------------ plan and apply
 
-    def _budget(self, table: RegionTable, seen: int) -> int:
-        budget = self._entries(table, seen)
+    def _budget(self, table: RegionTable, sequence: int, seen: int) -> int:
+        budget = self._entries(table, sequence, seen)
         return min(budget, self._shape.window) if self._shape.window else budget
 
-    def _fits_window(self, table: RegionTable, seen: int) -> bool:
+    def _fits_window(self, table: RegionTable, sequence: int, seen: int) -> bool:
         """Whether the budget holds all that a sliding window shows, so that there is nothing to choose."""
-        return bool(self._shape.window) and self._entries(table, seen) >= self._shape.window
+        return bool(self._shape.window) and self._entries(table, sequence, seen) >= self._shape.window
 
     def _set_budget(self, table: RegionTable, sequence: int, budget: int, caps: Tensor | None) -> None:
         numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
@@ -326,20 +345,28 @@ class LayerCache:
         alive = found.positions >= 0
         if self._shape.window:  # what no later query can see
             alive &= seen - found.positions < self._shape.window
-        if self.policy.keeps_all or self._fits_window(table, seen):
+        if self.policy.keeps_all or self._fits_window(table, sequence, seen):
             self._rewrite(table, sequence, found, alive)
             self._set_budget(table, sequence, UNBOUNDED, None)
             return
-        budget = self._budget(table, seen) if budget is None else budget
+        budget = self._budget(table, sequence, seen) if budget is None else budget
         scores = self._signal(sequence, found)
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         origin = int(self.timeline.origin[sequence])
-        view = View(positions.gather(1, order), scores.gather(1, order), seen, self.index, origin)
+        view = View(
+            positions.gather(1, order), scores.gather(1, order), seen, self.index, origin,
+            read=lambda part: self._contents(found, part, order), outputs=self.outputs,
+        )  # fmt: skip
         plan = self.policy.plan(view, budget)
         keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
         self._rewrite(table, sequence, found._replace(scores=scores), keep)
         self._set_budget(table, sequence, budget, plan.caps)
+
+    def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
+        """(H, N, dim): the keys or the values of candidates in the given order, for a score that looks at them."""
+        entries = found.keys if part == "keys" else found.values
+        return entries.gather(1, order[..., None].expand(-1, -1, entries.shape[-1]))
 
     def _signal(self, sequence: int, found: Candidates) -> Tensor:
         """(H, N) float32: what the policy's score is made of."""

@@ -71,6 +71,16 @@ class RegionTable:
         self._slack = 0
         self._publish(ids=False)
 
+    def budgets(self) -> Ints:
+        """(n_seq, n_kv_heads) entries that each head may hold, on the host."""
+        return self._caps.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def set_budgets(self, caps: Ints) -> None:
+        """How many entries each head may hold, (n_seq, n_kv_heads)."""
+        self._caps[:] = caps.ravel()
+        self._slack = 0
+        self._publish(ids=False)
+
     # ------------------------------------------------------------------ room
 
     def reserve(self, sequence: int, lens: Ints) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -17,20 +17,14 @@ from millpond.cache.journal import Journal
 from millpond.cache.layer import LayerCache
 from millpond.cache.pool import PagePool
 from millpond.cache.rolling import Rotation
-from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
-from millpond.errors import BudgetError, CacheMismatchError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, UnsupportedModelError
+from millpond.hf.budgets import Budgets, layer_windows
 from millpond.hf.layer import MillpondLayer, Observer
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
 from millpond.hf.support import decoder_modules, layer_cache, text_config
-from millpond.kernels.rules import UNBOUNDED
-from millpond.policy.allocate import Uniform
 from millpond.policy.policy import Policy
-
-
-class BudgetFloorWarning(UserWarning):
-    """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,8 @@ class MillpondCache(Cache):
         rotation: Rotation | None = None,
         croppable: bool = False,
     ) -> None:
+        config = text_config(model)
+        budgets = Budgets(budget, policy, layer_windows(config, n_layers))
         self.policy = policy
         self.budget = budget
         self.timeline = Timeline()
@@ -85,18 +81,18 @@ class MillpondCache(Cache):
         self._memory_limit = memory_limit
         self._pools: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
-        self._warned = False
         self._before_pass = 0
         self._passes = Passes(self, decoder_modules(model))
         self.on_close(self._passes.close)
-        make = layer_cache(text_config(model))
+        make = layer_cache(config)
         cores = [
             make(
-                index, policy, self._entries, self._pool, self.timeline,
-                between_chunks=between_chunks, rotation=rotation,
+                index, policy, partial(budgets.entries, index), self._pool, self.timeline,
+                between_chunks=between_chunks and not policy.waits, rotation=rotation,
             )
             for index in range(n_layers)
         ]  # fmt: skip
+        budgets.cores = cores
         super().__init__(layers=[MillpondLayer(core, self.journal, self._passes) for core in cores])
 
     # ------------------------------------------------------------------ what a user asks
@@ -262,40 +258,7 @@ class MillpondCache(Cache):
         """The first layer that has not seen `columns` columns."""
         return next((core for core in self.cores if core.columns != columns), None)
 
-    # ------------------------------------------------------------------ budgets and pools
-
-    def _entries(self, table: RegionTable, seen: int) -> int:
-        """Budget in entries per KV head of a sequence of `seen` tokens."""
-        if self.budget is None:
-            return UNBOUNDED
-        if self.budget.kind == "bytes":
-            return self._entries_of_bytes(table, int(self.budget.amount))
-        entries = self.budget.entries(seen)
-        least = self.policy.protect.minimum()
-        if self.budget.kind == "ratio" and entries < least:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that the "
-                    f"method protects; keeping {least}",
-                    BudgetFloorWarning,
-                    stacklevel=2,
-                )
-            return least
-        return entries
-
-    def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
-        regions = len(self.layers) * table.n_regions
-        page = table.pool.page_bytes + 4
-        pages = (amount // regions - 12) // page
-        if pages < 1:
-            raise BudgetError(
-                f"a budget of {amount} bytes leaves {amount // regions} bytes to each of {regions} heads (layers x "
-                f"sequences x KV heads), less than one page of {page} bytes; raise the budget or lower page_slots"
-            )
-        slots = table.pool.slots
-        # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
-        return int(pages) * slots - (0 if isinstance(self.policy.heads, Uniform) else slots - 1)
+    # ------------------------------------------------------------------ pools
 
     def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
         storage = self._storage or dtype

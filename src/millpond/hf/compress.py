@@ -14,6 +14,7 @@ from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.linears import use_native_linears
+from millpond.hf.outputs import show_outputs
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, n_layers, text_config
 from millpond.methods import METHODS
@@ -73,6 +74,7 @@ def compress(
         n_layers=n_layers(config), storage=storage_dtype(codec), page_slots=page_slots, memory_limit=limit,
         between_chunks=between_chunks, rotation=rotation, croppable=policy.keeps_all and not sliding,
     )  # fmt: skip
+    show_outputs(model, cache.cores)
     cache.on_close(_switch(model))
     if native_linears:
         cache.on_close(use_native_linears(model))

@@ -4,22 +4,48 @@ from dataclasses import replace
 from typing import Annotated
 
 from millpond.errors import OptionError
-from millpond.methods import METHODS, method
+from millpond.methods import method
+from millpond.methods._base import based_on
 from millpond.policy.allocate import Ada
 from millpond.policy.policy import Policy
 
 
 @method("ada", paper="arXiv:2407.11550")
 def ada(
-    score: Annotated[str, "the method whose score and triggers are used: snapkv, h2o, random, ..."] = "snapkv",
+    score: Annotated[
+        str, "the method whose score, layers and triggers are used: snapkv, pyramidkv, h2o/sinks=0, ..."
+    ] = "snapkv",
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.2,
+    every: Annotated[
+        int | str,
+        "decoding steps from one competition of the heads to the next, 0 for none; auto is 8 for a score that evicts "
+        "at each step, and none for others",
+    ] = "auto",
 ) -> Policy:
     """Let the heads of a layer compete for the layer's budget in one top-k, over any other method's score.
 
     Minimises the bound ||y - y'||_1 <= 2HC - 2C sum_i sum_{j kept in i} A_ij (Theorem 3.1) over all allocations
     with the same total. Heads differ in length, and the pages of short heads really return to the pool.
+
+    Over a score that evicts while decoding, the heads compete again at every `every`-th step: the entries that leave
+    are then the lowest of all heads together, so that a head's share follows its scores. The total is exact at each
+    step, and no head falls below its floor.
+
+    Departs from the paper: there budgets are shared out once, at the end of the prompt (every=0).
     """
-    base = METHODS.get(score)()
-    if base.keeps_all or base.shared:
+    base = based_on("ada", score)
+    if base.shared:
         raise OptionError(f"ada: score={score!r} has no score per head to share budgets by")
-    return replace(base, heads=Ada(alpha))
+    return replace(base, heads=Ada(alpha, _steps(every, base, score)))
+
+
+def _steps(every: int | str, base: Policy, score: str) -> int:
+    if every == "auto":
+        return 8 if base.every_step and not base.replans else 0
+    if not isinstance(every, int):
+        raise OptionError(f"ada: every={every!r} must be a number of steps, or auto")
+    if every and not base.every_step:
+        raise OptionError(f"ada: every={every}, but score={score!r} evicts nothing while decoding; leave it out")
+    if every and base.replans:
+        raise OptionError(f"ada: every={every}, but score={score!r} plans anew at each step; leave it out")
+    return every

@@ -15,6 +15,15 @@ from millpond.policy.select import rank_by_value
 class HeadAllocation(Protocol):
     """Splits the budget of a layer over its KV heads."""
 
+    @property
+    def every(self) -> int:
+        """Decoding steps from one competition of the heads to the next; 0: what the plan gave them stays theirs."""
+        ...
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        """Entries that no competition takes from a head that protects `protected`; int64 of any shape."""
+        ...
+
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         """Entries to keep per head, (H,) int64, with sum = min(H * budget, entries) exactly.
 
@@ -29,6 +38,11 @@ class HeadAllocation(Protocol):
 class Uniform:
     """Every head keeps the same number."""
 
+    every: int = 0
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        return torch.zeros_like(protected) + budget
+
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         return valid.sum(1).clamp(max=budget)
 
@@ -41,21 +55,29 @@ class Ada:
     H * budget goes to the highest values of all heads together. This minimises the paper's bound on the output error
     among all allocations that respect the floor.
 
+    With `every`, the heads of a full layer compete again at each such step of decoding: as many entries as came in
+    leave, the lowest of all heads together. At the steps between each head gives up its own lowest.
+
     Departs from the paper: the official code blends and rounds, which loses up to H entries; here the floor is a
     true minimum and the total is exact.
     """
 
     alpha: float = 0.2
+    every: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise OptionError(f"alpha={self.alpha} must lie in 0..1")
+        if self.every < 0:
+            raise OptionError(f"every={self.every} must not be negative; 0 never lets the heads compete again")
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        return (protected + (self.alpha * (budget - protected).clamp(min=0)).long()).clamp(min=1)
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         n_heads = value.shape[0]
         protected = (pinned & valid).sum(1)
-        floor = protected + (self.alpha * (budget - protected).clamp(min=0)).long()
-        floor = torch.minimum(floor.clamp(min=1), valid.sum(1))
+        floor = torch.minimum(self.floor(protected, budget), valid.sum(1))
         rank = rank_by_value(value, valid, pinned)
         secured = valid & (rank < floor[:, None])
         left = min(n_heads * budget, int(valid.sum())) - int(secured.sum())
@@ -67,3 +89,28 @@ class Ada:
         chosen = torch.zeros_like(secured).flatten()
         chosen[order] = True
         return secured.sum(1) + chosen.view(n_heads, -1).sum(1)
+
+
+#: A key that no entry has: it leaves after all others.
+_LAST = torch.iinfo(torch.int64).max
+
+
+def weakest(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor, n: int) -> Tensor:
+    """The `n` entries of each layer with the lowest values of all its heads together; ties leave oldest first.
+
+    Args:
+        value: (S, H, N) float32. positions: (S, H, N) int32. free: (S, H, N) bool, which of them may leave.
+        spare: (S, H) int64, how many each head can do without.
+
+    Returns:
+        (S, H, N) bool, fewer than n where there are no more to spare.
+    """
+    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    key = ((ascending.long() << 32) + positions.long()).masked_fill(~free, _LAST)
+    low, column = key.topk(min(n, key.shape[-1]), dim=-1, largest=False)
+    rank = torch.arange(low.shape[-1], device=low.device)
+    low = low.masked_fill(rank >= spare[..., None], _LAST)
+    first = low.flatten(1).argsort(dim=1, stable=True)[:, :n]
+    chosen = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
+    return torch.zeros_like(free).scatter_(-1, column, chosen & (low < _LAST))

@@ -10,6 +10,7 @@ from torch import Tensor
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.policy.allocate import HeadAllocation, Uniform
+from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
 from millpond.policy.select import keep_best
@@ -38,6 +39,7 @@ class Policy:
     Attributes:
         score: what decides; None keeps everything.
         protect: what no score can evict.
+        layers: how the whole budget is split over the layers.
         heads: how a layer's budget is split over its KV heads.
         reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
         shared: all KV heads of a layer keep the same positions (the score is averaged over them).
@@ -51,6 +53,7 @@ class Policy:
 
     score: Score | None = None
     protect: Protect = field(default_factory=Protect)
+    layers: LayerAllocation | PromptLayers = field(default_factory=EvenLayers)
     heads: HeadAllocation = field(default_factory=Uniform)
     reduce: Literal["mean", "max", "sum"] = "mean"
     shared: bool = False
@@ -64,6 +67,10 @@ class Policy:
             raise OptionError(f"reduce={self.reduce!r} must be one of {', '.join(REDUCE)}")
         if self.shared and not isinstance(self.heads, Uniform):
             raise OptionError("a set shared by all heads of a layer cannot have head budgets of its own")
+        if self.waits and (self.prefill == "greedy" or self.replans):
+            raise OptionError(
+                "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
+            )
 
     @property
     def keeps_all(self) -> bool:
@@ -84,6 +91,11 @@ class Policy:
     def replans(self) -> bool:
         """Each decoding step ends with a plan, because no rule of the decode kernel continues the score."""
         return self.score is not None and self.every_step and self.score.evict is None
+
+    @property
+    def waits(self) -> bool:
+        """Nothing can leave before all layers have read the prompt, because the layers' budgets depend on it."""
+        return isinstance(self.layers, PromptLayers)
 
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+#: Hands over the stored keys (H, N, key_dim) or values (H, N, value_dim) of a view, at the cost of a copy.
+Read = Callable[[Literal["keys", "values"]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,8 @@ class View:
         sequence: which sequence of the batch that was first read; copies keep the number of their original.
         budget: entries per head on average that the plan may keep; 0 where nobody plans.
         pinned: (H, N) bool, the entries that no score can evict; None where nobody plans.
+        read: hands over keys and values when a score asks for them; None where there are none to see.
+        outputs: hands over the maps from values to the layer's output; None where no model is there.
     """
 
     positions: Tensor
@@ -29,11 +36,40 @@ class View:
     sequence: int = 0
     budget: int = 0
     pinned: Tensor | None = None
+    read: Read | None = None
+    outputs: Callable[[], Tensor] | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """(H, N, key_dim) float32 or wider: the keys as they are stored, after RoPE; 0 where there is no entry."""
+        return self._part("keys")
+
+    @property
+    def values(self) -> Tensor:
+        """(H, N, value_dim) float32 or wider: the values as they are stored; 0 where there is no entry."""
+        return self._part("values")
+
+    @property
+    def output_maps(self) -> Tensor:
+        """(query heads, value_dim, hidden size): how each query head's output enters that of the layer."""
+        assert self.outputs is not None, "the cache of a model knows its output projections"
+        return self.outputs()
+
+    def _part(self, part: Literal["keys", "values"]) -> Tensor:
+        assert self.read is not None, "the cache hands over what it stores"
+        entries = self.read(part)
+        wide = torch.promote_types(entries.dtype, torch.float32)
+        return entries.to(wide).masked_fill(~self.valid[..., None], 0)
 
     @property
     def valid(self) -> Tensor:
         """(H, N) bool: where there is an entry."""
         return self.positions >= 0
+
+    @property
+    def free(self) -> Tensor:
+        """(H, N) bool: the entries that the score decides about."""
+        return self.valid if self.pinned is None else self.valid & ~self.pinned
 
     @property
     def counts(self) -> Tensor:

@@ -1,0 +1,105 @@
+"""Rivals: the heads of a full layer compete for its budget in a decoding step, and memory follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.table import RegionTable
+from millpond.errors import PoolFullError
+from millpond.kernels import reference
+from millpond.kernels.rules import DecodeRule
+from millpond.policy.allocate import HeadAllocation, weakest
+
+
+@dataclass(frozen=True, slots=True)
+class Rivals:
+    """The sequences of one layer whose heads compete in this step.
+
+    In such a step the kernel evicts nothing. Then as many entries leave as came in, the lowest of all heads
+    together, and what each head holds is what it may hold from now on. Whether a step is one depends on the
+    sequence's own position alone, so that the batch changes nothing.
+    """
+
+    table: RegionTable
+    heads: HeadAllocation
+    sequences: np.ndarray
+
+    @classmethod
+    def of(cls, table: RegionTable, heads: HeadAllocation, positions: np.ndarray) -> Rivals | None:
+        """Who competes when the tokens at `positions` (S,), -1 for none, come in; None for nobody."""
+        if not heads.every or table.n_kv_heads == 1:
+            return None
+        due = (positions >= 0) & ((positions + 1) % heads.every == 0)
+        if not due.any():
+            return None
+        due &= (table.lengths() == table.budgets()).all(1)
+        return cls(table, heads, np.flatnonzero(due)) if due.any() else None
+
+    def make_room(self, grows_always: bool) -> None:
+        """Before the step: a page for every region that may grow, those that compete included.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        before = self.table.budgets()
+        raised = before.copy()
+        raised[self.sequences] += 1
+        self.table.set_budgets(raised)
+        try:
+            self.table.make_room(grows_always)
+        except PoolFullError:
+            self.table.set_budgets(before)
+            raise
+
+    def compete(self, rule: DecodeRule, q_pos: Tensor, window: int) -> None:
+        """After the step: the lowest entries of all heads leave. q_pos (S,): positions of the new tokens."""
+        table, n_heads = self.table, self.table.n_kv_heads
+        rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
+        lengths = table.lengths()[self.sequences]
+        chosen = torch.from_numpy(rows).to(table.lens.device)
+        ids, valid = _slots(table, table.pages[chosen], table.lens[chosen], int(lengths.max()))
+        arrays = table.pool.arrays
+        positions = torch.where(valid, reference.gather(arrays.positions, ids), -1)
+        scores = reference.gather(arrays.scores, ids)
+        query = q_pos[torch.from_numpy(self.sequences).to(q_pos.device)].repeat_interleave(n_heads)[:, None]
+        value = reference.eviction_value(rule, scores, positions, query, n_heads)
+        if window:
+            value = value.masked_fill(query + 1 - positions >= window, -reference.INF)
+        pinned = valid & ((positions < rule.sinks) | (query - positions < table.recent[chosen][:, None]))
+        caps = table.budgets()
+        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(ids.device)
+        floor = self.heads.floor(pinned.sum(1), budget.repeat_interleave(n_heads))
+        spare = (valid.sum(1) - floor).clamp(min=0)
+        by_head = (len(self.sequences), n_heads, -1)
+        leave = weakest(
+            value.view(by_head), positions.view(by_head), (valid & ~pinned).view(by_head), spare.view(by_head[:2]),
+            n_heads,
+        ).flatten(0, 1)  # fmt: skip
+        self._close_gaps(ids, valid, leave)
+        lengths -= leave.sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
+        caps[self.sequences] = lengths
+        for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
+            table.set_lengths(sequence, lens)
+        table.set_budgets(caps)
+
+    def _close_gaps(self, ids: Tensor, valid: Tensor, leave: Tensor) -> None:
+        """Move the last entries that stay of each region (R, N) into the slots of those that leave."""
+        column = torch.arange(ids.shape[1], device=ids.device)
+        after = (valid & ~leave).sum(1, keepdim=True)
+        target = ids[leave & (column < after)]
+        source = ids[valid & ~leave & (column >= after)]
+        arrays = self.table.pool.arrays
+        for arenas in (arrays.keys, arrays.values, arrays.positions, arrays.scores):
+            reference.scatter(arenas, target, reference.gather(arenas, source))
+
+
+def _slots(table: RegionTable, pages: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Flat slot ids (R, width), and which of them hold an entry; ids of empty slots are 0."""
+    column = torch.arange(width, device=pages.device).expand(len(pages), -1)
+    valid = column < lens[:, None]
+    ids = reference.slot_ids(table.pool.arrays, pages, torch.where(valid, column, 0))
+    return torch.where(valid, ids, 0), valid

@@ -1,0 +1,113 @@
+"""Budgets: from what a user asked of the whole cache to entries per KV head of one layer of one sequence."""
+
+from __future__ import annotations
+
+import warnings
+
+from transformers import PreTrainedConfig
+
+from millpond.budget import Budget
+from millpond.cache.layer import LayerCache
+from millpond.cache.table import RegionTable
+from millpond.errors import BudgetError, OptionError
+from millpond.hf.support import FULL
+from millpond.kernels.rules import UNBOUNDED
+from millpond.policy.allocate import Uniform
+from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
+from millpond.policy.policy import Policy
+
+
+class BudgetFloorWarning(UserWarning):
+    """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
+
+
+class Budgets:
+    """Splits one budget over the layers of a model.
+
+    Args:
+        budget: of the whole cache; None for no limit.
+        windows: of each layer, the positions that a query sees, its own among them; 0 for all.
+
+    Attributes:
+        cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+    """
+
+    def __init__(self, budget: Budget | None, policy: Policy, windows: list[int]) -> None:
+        policy.layers.check(len(windows))
+        self._budget = budget
+        self._policy = policy
+        self._windows = windows
+        self._warned = False
+        self._decided: dict[int, LayerAllocation] = {}
+        self.cores: list[LayerCache] = []
+
+    def entries(self, layer: int, table: RegionTable, sequence: int, seen: int) -> int:
+        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens."""
+        if self._budget is None:
+            return UNBOUNDED
+        layers = self._policy.layers
+        if isinstance(layers, PromptLayers):
+            layers = self._decide(layers, layer, sequence)
+        most = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
+        least = self._policy.protect.minimum()
+        return split_budget(layers, self._average(table, seen), least, most)[layer]
+
+    def _decide(self, layers: PromptLayers, layer: int, sequence: int) -> LayerAllocation:
+        """What the first layer decides when its turn to plan comes, the others follow.
+
+        Raises:
+            OptionError: the first layer plans before the others have read the prompt.
+        """
+        if layer == 0:
+            if any(core.columns != self.cores[0].columns for core in self.cores):
+                raise OptionError(
+                    "layer budgets that depend on the prompt are known when all layers have read it, which assisted "
+                    "generation does not wait for; use another method with it"
+                )
+            self._decided[sequence] = layers.decide([core.measure(sequence, layers.measure) for core in self.cores])
+        return self._decided[sequence]
+
+    def _average(self, table: RegionTable, seen: int) -> int:
+        """Entries per KV head on average over the layers."""
+        assert self._budget is not None
+        if self._budget.kind == "bytes":
+            return self._entries_of_bytes(table, int(self._budget.amount))
+        entries = self._budget.entries(seen)
+        least = self._policy.protect.minimum()
+        if self._budget.kind == "ratio" and entries < least:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self._budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
+                    f"the method protects; keeping {least}",
+                    BudgetFloorWarning,
+                    stacklevel=2,
+                )
+            return least
+        return entries
+
+    def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
+        regions = len(self._windows) * table.n_regions
+        page = table.pool.page_bytes + 4
+        pages = (amount // regions - 12) // page
+        if pages < 1:
+            raise BudgetError(
+                f"a budget of {amount} bytes leaves {amount // regions} bytes to each of {regions} heads (layers x "
+                f"sequences x KV heads), less than one page of {page} bytes; raise the budget or lower page_slots"
+            )
+        slots = table.pool.slots
+        # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
+        return int(pages) * slots - (0 if self._all_alike else slots - 1)
+
+    @property
+    def _all_alike(self) -> bool:
+        return isinstance(self._policy.heads, Uniform) and isinstance(self._policy.layers, EvenLayers)
+
+
+def layer_windows(config: PreTrainedConfig, n_layers: int) -> list[int]:
+    """The positions that a query of each layer sees, as the configuration has it; 0 for all."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(config, "use_sliding_window", True) else 0] * n_layers
+    return [0 if kind == FULL else window for kind in kinds[:n_layers]]

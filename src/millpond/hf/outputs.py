@@ -1,0 +1,51 @@
+"""How the values of each attention layer reach its output: the last linear map, as one matrix per query head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from millpond.cache.layer import LayerCache
+from millpond.errors import UnsupportedModelError
+from millpond.hf.support import decoder_modules, text_config
+
+#: What model families call the last linear map of their attention.
+NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+
+
+def show_outputs(model: PreTrainedModel, cores: Iterable[LayerCache]) -> None:
+    """Let scores see the output maps of their layers. They are looked up here and read when a score asks."""
+    found: dict[int, nn.Module] = {}
+    for module in decoder_modules(model)[-1].modules():
+        index = getattr(module, "layer_idx", None)
+        linear = next((part for name in NAMES if isinstance(part := getattr(module, name, None), nn.Module)), None)
+        if isinstance(index, int) and linear is not None:
+            found[index] = linear
+    for core in cores:
+        n_heads = int(text_config(model).num_attention_heads)
+        core.outputs = partial(output_maps, found.get(core.index), n_heads, type(model).__name__)
+
+
+@torch.no_grad()
+def output_maps(linear: nn.Module | None, n_heads: int, name: str) -> Tensor:
+    """(n_heads, value_dim, hidden size), a view of the weights: head h adds o_h @ W_h to the layer's output.
+
+    Raises:
+        UnsupportedModelError: there is no such linear map, or its weights are not plain numbers.
+    """
+    weight: Tensor | None = None
+    if isinstance(linear, nn.Linear) and linear.weight.is_floating_point():
+        weight = linear.weight.T
+    elif isinstance(linear, Conv1D):
+        weight = linear.weight
+    if weight is not None:
+        return weight.view(n_heads, -1, weight.shape[1])
+    what = "was not found" if linear is None else f"is a {type(linear).__name__}, whose weights cannot be read"
+    raise UnsupportedModelError(
+        f"{name}: the output projection of its attention {what}, so values cannot be weighed by it; use the score alone"
+    )

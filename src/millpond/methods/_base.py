@@ -1,0 +1,31 @@
+"""What methods over other methods share: how they name the one that they build on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millpond.errors import OptionError
+from millpond.methods import METHODS
+from millpond.policy.policy import Policy
+
+
+def based_on(owner: str, text: str) -> Policy:
+    """The policy that `text` names: "h2o", or with options "snapkv/window=8/kernel=5".
+
+    What follows `score=` names the next method down: "pyramidkv/beta=10/score=snapkv/window=8".
+
+    Raises:
+        OptionError: no such method or option, or the method has no score.
+    """
+    head, nested, score = text.partition("/score=")
+    name, *parts = head.split("/")
+    options: dict[str, Any] = {"score": score} if nested else {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise OptionError(f"{owner}: score={text!r} must read name or name/option=value, for example h2o/sinks=0")
+        options[option] = value
+    base = METHODS.get(name)(**options)
+    if base.keeps_all:
+        raise OptionError(f"{owner}: score={text!r} keeps everything and has no score to share a budget by")
+    return base

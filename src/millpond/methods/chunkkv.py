@@ -1,0 +1,31 @@
+"""ChunkKV: chunks of text stay or leave as a whole (Liu et al., NeurIPS 2025, arXiv:2502.00299)."""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.methods import METHODS, method
+from millpond.policy.chunk import ChunkMean
+from millpond.policy.policy import Policy
+
+
+@method("chunkkv", paper="arXiv:2502.00299")
+def chunkkv(
+    score: Annotated[str, "the method whose score and protection are used: snapkv, h2o, knorm, ..."] = "snapkv",
+    chunk: Annotated[int, "positions of a chunk"] = 10,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+) -> Policy:
+    """Keep whole chunks of neighbouring entries, chosen by the mean of any other method's score, per KV head.
+
+    The text is cut into chunks of `chunk` positions from its start; a chunk is worth the mean score of its entries
+    (Algorithm 1), and the best chunks stay with what the other method protects. The paper's chunk size is the default.
+
+    Departs from the paper: the budget is met exactly, so of the last chunk only the newest entries may stay, and so
+    may those of a chunk that reaches into the protected window. Layers do not reuse each other's chunks, which saves
+    time and not memory. The paper's score is not pooled; score="snapkv" brings its pool. decode="evict" keeps the
+    budget while decoding: the worst chunk leaves entry by entry. Each step ends with a plan, and is slow.
+    """
+    base = METHODS.get(score)()
+    if base.score is None:
+        raise OptionError(f"chunkkv: score={score!r} keeps everything, so there is nothing to choose chunks by")
+    return replace(base, score=ChunkMean(base.score, chunk), every_step=decode == "evict")

@@ -1,0 +1,32 @@
+"""CriticalKV: what a value adds to the output counts too (Feng et al., 2025, arXiv:2502.03805)."""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.methods import METHODS, method
+from millpond.policy.critical import CriticalValues
+from millpond.policy.policy import Policy
+from millpond.policy.score import AccumulatedAttention, LastAttention, WindowAttention
+
+
+@method("criticalkv", paper="arXiv:2502.03805")
+def criticalkv(
+    score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o, tova, ..."] = "snapkv",
+    first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
+    eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+) -> Policy:
+    """Keep what is attended to, then what is attended to and changes the layer's output most.
+
+    First stage: the entries of highest attention a_j, `first` of what the budget leaves beside the protected ones.
+    Second stage: the highest (a_j + eps) * ||v_j W_O||_1 among the rest (Algorithm 1), which lowers the paper's bound
+    on the change of the output. W_O is the part of the output projection of each query head, averaged over a group.
+
+    Departs from the paper: under head budgets (ada, with this as its score) heads compete by the two-stage number and
+    not by attention. decode="evict" keeps the budget while decoding: each step ends with a plan, and is slow.
+    """
+    base = METHODS.get(score)()
+    if not isinstance(base.score, AccumulatedAttention | LastAttention | WindowAttention):
+        raise OptionError(f"criticalkv: score={score!r} is not an amount of attention that values could be weighed by")
+    return replace(base, score=CriticalValues(base.score, first, eps), every_step=decode == "evict")

@@ -1,0 +1,25 @@
+"""KeyDiff: keys unlike the others stay (Park et al., 2025, arXiv:2504.15364)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.keys import KeyDifference
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+
+
+@method("keydiff", paper="arXiv:2504.15364")
+def keydiff(
+    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
+    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
+) -> Policy:
+    """Keep the entries whose keys point away from the mean direction of their head.
+
+    s_j = - cos(k_j, m) with m = mean_i k_i / ||k_i|| over the entries of the head: the ranking by the sum of cosines
+    with all other keys, in linear time. No attention is observed; keys are compared after RoPE.
+
+    A prompt in chunks is compressed chunk by chunk, as in the paper, when the cache plans between chunks.
+    decode="evict" goes on at each step, the paper's rule in blocks of one; each ends with a plan, and is slow.
+    """
+    return Policy(score=KeyDifference(), protect=Protect(sinks=sinks, recent=recent), every_step=decode == "evict")

@@ -1,0 +1,26 @@
+"""Knorm: short keys stay (Devoto et al., EMNLP 2024, arXiv:2406.11430)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.keys import KeyNorm
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+
+
+@method("knorm", paper="arXiv:2406.11430")
+def knorm(
+    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
+    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+) -> Policy:
+    """Keep the entries with the shortest keys, whatever is asked later.
+
+    s_j = - ||k_j||_2: keys of small norm tend to gather most attention. No attention is observed, and
+    rotary positions do not change a norm. A model that normalises its keys (Gemma 3, Qwen3) leaves little or nothing
+    in their norms to choose by, and equal ones are told apart by rounding alone: take keydiff there.
+
+    Departs from the paper: its first layers, which it leaves whole, are compressed like the others here.
+    decode="evict" keeps the budget while decoding: each step ends with a plan, and is slow.
+    """
+    return Policy(score=KeyNorm(), protect=Protect(sinks=sinks, recent=recent), every_step=decode == "evict")

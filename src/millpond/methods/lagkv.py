@@ -1,0 +1,36 @@
+"""LagKV: the text behind an entry tells what it is worth (Liang et al., 2025, arXiv:2504.04704)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.lag import LagRelative
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+
+
+@method("lagkv", paper="arXiv:2504.04704")
+def lagkv(
+    lag: Annotated[int, "positions of a chunk; each is measured by the one behind it"] = 128,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
+) -> Policy:
+    """Keep the entries whose keys and values stand out against the chunk of text that follows them.
+
+    Behind the sinks the text is cut into chunks of `lag` positions. Keys and values of a chunk are scaled, channel by
+    channel, by the minimum and maximum of the next chunk; the standard deviation over channels, softmax over the
+    chunk, averaged over keys and values, is the score. Every chunk keeps its best; the last full chunk and the rest
+    behind it have no reference and stay. No attention is observed.
+
+    A text shorter than sinks + 2 * lag has no reference at all, and a budget below sinks + lag has no room for more
+    than what stays: there the newest entries are kept.
+
+    Departs from the paper: the budget is met exactly, so chunks may differ by one entry. While the text grows,
+    chunks keep their places, and all give up entries in step. decode="evict" does so at each step, which ends with a
+    plan and is slow; the paper waits for a chunk to fill.
+    """
+    return Policy(
+        score=LagRelative(lag=lag, sinks=sinks, across=across),
+        protect=Protect(sinks=sinks),
+        every_step=decode == "evict",
+    )

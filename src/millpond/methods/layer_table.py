@@ -1,0 +1,30 @@
+"""layer_table: budgets per layer from a table."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.methods._base import based_on
+from millpond.policy.layers import LayerTable
+from millpond.policy.policy import Policy
+
+
+@method("layer_table")
+def layer_table(
+    table: Annotated[str, 'weights of the layers, first to last, with semicolons between: "4;2;1;1"'] = "1",
+    score: Annotated[str, "the method that chooses inside each layer: snapkv, h2o/sinks=0, ..."] = "snapkv",
+) -> Policy:
+    """Split the budget over the layers as a table says, and let any other method choose inside each layer.
+
+    Layer l keeps budget x weight_l / mean(weights) entries per KV head, so that the total is that of the same budget
+    without a table. A table of entries is one of weights: with their mean as the budget every layer keeps its own
+    number. Fewer weights than layers are spread evenly from the first layer to the last, with straight lines between
+    them: "3;1" falls from three to one. No layer keeps less than the method protects, or more than there is; the
+    others make up for it.
+    """
+    try:
+        weights = tuple(float(part) for part in table.split(";"))
+    except ValueError:
+        raise OptionError(f'layer_table: table={table!r} must be numbers with semicolons between: "4;2;1;1"') from None
+    return replace(based_on("layer_table", score), layers=LayerTable(weights))

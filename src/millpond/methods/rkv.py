@@ -1,0 +1,44 @@
+"""R-KV: important and not redundant (Cai et al., NeurIPS 2025, arXiv:2505.24133)."""
+
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.redundancy import ImportanceAndRedundancy
+from millpond.policy.score import WindowAttention
+
+
+@method("rkv", paper="arXiv:2505.24133")
+def rkv(
+    blend: Annotated[float, "weight of importance against redundancy, 0 to 1 (the paper's lambda)"] = 0.1,
+    window: Annotated[int, "last queries that vote; their entries always stay"] = 8,
+    kernel: Annotated[int, "width of the max pool over neighbouring positions, odd"] = 7,
+    threshold: Annotated[float, "cosine above which two keys say the same"] = 0.5,
+    spared: Annotated[int, "newest keys like a given one that do not count as redundant to it"] = 1,
+    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "max",
+    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    decode: Annotated[Literal["evict", "grow"], "after the prompt: evict at each step, or grow"] = "evict",
+) -> Policy:
+    """Keep what the last queries attend to, unless other keys of the head say the same.
+
+    s_j = lambda I_j - (1 - lambda) R_j. I is the attention of the last `window` queries, max-pooled over neighbours;
+    R is the softmax over j of the mean over i of cos(k_i, k_j), without the diagonal and, for each key i, without the
+    `spared` newest keys j whose cosine with it is above the threshold, so that the newest of a family stays.
+
+    Departs from the paper: attention is the model's own, over all that the queries see (the official code leaves the
+    window out of its softmax). A key to which none is similar spares none (there position 0). The paper lets 128
+    decoded tokens gather before it compresses; here each step ends with a plan by the newest `window` queries, which
+    never exceeds the budget, and is slow. decode="grow" plans at the end of prompts alone.
+    """
+    if kernel % 2 == 0:
+        raise OptionError(f"rkv: kernel={kernel} must be odd, so that the pool keeps its place")
+    if window < 1:
+        raise OptionError(f"rkv: window={window} must be at least 1")
+    return Policy(
+        score=ImportanceAndRedundancy(WindowAttention(window=window, kernel=kernel), blend, threshold, spared),
+        protect=Protect(sinks=sinks, recent=window),
+        reduce=reduce,
+        every_step=decode == "evict",
+    )

@@ -1,0 +1,36 @@
+"""SimLayerKV: lazy layers keep the first and the newest tokens (Zhang et al., 2024, arXiv:2410.13846)."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.methods._base import based_on
+from millpond.policy.lazy import LazyLayers
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+
+
+@method("simlayerkv", paper="arXiv:2410.13846")
+def simlayerkv(
+    threshold: Annotated[float, "a layer that pays more of its attention to sinks and newest is lazy, 0 to 1"] = 0.9,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    recent: Annotated[int, "newest positions that always stay; the paper has 1024"] = 64,
+    score: Annotated[str, "the method whose queries are watched, and that chooses in the other layers"] = "snapkv",
+) -> Policy:
+    """Let lazy layers keep the sinks and the newest entries alone, and give what they leave to the other layers.
+
+    Layer l is lazy if the last queries of the prompt (SnapKV's window of 32) pay more than the threshold to sinks and
+    newest, as a mean over its heads: sum_{j < sinks or j >= n - recent} mean_{h,i} A_ij > threshold. The paper's
+    thresholds are 0.65 to 0.9, by model.
+
+    Departs from the paper: there every other layer keeps everything, so that the memory is not known beforehand. Here
+    the total is the budget: the other layers share what the lazy ones leave, and `score` chooses inside them; they
+    keep everything where that fits. Which layers are lazy is known when all have read the prompt: until the first
+    token after it nothing leaves, and a prompt in chunks is planned once. Not for assisted generation.
+    """
+    base = based_on("simlayerkv", score)
+    assert base.score is not None, "a base has a score"
+    if base.score.queries == "none":
+        raise OptionError(f"simlayerkv: score={score!r} watches no attention; use one that does, such as snapkv or h2o")
+    return replace(base, protect=Protect(sinks=sinks, recent=recent), layers=LazyLayers(threshold, sinks, recent))

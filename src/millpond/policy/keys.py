@@ -1,0 +1,45 @@
+"""Scores that look at the keys alone: their length, and how far they point from the mean direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.kernels.rules import Evict, Signal
+from millpond.policy.score import Queries
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNorm:
+    """s_j = - ||k_j||: short keys stay, because long ones tend to gather little attention."""
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
+        return -length
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
+    """s_j = - cos(k_j, mean_i k_i / ||k_i||) over the entries i of the head: keys unlike the others stay.
+
+    It ranks the entries as the sum of their cosines with all others would.
+    """
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        unit = F.normalize(view.keys, dim=-1)
+        anchor = F.normalize(unit.sum(1, keepdim=True), dim=-1)
+        return -(unit * anchor).sum(-1)

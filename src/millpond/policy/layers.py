@@ -1,0 +1,176 @@
+"""Layer allocation: how a budget is split over the layers of a model. Totals are exact, and no layer is starved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from millpond.errors import OptionError
+from millpond.policy.view import View
+
+
+class LayerAllocation(Protocol):
+    """Says how much of the total budget each layer would like."""
+
+    def check(self, n_layers: int) -> None:
+        """
+        Raises:
+            OptionError: it does not fit a model of so many layers.
+        """
+        ...
+
+    def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
+        """Entries per KV head that each layer should have, with sum = len(most) * budget.
+
+        Args:
+            budget: entries per KV head, on average over the layers.
+            least: entries that every layer protects.
+            most: entries that there are to keep, per layer.
+        """
+        ...
+
+
+@runtime_checkable
+class PromptLayers(Protocol):
+    """An allocation that depends on the prompt: every layer is measured when all of them have read it."""
+
+    def check(self, n_layers: int) -> None:
+        """As `LayerAllocation.check`."""
+        ...
+
+    def measure(self, view: View) -> float:
+        """What the allocation wants to know of one layer."""
+        ...
+
+    def decide(self, measured: Sequence[float]) -> LayerAllocation:
+        """The allocation for layers of which this was measured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvenLayers:
+    """Every layer has the same budget, and what one layer has no use for goes to no other."""
+
+    def check(self, n_layers: int) -> None:
+        """Fits every model."""
+
+    def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
+        return [float(budget)] * len(most)
+
+
+@dataclass(frozen=True, slots=True)
+class Pyramid:
+    """Budgets that fall from the first layer to the last on a straight line (PyramidKV, arXiv:2406.02069).
+
+    With b = budget - protected, the line runs from 2 b - b / beta down to b / beta. Where the first layer would have
+    more than there is, the line starts at that and ends as much higher as the mean asks.
+
+    Example:
+        >>> split_budget(Pyramid(beta=20), 96, 0, [1000] * 4)
+        [187, 126, 66, 5]
+        >>> split_budget(Pyramid(beta=20), 96, 0, [150] * 4)
+        [150, 114, 78, 42]
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1:
+            raise OptionError(f"beta={self.beta} must be at least 1; 1 gives every layer the same")
+
+    def check(self, n_layers: int) -> None:
+        """Fits every model."""
+
+    def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
+        free = budget - least
+        first = min(free * (2 - 1 / self.beta), max(most) - least)
+        steps = max(len(most) - 1, 1)
+        if len(most) == 1:
+            first = free
+        return [least + first - 2 * (first - free) * layer / steps for layer in range(len(most))]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """Weights given beforehand: layer l has weight_l / mean(weights) times the budget.
+
+    Fewer weights than layers are spread evenly from the first layer to the last, with straight lines between them.
+
+    Example:
+        >>> LayerTable((3.0, 1.0)).wanted(10, 0, [99] * 3)
+        [15.0, 10.0, 5.0]
+    """
+
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(0 <= w < math.inf for w in self.weights) or not any(self.weights):
+            raise OptionError(
+                f"layer weights {';'.join(f'{w:g}' for w in self.weights)}: none may be negative or infinite, and one "
+                "must be above 0"
+            )
+
+    def check(self, n_layers: int) -> None:
+        if len(self.weights) > n_layers:
+            raise OptionError(
+                f"{len(self.weights)} layer weights for a model of {n_layers} layers; give one per layer, or fewer"
+            )
+
+    def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
+        weights = [self._weight(layer / max(len(most) - 1, 1)) for layer in range(len(most))]
+        return [budget * len(most) * weight / sum(weights) for weight in weights]
+
+    def _weight(self, depth: float) -> float:
+        """The weight at `depth`, from 0 for the first layer to 1 for the last."""
+        place = depth * (len(self.weights) - 1)
+        before = min(int(place), max(len(self.weights) - 2, 0))
+        after = min(before + 1, len(self.weights) - 1)
+        return self.weights[before] + (self.weights[after] - self.weights[before]) * (place - before)
+
+
+def split_budget(layers: LayerAllocation, budget: int, least: int, most: Sequence[int]) -> list[int]:
+    """Entries per KV head of each layer, with sum = len(most) * budget exactly.
+
+    No layer has fewer than `least`, or more than its `most`; what one cannot use goes to the others. Where all that
+    there is fits, there is nothing to share out, and every layer has `budget`.
+    """
+    fits = sum(most) <= len(most) * budget
+    if isinstance(layers, EvenLayers) or fits or budget <= least:
+        return [budget] * len(most)
+    return apportion(layers.wanted(budget, least, most), len(most) * budget, least, most)
+
+
+def apportion(wanted: Sequence[float], total: int, least: int, most: Sequence[int]) -> list[int]:
+    """Whole numbers in the proportions of `wanted`, from `least` to `most` each, with the given sum exactly.
+
+    What goes beyond `least` is scaled by one common factor until the sum is right; the rounding gives the largest
+    remainders one more, ties to the first.
+
+    Args:
+        total: from the sum of the lower bounds to the sum of the upper ones.
+
+    Example:
+        >>> apportion([6.5, 2.5, 0.0], 9, 1, [5, 9, 9])
+        [5, 3, 1]
+    """
+    low = [min(least, m) for m in most]
+    exact = [float(n) for n in low]
+    pull = [max(w - n, 0.0) for w, n in zip(wanted, low, strict=True)]
+    open_layers = [i for i, m in enumerate(most) if m > low[i]]
+    while open_layers:
+        left = total - sum(n for i, n in enumerate(exact) if i not in open_layers) - sum(low[i] for i in open_layers)
+        if not any(pull[i] > 0 for i in open_layers):
+            pull = [1.0] * len(pull)
+        factor = left / sum(pull[i] for i in open_layers)
+        full = [i for i in open_layers if low[i] + factor * pull[i] > most[i]]
+        for i in full or open_layers:
+            exact[i] = float(most[i]) if full else low[i] + factor * pull[i]
+        open_layers = [i for i in open_layers if i not in full] if full else []
+    exact = [round(n, 9) for n in exact]  # so that ties are ties
+    counts = [math.floor(n) for n in exact]
+    order = sorted(range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), i))
+    for i in [i for i in order if counts[i] < most[i]][: total - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,84 @@
+"""Methods that look at keys and values, through every check of the matrix, and against a mask over the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import millpond as mp
+from tests.matrix import test_invariance as matrix
+from tests.matrix.models import llama, prompts
+from tests.matrix.oracle import Oracle, Rule, running
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "knorm": {"decode": "evict"},
+    "keydiff": {"sinks": 1, "recent": 2, "decode": "evict"},
+    "lagkv": {"lag": 4, "sinks": 2, "decode": "evict"},
+    "chunkkv": {"score": "h2o", "chunk": 3, "decode": "evict"},
+    "compactor": {"sinks": 2, "recent": 2, "sketch": 5, "decode": "evict"},
+    "criticalkv": {"score": "h2o", "decode": "evict"},
+    "rkv": {"window": 4, "kernel": 3, "decode": "evict"},
+}
+CHECKS: dict[str, Callable[..., None]] = {
+    "batch": matrix.test_batch_and_padding,
+    "ratio": matrix.test_ratio_is_of_each_sequence_alone,
+    "peak": matrix.test_chunks_with_eviction_keep_the_peak_low,
+    "reset": matrix.test_a_second_prompt_equals_a_fresh_cache,
+    "sizes": matrix.test_sizes_at_every_step,
+    "bytes": matrix.test_bytes_are_real_and_freed,
+    "everything": matrix.test_budget_of_everything_equals_full,
+    "first token": matrix.test_first_token_is_exact,
+    "pages": lambda method: matrix.test_page_size(method, 4),
+    "chunks": lambda method: matrix.test_chunks_without_eviction_between_them(method, 7),
+    "second turn": lambda method: matrix.test_second_turn(method, "gqa"),
+    "second turn, mha": lambda method: matrix.test_second_turn(method, "mha"),
+    "turn of one": lambda method: matrix.test_a_turn_of_one_token_beside_a_longer_one(method, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _known_to_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, options in OPTIONS.items():
+        monkeypatch.setitem(matrix.METHODS, name, options)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("method", OPTIONS)
+def test_matrix(method: str, check: str) -> None:
+    CHECKS[check](method)
+
+
+class Mask(Oracle):
+    """An oracle that hides from a full cache what another cache no longer holds."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(Rule("newest", 0))
+        self.cache = cache
+
+    def _update(self, layer: int, b: int, rows_of: list[list[list[float]]], n_past: int, n: int) -> None:
+        for h in range(len(rows_of)):
+            self.heads[layer, b, h].kept = self.cache.positions(layer, b)[h]
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_drop_equals_mask(method: str) -> None:
+    model, (ids, mask) = llama("gqa"), prompts(2)
+    later: Tensor = torch.randint(2, 96, (2, 10), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), mp.compress(model, method, 14, page_slots=4, **OPTIONS[method]) as cache:
+        oracle, stock = Mask(cache), DynamicCache(config=model.config)
+        for t in range(11):
+            step = ids if t == 0 else later[:, t - 1 : t]
+            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
+            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            inputs = {"attention_mask": seen, "position_ids": places}
+            ours = model(step, past_key_values=cache, **inputs).logits
+            with running(model, oracle):
+                theirs = model(step, past_key_values=stock, **inputs).logits
+            real = seen[:, -step.shape[1] :].bool()
+            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+            assert all(len(head) == 14 for s in (0, 1) for head in cache.positions(1, s))
