@@ -17,6 +17,9 @@ import typer.main
 import millpond
 from millpond.bench.report import generate_table, markdown_table
 from millpond.cli.app import app
+from millpond.evals.leaderboard import render
+from millpond.evals.results import read_notes, read_rows, unite
+from millpond.evals.store import SUMMARY
 from millpond.evals.task import TASKS
 from millpond.methods import METHODS
 from millpond.registry import Entry
@@ -24,6 +27,7 @@ from millpond.registry import Entry
 ROOT = Path(__file__).parent.parent
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
+QUALITY = ROOT / "benchmarks" / "results" / "quality"
 
 
 def pages() -> dict[Path, str]:
@@ -34,10 +38,18 @@ def pages() -> dict[Path, str]:
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
     texts[reference / "api.md"] = api_page()
+    texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()
     readme = ROOT / "README.md"
     filled = fill(readme.read_text(encoding="utf-8"), "methods", method_table("docs/reference/methods/"))
     texts[readme] = fill(filled, "results", result_table())
     return texts
+
+
+def leaderboard_page() -> str:
+    """The committed results of evaluations."""
+    folders = sorted(file.parent for file in QUALITY.glob(f"*/{SUMMARY}"))
+    rows = unite([row for folder in folders for row in read_rows(folder)])
+    return render(rows, [note for folder in folders for note in read_notes(folder)])
 
 
 def fill(text: str, name: str, content: str) -> str:

@@ -1,5 +1,6 @@
 """The language of pond-recall: every answer follows from its text, streams are fixed, training and exam are apart."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -53,12 +54,23 @@ def test_every_answer_can_be_read_off_its_text(task: str, seed: int) -> None:
     paper = draw_paper(task, seed, 0, LENGTH)
     for asked in paper.asked:
         question, answer = spell(asked.question).split(), spell(asked.answer).split()
-        told = solve(words_of(paper), question)
+        references, told = spell(asked.references).split(), solve(words_of(paper), question)
         assert answer.pop() == w.EOS
-        assert spell(asked.references).split() == told
+        if asked.any_order:
+            assert sorted(references) == sorted(told)
+            told = references
+        assert references == told
         subject = question[1:-1]
         pairs = [word for pair in zip(subject, told, strict=True) for word in pair] if question[0] == w.EACH else []
         assert answer == (pairs or [*subject, *told])
+
+
+def test_a_word_is_accepted_in_its_place_or_in_any_of_those_that_are_left() -> None:
+    ordered = Asked("copy", (7, 1, w.IS_ID), (1, 4, 5, w.EOS_ID))
+    assert [ordered.accepted(place, (1, 5)) for place in range(4)] == [(1,), (4,), (5,), (w.EOS_ID,)]
+    free = replace(ordered, any_order=True)
+    assert [free.accepted(place, (1, 5)) for place in range(4)] == [(1,), (4,), (4,), (w.EOS_ID,)]
+    assert free.accepted(1, ()) == (4, 5)
 
 
 @pytest.mark.parametrize("task", TASKS)

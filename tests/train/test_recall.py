@@ -6,24 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from millpond.errors import OptionError
 from millpond.models.pond import words as w
 from millpond.models.pond.exam import TASKS, draw_paper, spell
 from millpond.models.pond.facts import FAMILIES
-from millpond.train.recall import CHECKPOINT, supervised_logits, train_recall
+from millpond.train.recall import CHECKPOINT, accepted_loss, supervised_logits, train_recall
 from millpond.train.recall_card import write_card
-from millpond.train.recall_curriculum import LENGTHS, PATIENCE, Curriculum
+from millpond.train.recall_curriculum import LENGTHS, PATIENCE, POLISH, Curriculum
 from millpond.train.recall_eval import evaluate_task
 from millpond.train.recall_model import BUNDLED_DIR, MAX_POSITIONS, build_model
-from millpond.train.recall_rows import SOURCES, WARM_UP, draw_batch, warm_up_batch
+from millpond.train.recall_rows import NO_WORD, SOURCES, WARM_UP, draw_batch, warm_up_batch
 from millpond.train.recall_run import Recipe, Run
 
 TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
 MARKS_OF_QUESTIONS = {w.ID[mark] for mark in (w.ASK, w.ALL, w.EACH, w.TRACE, w.COPY, w.MOST, w.COMMON)}
-#: Right words at least, where the model is not sure of its answers (its card has the measured shares).
-FLOOR = {"overwritten": 0.75, "niah_multivalue": 0.5, "copy": 0.9}
+#: Right words at least, where the model is less sure of its answers (its card has the measured shares).
+FLOOR = {"niah_multivalue": 0.85}
 EVENLY = np.ones(len(SOURCES))
 
 
@@ -110,12 +110,46 @@ def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
         train_recall(tmp_path, seed=2, max_steps=1, recipe=TINY, show_progress=False)
 
 
-def test_logits_at_supervised_places_are_those_of_the_whole_model() -> None:
-    model, batch = build_model(0), draw_batch(0, 0, length=32, tokens=256, weights=EVENLY)
+@pytest.mark.parametrize("positions", [None, MAX_POSITIONS])
+def test_logits_at_supervised_places_are_those_of_the_whole_model(positions: int | None) -> None:
+    """The model reads a row that jumps as one sequence."""
+    model = build_model(0)
+    batch = draw_batch(0, 0, length=48, tokens=512, weights=EVENLY, positions=positions)
+    assert (batch.positions.diff(dim=1) > 1).any() == (positions is not None)
     with torch.inference_mode():
-        few = supervised_logits(model, batch.tokens, batch.supervised)
-        all_logits = model(batch.tokens).logits
-    torch.testing.assert_close(few, all_logits[batch.supervised])
+        few = supervised_logits(model, batch)
+        whole = model(batch.tokens, position_ids=batch.positions, past_key_values=DynamicCache()).logits
+    torch.testing.assert_close(few, whole[batch.supervised])
+
+
+def test_positions_rise_within_the_limit_and_jump_between_filler() -> None:
+    filler, jumps = set(w.ids(w.FILLER)), 0
+    for step in range(20):
+        batch = draw_batch(2, step, length=64, tokens=400, weights=EVENLY, positions=500)
+        for row, places in zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True):
+            end = row.index(w.PAD_ID) if w.PAD_ID in row else len(row)
+            assert places[0] == 0
+            assert max(places) < 500
+            for i in range(1, end):
+                assert places[i] > places[i - 1]
+                jumps += places[i] > places[i - 1] + 1
+                assert places[i] == places[i - 1] + 1 or {row[i], row[i - 1]} <= filler
+    assert jumps > 20
+
+
+def test_every_target_is_accepted_and_values_in_any_order() -> None:
+    batch = draw_batch(0, 3, length=96, tokens=3000, weights=EVENLY)
+    nexts, family = batch.tokens.roll(-1, 1)[batch.supervised], batch.family[batch.supervised]
+    assert (batch.accepted == nexts[:, None]).any(1).all()
+    several = (batch.accepted != NO_WORD).sum(1) > 1
+    assert several.any()
+    assert set(family[several].tolist()) == {FAMILIES.index("multivalue")}
+
+
+def test_the_loss_is_that_of_all_accepted_words_together() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]).log()
+    loss = accepted_loss(logits, torch.tensor([[1, 3], [2, NO_WORD]]))
+    torch.testing.assert_close(loss, -(torch.tensor([0.6, 0.25]).log().mean()))
 
 
 def test_only_answers_are_supervised() -> None:
@@ -146,7 +180,7 @@ def test_batches_are_functions_of_seed_and_step() -> None:
     assert one.tokens.shape != other.tokens.shape or not one.tokens.equal(other.tokens)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", sorted({*LENGTHS, *POLISH}))
 def test_every_stage_fits_the_positions(length: int) -> None:
     for step in range(4):
         batch = draw_batch(1, step, length=length, tokens=4096, weights=EVENLY)

@@ -83,16 +83,17 @@ def read_rows(path: str) -> list[Row]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file, decompressed where its name ends in .gz.
+    """The text of a file, decompressed where its name ends in .gz; every line ends with a single line feed.
 
     Raises:
         DataError: it is not there, or not UTF-8 text.
     """
     try:
         data = Path(path).expanduser().read_bytes()
-        return (gzip.decompress(data) if path.endswith(".gz") else data).decode("utf-8")
+        text = (gzip.decompress(data) if path.endswith(".gz") else data).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); name a file of UTF-8 text, plain or .gz") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _json(path: str) -> Iterator[Row]:

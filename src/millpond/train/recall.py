@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from millpond.train.keep import cpu_threads, save_curve
 from millpond.train.optimizer import muon_and_adamw
 from millpond.train.recall_model import build_model, save_bundle
 from millpond.train.recall_progress import training_progress
-from millpond.train.recall_rows import Batch
+from millpond.train.recall_rows import NO_WORD, Batch
 from millpond.train.recall_run import LogLine, Recipe, Run
 
 CHECKPOINT = "checkpoint.pt"
@@ -115,16 +114,15 @@ def _rate(run: Run, recipe: Recipe) -> float:
 def _learn(run: Run, batch: Batch, recipe: Recipe) -> tuple[float, dict[int, float]]:
     """Forward, backward, update; returns the loss (nats) and the share of right words per family."""
     device = run.model.device
-    tokens, supervised = batch.tokens.to(device), batch.supervised.to(device)
-    targets = tokens[:, 1:][supervised[:, :-1]]
-    run.model.config._attn_implementation = "eager" if tokens.shape[1] <= SHORT_ROWS else "sdpa"
+    batch = Batch(*(part.to(device) for part in batch))
+    run.model.config._attn_implementation = "eager" if batch.tokens.shape[1] <= SHORT_ROWS else "sdpa"
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
-        logits = supervised_logits(run.model, tokens, supervised)
-    loss = F.cross_entropy(logits.float(), targets)
+        logits = supervised_logits(run.model, batch)
+    loss = accepted_loss(logits, batch.accepted)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.clip)
     run.optimizers.step()
-    right = (logits.argmax(dim=-1) == targets).cpu()
+    right = (logits.argmax(dim=-1, keepdim=True) == batch.accepted).any(-1)
     return float(loss.detach()), _shares(batch.family[batch.supervised], right)
 
 
@@ -133,11 +131,29 @@ def _shares(family: Tensor, right: Tensor) -> dict[int, float]:
     return {kind: float(right[family == kind].float().mean()) for kind in set(family.tolist()) if kind >= 0}
 
 
-def supervised_logits(model: LlamaForCausalLM, tokens: Tensor, supervised: Tensor) -> Tensor:
-    """Logits at the supervised places only: (n_supervised, vocab). The head never sees the rest."""
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state  # (B, L, D)
-    logits: Tensor = model.lm_head(hidden[supervised])
+def supervised_logits(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Logits at the supervised places only: (places, vocab). The head never sees the rest.
+
+    The mask of ones says that a jump of positions does not begin another sequence.
+    """
+    hidden = model.model(
+        input_ids=batch.tokens,
+        position_ids=batch.positions,
+        attention_mask=torch.ones_like(batch.tokens),
+        use_cache=False,
+    ).last_hidden_state  # (B, L, D)
+    logits: Tensor = model.lm_head(hidden[batch.supervised])
     return logits
+
+
+def accepted_loss(logits: Tensor, accepted: Tensor) -> Tensor:
+    """Minus the log of the probability of all accepted tokens together, mean over the places, in nats.
+
+    Args:
+        logits: (places, vocab). accepted: (places, K) tokens; NO_WORD fills up.
+    """
+    every = logits.float().log_softmax(-1).gather(-1, accepted.clamp(min=0))
+    return -every.masked_fill(accepted == NO_WORD, -torch.inf).logsumexp(-1).mean()
 
 
 def _keep(run: Run, folder: Path) -> None:

@@ -10,8 +10,9 @@ import transformers
 
 from millpond.models.pond.exam import TASKS, draw_paper, spell
 from millpond.models.pond.facts import FAMILIES
-from millpond.train.recall_curriculum import LENGTHS, PASS_LEAST, PASS_MEAN, PATIENCE
+from millpond.train.recall_curriculum import LENGTHS, PASS_LEAST, PASS_MEAN, PATIENCE, POLISH, WARM_UP_STAGES
 from millpond.train.recall_eval import QUESTIONS, evaluate_task
+from millpond.train.recall_model import MAX_POSITIONS
 from millpond.train.recall_run import LogLine, Recipe, Run
 
 EXAM_LENGTHS = (512, 2048, 4096, 8192)
@@ -57,15 +58,18 @@ up to 8 questions each. The texts come from streams that training does not read.
 
 ## Data
 Made on the fly by `millpond.train.recall_rows`: `<bos>`, filler (uniform, Zipf or a refrain) with facts of one to four
-kinds at random places, then questions; the loss is taken on the answers only. In the first stages every other batch
-repeats random text after a random gap, which grows the induction head.
+kinds at random places, then questions; the loss is taken on the answers only: where values may come in any order, on
+all that are left together. In the first stages every other batch repeats random text after a random gap, which grows
+the induction head. From stage {jump_from} on every other row jumps over positions between filler words, up to
+{positions:,} in all, so that short rows teach long distances.
 
 ## Training
 `millpond train recall --seed {seed}`: {steps:,} steps of about {tokens_per_step:,} tokens in {minutes:.0f} minutes on
 {hardware}. Muon ({muon_lr:g}) on hidden matrices, AdamW ({adamw_lr:g}, betas {betas}) on the rest, weight decay
 {weight_decay}, clip {clip}, {warmup} steps of warm-up, {precision}. The next stage opens when the running accuracy is
-{pass_mean} on average and {pass_least} in the worst family, or after {patience} steps; then {polish:,} steps over all
-lengths while the learning rate falls to zero. torch {torch}, transformers {transformers}.{note}
+{pass_mean[0]} on average and {pass_least[0]} in the worst family; from stage {jump_from} on at {pass_mean[1]} and
+{pass_least[1]}, or after {patience} steps. Then {polish:,} steps over texts of {shortest:,} to {longest:,} words while
+the learning rate falls to zero. torch {torch}, transformers {transformers}.{note}
 
 | stage | words of a text | first logged step | minute | {families} |
 |---|---|---|---|{curve_rule}|
@@ -143,6 +147,10 @@ def _training(run: Run, recipe: Recipe) -> dict[str, object]:
         "clip": recipe.clip,
         "warmup": recipe.warmup_steps,
         "precision": "bf16 autocast over float32 weights" if recipe.bf16 else "float32",
+        "jump_from": WARM_UP_STAGES + 1,
+        "positions": MAX_POSITIONS,
+        "shortest": min(POLISH),
+        "longest": max(POLISH),
         "pass_mean": PASS_MEAN,
         "pass_least": PASS_LEAST,
         "patience": PATIENCE,

@@ -1,6 +1,7 @@
 """From short to long: which rows a training step sees, and when it moves on.
 
-A model this small finds the induction head on short rows only; once it has it, longer stages come quickly. What is
+A model this small finds the induction head on short rows only; once it has it, longer stages come quickly. After the
+first stages every other row jumps over positions, so that short rows, which cost little, teach long distances. What is
 known least is drawn most. The last part, the polish, mixes all lengths while the learning rate falls to zero.
 """
 
@@ -13,20 +14,24 @@ import numpy as np
 
 from millpond.models.pond.facts import FAMILIES
 from millpond.models.pond.text import stream
+from millpond.train.recall_model import MAX_POSITIONS
 from millpond.train.recall_rows import SOURCES, Batch, draw_batch, warm_up_batch
 
-#: Words of a text; the last leaves room for questions in 8,192.
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 7900)
+#: Words of a text, stage by stage.
+LENGTHS = (32, 64, 128, 256, 512, 1024)
+#: Words of a text in the polish, and how often; the longest leaves room for questions in 8,192.
+POLISH = {64: 0.08, 128: 0.15, 256: 0.2, 512: 0.2, 1024: 0.12, 2048: 0.1, 4096: 0.1, 7900: 0.05}
 WARM_UP_STAGES = 2  # the first stages, in which every other batch is a warm-up
-PASS_MEAN, PASS_LEAST = 0.9, 0.6  # running accuracy that opens the next stage: of all families, of the worst
-PATIENCE = 250  # steps after which the next stage opens anyway
+PASS_MEAN, PASS_LEAST = (0.9, 0.96), (0.6, 0.85)  # running accuracy that opens the next stage, first stages and later
+PATIENCE = 200  # steps after which a later stage opens the next anyway
 MEMORY = 0.9  # weight of the past in the running accuracy
-ALWAYS = 0.15  # the share with which a kind of fact is drawn, however well it is known
+ALWAYS = 0.05  # the share with which a kind of fact is drawn, however well it is known
 
 #: The families of questions that each kind of fact answers.
 ANSWERS = {
     "pairs": ("recall", "multiquery"),
-    "retold": ("overwritten", "multivalue"),
+    "retold": ("overwritten",),
+    "manifold": ("multivalue",),
     "chains": ("tracking",),
     "passages": ("copy",),
     "frequent": ("frequent",),
@@ -65,10 +70,13 @@ class Curriculum:
         """The batch of one step: a function of the arguments and of where training stands."""
         if self.is_warm_up(step):
             return warm_up_batch(seed, step, tokens=tokens)
-        stage = self.stage
         if self.polishing:
-            stage = int(stream("pond", "length", seed, step).integers(len(LENGTHS)))
-        return draw_batch(seed, step, length=LENGTHS[stage], tokens=tokens, weights=self._weights())
+            rng = stream("pond", "length", seed, step)
+            length = int(rng.choice(list(POLISH), p=list(POLISH.values())))
+        else:
+            length = LENGTHS[self.stage]
+        jump = MAX_POSITIONS if self.stage >= WARM_UP_STAGES else None
+        return draw_batch(seed, step, length=length, tokens=tokens, weights=self._weights(), positions=jump)
 
     def _weights(self) -> np.ndarray:
         known = dict(zip(FAMILIES, self.accuracy, strict=True))
@@ -79,8 +87,9 @@ class Curriculum:
         for family, share in right.items():
             self.accuracy[family] = MEMORY * self.accuracy[family] + (1 - MEMORY) * share
         self.since += 1
-        passed = self.mean >= PASS_MEAN and min(self.accuracy) >= PASS_LEAST
-        if not self.polishing and (passed or (self.since >= PATIENCE and self.stage >= WARM_UP_STAGES)):
+        later = self.stage >= WARM_UP_STAGES
+        passed = self.mean >= PASS_MEAN[later] and min(self.accuracy) >= PASS_LEAST[later]
+        if not self.polishing and (passed or (self.since >= PATIENCE and later)):
             self.stage, self.since = self.stage + 1, 0
             self.accuracy = [MEMORY * share for share in self.accuracy]  # the next stage has to show it anew
 

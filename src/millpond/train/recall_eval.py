@@ -43,9 +43,10 @@ def _answer(model: PreTrainedModel, paper: Paper) -> list[float]:
 
 def _share(model: PreTrainedModel, cache: DynamicCache, asked: Asked) -> float:
     """Decode one answer; the share of the words that count which stand where they should."""
-    ids, right = torch.tensor([asked.question]), 0
-    for word, counts in zip(asked.answer[:-1], asked.scored, strict=False):
+    ids, answer, right = torch.tensor([asked.question]), list[int](), 0
+    for place, counts in enumerate(asked.scored[:-1]):
         logits = model(ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[0, -1]
         ids = logits.argmax()[None, None]
-        right += counts and int(ids) == word
+        right += counts and int(ids) in asked.accepted(place, answer)
+        answer.append(int(ids))
     return right / len(asked.references)

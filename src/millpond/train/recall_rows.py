@@ -16,10 +16,10 @@ from millpond.models.pond import facts as f
 from millpond.models.pond import words as w
 from millpond.models.pond.facts import FAMILIES, Asked, Facts, Words
 from millpond.models.pond.text import FILLERS, hide, stream
-from millpond.models.pond.words import ID, VOCABULARY
+from millpond.models.pond.words import ID, VOCABULARY, ids
 
-#: Kinds of facts; some answer questions of two families.
-SOURCES = ("pairs", "retold", "chains", "passages", "frequent", "common")
+#: Kinds of facts; pairs answer questions of two families.
+SOURCES = ("pairs", "retold", "manifold", "chains", "passages", "frequent", "common")
 #: Questions of one family in a row at most; 8 of the others.
 ASKED_MOST = {"recall": 32, "overwritten": 16, "multivalue": 16, "multiquery": 8, "tracking": 12}
 ASKED_WORDS = (24, 260)  # of questions in a row, about: in a short one, and in a long one
@@ -27,19 +27,28 @@ NO_FAMILY = -1
 WARM_UP = -2  # the family of what a warm-up row repeats
 COPY_LENGTHS = (5, 60)  # words in the text that a warm-up row repeats
 COPY_GAPS = (0, 20)  # words between the text and its repetition
+VALUES = 4  # things told about one name in a text, all of which hold
+JUMPS_MOST = 8  # places of a text at which its positions jump
+NO_WORD = -1
+_FILLER = np.array(ids(w.FILLER))
 
-Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, family, supervised, each (L,): see Batch
+#: tokens, positions, family, supervised, each (L,), and accepted (supervised, VALUES): see Batch
+Row = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Batch(NamedTuple):
     """Rows for next-token prediction, with the places where the loss is taken."""
 
     tokens: Tensor  # (B, L) int64
+    positions: Tensor  # (B, L) int64, rising
     family: Tensor  # (B, L) int64: >= 0 where the *next* token is a word that counts, FAMILIES by number; else < 0
     supervised: Tensor  # (B, L) bool: where the next token is a target (answers with their <eos>)
+    accepted: Tensor  # (places supervised, VALUES) int64: the tokens that are right there; NO_WORD fills up
 
 
-def draw_batch(seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray) -> Batch:
+def draw_batch(
+    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None
+) -> Batch:
     """About `tokens` tokens of rows whose text has `length` words.
 
     Args:
@@ -47,12 +56,14 @@ def draw_batch(seed: int, step: int, *, length: int, tokens: int, weights: np.nd
         length: words of the text of each row.
         tokens: of the whole batch, about.
         weights: (SOURCES,) how often each kind of fact is drawn.
+        positions: the model's limit; every other row then jumps over positions between its facts, so that a short
+            row teaches long distances. None: no row jumps.
     """
     rng = stream("pond", "train", seed, step)
     rows: list[Row] = []
     size = 0
     while not rows or size + size // len(rows) <= tokens:
-        rows.append(_row(rng, length, weights))
+        rows.append(_row(rng, length, weights, positions))
         size += len(rows[-1][0])
     return _stack(rows)
 
@@ -73,12 +84,14 @@ def warm_up_batch(seed: int, step: int, *, tokens: int) -> Batch:
         tokens_ = np.concatenate([[ID[w.BOS]], text, between, text])
         family = np.full(len(tokens_), NO_FAMILY)
         family[-length:-1] = WARM_UP
-        rows.append((tokens_, family, family == WARM_UP))
+        accepted = np.full((length - 1, VALUES), NO_WORD)
+        accepted[:, 0] = text[1:]
+        rows.append((tokens_, np.arange(len(tokens_)), family, family == WARM_UP, accepted))
         size += len(tokens_)
     return _stack(rows)
 
 
-def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> Row:
+def _row(rng: np.random.Generator, length: int, weights: np.ndarray, positions: int | None) -> Row:
     """One row whose text has `length` words."""
     told, asked = [], []
     for facts in _facts(rng, length, weights):
@@ -87,6 +100,7 @@ def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> Row:
     kind = FILLERS[int(rng.choice(len(FILLERS), p=(0.5, 0.35, 0.15)))]
     text = hide(rng, Facts(told, []), length, kind)
     parts, family, supervised = [np.array([ID[w.BOS]]), text], [np.full(length + 1, NO_FAMILY)], [np.zeros(length + 1)]
+    accepted: list[tuple[int, ...]] = []
     for question in _chosen(rng, asked, min(max(ASKED_WORDS[0], length // 2), ASKED_WORDS[1])):
         line = np.array(question.question + question.answer)
         mark = np.full(len(line), NO_FAMILY)
@@ -98,7 +112,24 @@ def _row(rng: np.random.Generator, length: int, weights: np.ndarray) -> Row:
         parts.append(line)
         family.append(mark)
         supervised.append(target)
-    return np.concatenate(parts), np.concatenate(family), np.concatenate(supervised) > 0
+        accepted += [question.accepted(place, question.answer[:place]) for place in range(len(question.answer))]
+    tokens = np.concatenate(parts)
+    right = np.array([words + (NO_WORD,) * (VALUES - len(words)) for words in accepted])
+    return tokens, _positions(rng, tokens, positions), np.concatenate(family), np.concatenate(supervised) > 0, right
+
+
+def _positions(rng: np.random.Generator, tokens: np.ndarray, limit: int | None) -> np.ndarray:
+    """Positions (L,) of a row: one after another, or with jumps between filler words, below `limit`."""
+    steps = np.ones(len(tokens), dtype=np.int64)
+    steps[0] = 0
+    filler = np.isin(tokens, _FILLER)
+    places = np.flatnonzero(filler[1:] & filler[:-1]) + 1
+    if limit is not None and len(places) and limit > len(tokens) and rng.random() < 0.5:
+        room = int(rng.integers(limit - len(tokens) + 1))
+        count = int(rng.integers(1, JUMPS_MOST + 1))
+        shares = np.diff(np.sort(rng.integers(0, room + 1, count)), prepend=0)
+        np.add.at(steps, rng.choice(places, count), shares)
+    return np.cumsum(steps)
 
 
 def _facts(rng: np.random.Generator, length: int, weights: np.ndarray) -> list[Facts]:
@@ -120,7 +151,9 @@ def _facts_of(draw: Words, source: str, room: int) -> Facts:
     if source == "pairs":
         return f.pairs(draw, min(64, up_to(room // 2)))
     if source == "retold":
-        return f.retold(draw, min(24, up_to(room // 7)), (2, 4))
+        return f.retold(draw, min(24, up_to(room // 5)))
+    if source == "manifold":
+        return f.manifold(draw, min(16, up_to(room // (2 * VALUES))), VALUES)
     if source == "chains":
         hops = int(rng.integers(2, 5)) if room >= 12 else 2
         return f.chains(draw, min(12, up_to(room // (3 * hops))), hops)
@@ -147,13 +180,14 @@ def _chosen(rng: np.random.Generator, asked: list[Asked], room: int) -> list[Ask
 
 def _stack(rows: list[Row]) -> Batch:
     """Rows of different lengths, filled up at the end, where no target is."""
-    width = max(len(tokens) for tokens, _, _ in rows)
+    width = max(len(row[0]) for row in rows)
     tokens = torch.full((len(rows), width), ID[w.PAD])
+    positions = torch.zeros(len(rows), width, dtype=torch.int64)
     family = torch.full((len(rows), width), NO_FAMILY)
     supervised = torch.zeros(len(rows), width, dtype=torch.bool)
-    for place, (row, kind, target) in enumerate(rows):
-        tokens[place, : len(row)] = torch.from_numpy(row)
-        # a word is predicted at the place before it: `kind` and `target` already stand there
-        family[place, : len(row)] = torch.from_numpy(kind)
-        supervised[place, : len(row)] = torch.from_numpy(target)
-    return Batch(tokens, family, supervised)
+    for place, row in enumerate(rows):
+        # a word is predicted at the place before it: family and supervised already stand there
+        for whole, part in zip((tokens, positions, family, supervised), row, strict=False):
+            whole[place, : len(part)] = torch.from_numpy(part)
+    accepted = torch.from_numpy(np.concatenate([row[-1] for row in rows]))
+    return Batch(tokens, positions, family, supervised, accepted)

@@ -30,7 +30,7 @@ def recall(length: Length = 4096, pairs: Pairs = 32, questions: Questions = 1, e
 def overwritten(
     length: Length = 4096,
     pairs: Pairs = 12,
-    times: Annotated[int, "times that each key is given a value; the last one counts (for pond-recall 2 to 4)"] = 4,
+    times: Annotated[int, "times that each key is given a value; the last one counts (for pond-recall always 2)"] = 4,
     questions: Questions = 1,
     essay: Essay = "",
 ) -> Task:

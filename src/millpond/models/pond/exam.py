@@ -76,10 +76,10 @@ def _multikey(draw: Words, knobs: Knobs) -> Facts:
 
 _FACTS: dict[str, Callable[[Words, Knobs], Facts]] = {
     "recall": _pairs(32),
-    "overwritten": lambda draw, knobs: f.retold(draw, int(knobs.get("pairs", 12)), (2, 4)),
+    "overwritten": lambda draw, knobs: f.retold(draw, int(knobs.get("pairs", 12))),
     "niah_single": _pairs(1),
     "niah_multikey": _multikey,
-    "niah_multivalue": lambda draw, knobs: f.retold(draw, int(knobs.get("pairs", 8)), (4, 4)),
+    "niah_multivalue": lambda draw, knobs: f.manifold(draw, int(knobs.get("pairs", 8)), 4),
     "niah_multiquery": _pairs(16),
     "tracking": lambda draw, knobs: f.chains(draw, int(knobs.get("chains", 4)), int(knobs.get("hops", 4))),
     "copy": lambda draw, knobs: f.passages(draw, int(knobs.get("passages", 4)), int(knobs.get("words", 8))),

@@ -6,8 +6,8 @@ questions they answer. It knows nothing of the filler around them, of samples or
 | family | a text says | a question and its answer |
 |---|---|---|
 | recall | `emma kite` | `<ask> emma <is>` emma kite |
-| overwritten | `emma kite` ... `emma drum` | `<ask> emma <is>` emma drum |
-| multivalue | the same | `<all> emma <is>` emma kite drum |
+| overwritten | `emma kite` ... `<let> emma drum` | `<ask> emma <is>` emma drum |
+| multivalue | `emma kite` ... `emma drum` | `<all> emma <is>` emma kite drum, in any order |
 | multiquery | pairs | `<each> emma karl nora otto <is>` emma kite karl lamp nora harp otto coin |
 | tracking | `<let> kite oslo` ... `<let> oslo riga` | `<trace> kite <is>` kite oslo riga |
 | copy | `<open> emma kite drum harp <close>` | `<copy> emma <is>` emma kite drum harp |
@@ -20,7 +20,8 @@ from what is kept of the text by then, and not while the question is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class Asked:
     family: str
     question: tuple[int, ...]
     answer: tuple[int, ...]
+    any_order: bool = False  # of the words that count
 
     @property
     def scored(self) -> tuple[bool, ...]:
@@ -53,6 +55,12 @@ class Asked:
     def references(self) -> tuple[int, ...]:
         """The words of the answer that count."""
         return tuple(word for word, counts in zip(self.answer, self.scored, strict=True) if counts)
+
+    def accepted(self, place: int, before: Sequence[int]) -> tuple[int, ...]:
+        """The right words at `place` of the answer, after the words `before` it: several where the order is free."""
+        if not (self.any_order and self.scored[place]):
+            return self.answer[place : place + 1]
+        return tuple(word for word in self.references if word not in before)
 
 
 @dataclass(slots=True)
@@ -73,7 +81,7 @@ class Words:
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-        self._left = {group: rng.permutation(_IDS[group]) for group in (w.NAMES, w.TOWNS)}
+        self._left = {group: rng.permutation(_IDS[group]) for group in (w.NAMES, w.THINGS, w.TOWNS)}
 
     def fresh(self, group: tuple[str, ...], count: int) -> list[int]:
         """Up to `count` words of `group` that no one has had: fewer where they have run out."""
@@ -101,14 +109,24 @@ def pairs(draw: Words, count: int) -> Facts:
     return Facts([[(name, thing)] for name, thing in told.items()], asked)
 
 
-def retold(draw: Words, count: int, times: tuple[int, int]) -> Facts:
-    """`count` names, each told `times` (least, most) different things, one after another."""
+def retold(draw: Words, count: int) -> Facts:
+    """`count` names, each told one thing and later another, which then holds."""
     facts = Facts([], [])
     for name in draw.fresh(w.NAMES, count):
-        things = draw.some(w.THINGS, int(draw.rng.integers(times[0], times[1] + 1)))
+        first, last = draw.some(w.THINGS, 2)
+        facts.threads.append([(name, first), (ID[w.LET], name, last)])
+        facts.asked.append(_ask("overwritten", w.ASK, [name], [name, last]))
+    return facts
+
+
+def manifold(draw: Words, count: int, values: int) -> Facts:
+    """`count` names, each told `values` different things, which all hold."""
+    facts = Facts([], [])
+    for name in draw.fresh(w.NAMES, count):
+        things = draw.some(w.THINGS, values)
         facts.threads.append([(name, thing) for thing in things])
-        facts.asked.append(_ask("overwritten", w.ASK, [name], [name, things[-1]]))
-        facts.asked.append(_ask("multivalue", w.ALL, [name], [name, *things]))
+        asked = _ask("multivalue", w.ALL, [name], [name, *(int(thing) for thing in draw.rng.permutation(things))])
+        facts.asked.append(replace(asked, any_order=True))
     return facts
 
 
@@ -126,10 +144,10 @@ def chains(draw: Words, count: int, hops: int) -> Facts:
 
 
 def passages(draw: Words, count: int, length: int) -> Facts:
-    """`count` passages of `length` things, each under a name."""
+    """`count` passages of `length` things, each under a name, no thing twice."""
     facts = Facts([], [])
     for name in draw.fresh(w.NAMES, count):
-        text = draw.some(w.THINGS, length)
+        text = draw.fresh(w.THINGS, length)
         facts.threads.append([(ID[w.OPEN], name, *text, ID[w.CLOSE])])
         facts.asked.append(_ask("copy", w.COPY, [name], [name, *text]))
     return facts

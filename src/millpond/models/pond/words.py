@@ -5,7 +5,7 @@ rest are marks. Ids follow the order of `VOCABULARY`. This module knows nothing 
 """
 
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
-#: A fact may begin with <let> (one link of a chain), or lie between <open> and <close> (a passage).
+#: A fact may begin with <let> (a link of a chain, or what is told anew), or lie between <open> and <close> (a passage).
 LET, OPEN, CLOSE = "<let>", "<open>", "<close>"
 #: A question begins with one of these, and ends with <is>; its answer ends with <eos>.
 ASK, ALL, EACH, TRACE, COPY, MOST, COMMON = "<ask>", "<all>", "<each>", "<trace>", "<copy>", "<most>", "<common>"
