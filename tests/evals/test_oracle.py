@@ -158,7 +158,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pyramidkv": {"score": "snapkv/window=4/kernel=3"},
     "chunkkv": {"score": "h2o", "chunk": 3},
     "criticalkv": {"score": "h2o"},
+    "kvzip": {"ask": "5;6"},
+    "fastgen": {"threshold": 1.0, "special": "1", "punctuation": "2;3"},
     "lagkv": {"lag": 6},
+    "finch": {"window": 4},
+    "dms": {"score": "snapkv/window=4/kernel=3", "window": 4},
+    "duo_attention": {"score": "snapkv/window=4/kernel=3", "sinks": 1, "recent": 4},
     "layer_table": {"score": "snapkv/window=4/kernel=3", "table": "2;1"},
     "simlayerkv": {"score": "snapkv/window=4/kernel=3", "sinks": 1, "recent": 4},
 }

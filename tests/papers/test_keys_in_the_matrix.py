@@ -23,6 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compactor": {"sinks": 2, "recent": 2, "sketch": 5, "decode": "evict"},
     "criticalkv": {"score": "h2o", "decode": "evict"},
     "rkv": {"window": 4, "kernel": 3, "decode": "evict"},
+    "expected_attention": {"future": 9, "sinks": 2, "recent": 1, "decode": "evict"},
+    "qfilters": {"recent": 2, "decode": "evict"},
+    "finch": {"window": 4, "chunk": 9, "decode": "evict"},
 }
 CHECKS: dict[str, Callable[..., None]] = {
     "batch": matrix.test_batch_and_padding,

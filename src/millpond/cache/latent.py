@@ -124,20 +124,20 @@ class LatentCache(LayerCache):
         q_pos: Tensor,
         past_pos: Tensor | None,
         reduce: Reduce | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._expansion is None:
             return super()._attend_many(sequence, q, k, v, q_pos, past_pos, reduce)
         positions = q_pos[None] if past_pos is None else torch.cat([past_pos, q_pos[None]], 1)
         (keys,), (values,) = self._expansion.of(slice(sequence, sequence + 1), positions)
         past = None if past_pos is None else past_pos.expand(len(keys), -1)
         by_head = None if reduce is None else Reduce.SUM
-        out, sums = super()._attend_many(sequence, q, keys, values, q_pos, past, by_head)
+        out, lse, sums = super()._attend_many(sequence, q, keys, values, q_pos, past, by_head)
         if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
             found = Candidates(keys, values, positions, positions)
-            return out, self._window_by_query(q, q_pos, found, reduce)
+            return out, lse, self._window_by_query(q, q_pos, found, reduce)
         if sums is not None and reduce is Reduce.MEAN:
             sums = sums / q.shape[0]
-        return out, None if sums is None else sums.sum(0, keepdim=True)
+        return out, lse, None if sums is None else sums.sum(0, keepdim=True)
 
     def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
         """
@@ -150,6 +150,12 @@ class LatentCache(LayerCache):
             f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
             "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
         )
+
+    def _keys_of(self, sequence: int, found: Candidates) -> Tensor:
+        if self._expansion is None:
+            return super()._keys_of(sequence, found)
+        keys, _ = self._expansion.of(slice(sequence, sequence + 1), found.positions)
+        return keys[0]
 
     def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
         if self._expansion is None:

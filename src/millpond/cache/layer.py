@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.headwise import Headwise
 from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
+from millpond.cache.peek import Peek
 from millpond.cache.pool import PagePool
 from millpond.cache.rivals import Rivals
 from millpond.cache.rolling import Rolling, Rotation
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
-from millpond.errors import CacheMismatchError, NumericsError
+from millpond.errors import CacheMismatchError, NumericsError, OptionError
 from millpond.kernels import ops
 from millpond.kernels.observe import window_signal
 from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce
+from millpond.policy.moments import QueryMoments, QueryView
+from millpond.policy.nested import NestedPlan, NestedPolicy
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
+from millpond.policy.rebuild import RebuildPolicy
 from millpond.policy.view import View
 
 #: On a GPU, decoding steps between two looks at whether attention became NaN.
@@ -55,16 +61,21 @@ class LayerCache:
         self.timeline = timeline
         self.columns = 0  # columns (pads included) that this layer has seen
         self.outputs: Callable[[], Tensor] | None = None  # see `View.outputs`; set by whoever knows the model
+        self.peek: Peek | None = None  # while set, passes of many tokens are looked at and not taken in
+        self.rope: Rotation | None = None  # how the layer rotates queries, for scores that undo it; None: not at all
         self._entries = entries
         self._pool = pool
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
         self._rule: DecodeRule = policy.decode_rule(index)
+        self._rivals = policy.rivals
         self._shape = AttentionShape(1.0)
         self._queries: dict[int, tuple[Tensor, Tensor]] = {}
+        self._moments: dict[int, QueryMoments] = {}
         self._pending = False
         self._nan: Tensor | None = None  # whether attention was NaN since the last check
         self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
+        self._headwise = Headwise(policy) if isinstance(policy, NestedPolicy) else None
 
     # ------------------------------------------------------------------ what others may ask
 
@@ -127,7 +138,7 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table or self._open(q, k, v, shape)
         self._shape = shape
-        if span.length == 1 and (span.before > 0).all():
+        if span.length == 1 and (span.before > 0).all() and self.peek is None:
             self._settle(table)
             out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), span.q_pos)[:, :, None]
         elif self.policy.prefill == "greedy":
@@ -141,7 +152,8 @@ class LayerCache:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         self._table = RegionTable(pool, k.shape[0], k.shape[1])
         if shape.window:
-            self._rule = self._rule if self.policy.replans else on_sliding_layer(self._rule)
+            own = self.policy.replans or self._headwise is not None
+            self._rule = self._rule if own else on_sliding_layer(self._rule)
             self._rolling = None  # the window hides the sinks, and no distance exceeds it
         return self._table
 
@@ -164,7 +176,7 @@ class LayerCache:
         rule = self._rule
         always = rule.evict is Evict.NEVER
         table.privatise(whole=not always)
-        rivals = Rivals.of(table, self.policy.heads, positions)
+        rivals = Rivals.of(table, self._rivals, positions)
         if rivals is None:
             table.make_room(always)
         else:
@@ -173,8 +185,11 @@ class LayerCache:
             q, k = self._rolling.step(table, q, k, v, positions)
         out, lse = self._decode(table, q, k, v, q_pos)
         table.stepped(always, positions >= 0)
-        if not always:
+        if not always or self._headwise is not None:
             self._check_finite(lse)
+        if self._headwise is not None:
+            assert self.timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+            self._headwise.admit(table, self.timeline.tokens, positions, self._shape.window)
         if rivals is not None:
             rivals.compete(rule, q_pos, self._shape.window)
         if self.policy.replans:
@@ -259,11 +274,19 @@ class LayerCache:
         keys = torch.cat([past.keys.to(k.dtype), k], 1) if has_past else k
         values = torch.cat([past.values.to(v.dtype), v], 1) if has_past else v
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        out, colsum = self._attend_many(sequence, q, keys, values, q_pos, past.positions if has_past else None, reduce)
+        past_pos = past.positions if has_past else None
+        out, lse, colsum = self._attend_many(sequence, q, keys, values, q_pos, past_pos, reduce)
+        if self.peek is not None:
+            positions = torch.cat([past.positions, q_pos.expand(len(k), -1)], 1)
+            met = self._keys_of(sequence, Candidates(keys, values, positions, past.scores))
+            self.peek.look(sequence, q, lse, q_pos, met, positions.expand(len(met), -1), self._shape)
+            return out
         if self.policy.keeps_all and not self._shape.window:
             self._append(table, sequence, k, v, q_pos)
             return out
         self._remember_queries(sequence, q, q_pos)
+        if self._headwise is not None:
+            self._headwise.remember(sequence, q, lse, q_pos)
         new_pos = q_pos.expand(k.shape[0], -1)
         positions = torch.cat([past.positions, new_pos], 1) if has_past else new_pos
         scores = colsum if colsum is not None else torch.zeros(positions.shape, device=q.device)
@@ -286,10 +309,9 @@ class LayerCache:
         q_pos: Tensor,
         past_pos: Tensor | None,
         reduce: Reduce | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of many queries over stored and new entries, and its column sums: `ops.prefill`."""
-        out, _, colsum = ops.prefill(q, k, v, q_pos, past_pos, colsum=reduce, **self._shape.kwargs)
-        return out, colsum
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attention of many queries over stored and new entries, with its column sums: `ops.prefill`."""
+        return ops.prefill(q, k, v, q_pos, past_pos, colsum=reduce, **self._shape.kwargs)
 
     def _append(self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
         """Store all new entries behind the stored ones."""
@@ -305,7 +327,9 @@ class LayerCache:
         table.set_lengths(sequence, after)
 
     def _remember_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
-        """Keep the last queries, across chunks and planned steps, for scores that look through a window."""
+        """Keep the last queries, or sums over all, across chunks and planned steps, for scores that ask for them."""
+        if self.policy.sums_queries:
+            self._sum_queries(sequence, q, q_pos)
         if not self.policy.window:
             return
         old = self._queries.get(sequence)
@@ -313,6 +337,25 @@ class LayerCache:
             q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
         w = self.policy.window
         self._queries[sequence] = (q[:, -w:].clone(), q_pos[-w:].clone())
+
+    def _sum_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
+        """Add queries (Hq, Q, key_dim) to the moments of their sequence, without those of the sinks."""
+        counts = q_pos >= self.policy.protect.sinks
+        q, q_pos = q[:, counts], q_pos[counts]
+        if self.policy.unrotates and self.rope is not None and len(q_pos):
+            q = self.rope.rotate(q[None], q_pos[None].long(), inverse=True)[0]
+        found = QueryMoments.of(q)
+        self._moments[sequence] = self._moments[sequence] + found if sequence in self._moments else found
+
+    def moments(self, sequence: int) -> QueryMoments:
+        """Sums over the queries of one sequence so far, for a policy that asks for them.
+
+        Raises:
+            CacheMismatchError: nothing was summed.
+        """
+        if sequence not in self._moments:
+            raise CacheMismatchError(f"layer {self.index} has summed no queries: run a prompt with a score that asks")
+        return self._moments[sequence]
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -331,13 +374,30 @@ class LayerCache:
         newest = 0 if self.policy.keeps_all else self.policy.protect.newest(budget)
         table.set_budget(sequence, numbers.astype(np.int32), newest)
 
-    def _settle(self, table: RegionTable) -> None:
+    @property
+    def pending(self) -> bool:
+        """Whether there are entries that no plan has seen."""
+        return self._pending
+
+    def settle(self, found: Peek | None = None) -> None:
+        """Plan now what waits for the end of the prompt; scores rise to what was `found`."""
+        self._settle(self._require_table(), found)
+
+    def _settle(self, table: RegionTable, found: Peek | None = None) -> None:
         """Plan what a prompt in several passes left for its end."""
         if not self._pending:
             return
+        if found is None and isinstance(self.policy, RebuildPolicy):
+            raise OptionError(
+                "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
+                "with it"
+            )
         for sequence in range(table.n_seq):
-            dense = self._dense(table, sequence)
-            self._plan(table, sequence, Candidates(*dense), int(dense.positions.max()) + 1)
+            entries = Candidates(*self._dense(table, sequence))
+            if found is not None:
+                seen_again = found.at(sequence, entries.positions)
+                entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
+            self._plan(table, sequence, entries, int(entries.positions.max()) + 1)
         self._pending = False
 
     def _plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int, budget: int | None = None) -> None:
@@ -348,6 +408,8 @@ class LayerCache:
         if self.policy.keeps_all or self._fits_window(table, sequence, seen):
             self._rewrite(table, sequence, found, alive)
             self._set_budget(table, sequence, UNBOUNDED, None)
+            if self._headwise is not None:
+                self._headwise.settle(table, sequence, None)
             return
         budget = self._budget(table, sequence, seen) if budget is None else budget
         scores = self._signal(sequence, found)
@@ -358,15 +420,50 @@ class LayerCache:
             positions.gather(1, order), scores.gather(1, order), seen, self.index, origin,
             read=lambda part: self._contents(found, part, order), outputs=self.outputs,
         )  # fmt: skip
+        if self.policy.sums_queries:
+            view = self._with_moments(view, sequence)
+        if self._headwise is not None:
+            view = self._with_tokens(view, sequence, found, order)
         plan = self.policy.plan(view, budget)
         keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
         self._rewrite(table, sequence, found._replace(scores=scores), keep)
         self._set_budget(table, sequence, budget, plan.caps)
+        if self._headwise is not None:
+            assert isinstance(plan, NestedPlan)
+            self._headwise.settle(table, sequence, plan)
 
     def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
         """(H, N, dim): the keys or the values of candidates in the given order, for a score that looks at them."""
         entries = found.keys if part == "keys" else found.values
         return entries.gather(1, order[..., None].expand(-1, -1, entries.shape[-1]))
+
+    def _with_moments(self, view: View, sequence: int) -> QueryView:
+        """The view, and the moments of the queries of `sequence`."""
+        return QueryView(
+            **{part.name: getattr(view, part.name) for part in fields(view)},
+            moments=self.moments(sequence),
+            rotate=self.rope.rotate if self.rope is not None else None,
+            scale=self._shape.scale,
+        )
+
+    def _with_tokens(self, view: View, sequence: int, found: Candidates, order: Tensor) -> View:
+        """The view, with token ids and the attention by query head of candidates in the given order."""
+        tokens, headwise = self.timeline.tokens, self._headwise
+        assert tokens is not None, "token ids are kept for a policy that looks at them"
+        assert headwise is not None
+
+        def look(width: int) -> Tensor:
+            keys, n_kv_heads = self._keys_of(sequence, found), len(found.positions)
+            positions = found.positions.expand(len(keys), -1)
+            sums = headwise.received(sequence, keys, positions, self._shape, n_kv_heads, width)
+            return sums.gather(2, order[:, None].expand_as(sums))
+
+        row = torch.tensor([sequence], device=order.device)
+        return replace(view, tokens=lambda: tokens.at(row, view.positions[None])[0], look=look)
+
+    def _keys_of(self, sequence: int, found: Candidates) -> Tensor:
+        """(H, N, key_dim): the keys that queries meet."""
+        return found.keys
 
     def _signal(self, sequence: int, found: Candidates) -> Tensor:
         """(H, N) float32: what the policy's score is made of."""
@@ -406,8 +503,11 @@ class LayerCache:
         if self._table is not None:
             self._table.select(sequences)
             self._queries = {i: self._queries[s] for i, s in enumerate(sequences) if s in self._queries}
+            self._moments = {i: self._moments[s] for i, s in enumerate(sequences) if s in self._moments}
             if self._rolling is not None:
                 self._rolling.select(sequences)
+            if self._headwise is not None:
+                self._headwise = self._headwise.copy(sequences)
 
     # ------------------------------------------------------------------ going back
 
@@ -427,7 +527,10 @@ class LayerCache:
         """The state as it is now, to `restore` later or to `release`."""
         table = self._table.fork() if self._table is not None else None
         rolling = self._rolling.copy() if self._rolling is not None else None
-        return LayerState(table, self.columns, self._pending, dict(self._queries), rolling)
+        headwise = self._headwise.copy() if self._headwise is not None else None
+        return LayerState(
+            table, self.columns, self._pending, dict(self._queries), dict(self._moments), rolling, headwise
+        )
 
     def restore(self, state: LayerState) -> None:
         """Go back to a forked state, which is used up."""
@@ -435,7 +538,8 @@ class LayerCache:
             self._table.clear()
         self._table, state.table = state.table, None
         self.columns, self._pending = state.columns, state.pending
-        self._queries, self._rolling = state.queries, state.rolling
+        self._queries, self._moments, self._rolling = state.queries, state.moments, state.rolling
+        self._headwise = state.headwise
 
     def reset(self) -> None:
         """Give back every page and forget every token."""
@@ -444,7 +548,10 @@ class LayerCache:
         self._table = None
         self._rule = self.policy.decode_rule(self.index)
         self._queries.clear()
+        self._moments.clear()
         self._pending, self._nan = False, None
         self.columns = 0
+        if self._headwise is not None:
+            self._headwise = self._headwise.copy([])
         if self._rolling is not None:
             self._rolling.reset()

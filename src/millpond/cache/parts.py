@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from millpond.cache.rolling import Rolling
 from millpond.cache.table import RegionTable
+from millpond.policy.moments import QueryMoments
+
+if TYPE_CHECKING:
+    from millpond.cache.headwise import Headwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class LayerState:
     columns: int
     pending: bool
     queries: dict[int, tuple[Tensor, Tensor]]
+    moments: dict[int, QueryMoments]
     rolling: Rolling | None
+    headwise: Headwise | None
 
     def release(self) -> None:
         """Let go of the pages."""

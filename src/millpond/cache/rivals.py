@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.gaps import close_gaps, slots_of
 from millpond.cache.table import RegionTable
 from millpond.errors import PoolFullError
 from millpond.kernels import reference
@@ -61,7 +62,7 @@ class Rivals:
         rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
         lengths = table.lengths()[self.sequences]
         chosen = torch.from_numpy(rows).to(table.lens.device)
-        ids, valid = _slots(table, table.pages[chosen], table.lens[chosen], int(lengths.max()))
+        ids, valid = slots_of(table, table.pages[chosen], table.lens[chosen], int(lengths.max()))
         arrays = table.pool.arrays
         positions = torch.where(valid, reference.gather(arrays.positions, ids), -1)
         scores = reference.gather(arrays.scores, ids)
@@ -79,27 +80,9 @@ class Rivals:
             value.view(by_head), positions.view(by_head), (valid & ~pinned).view(by_head), spare.view(by_head[:2]),
             n_heads,
         ).flatten(0, 1)  # fmt: skip
-        self._close_gaps(ids, valid, leave)
+        close_gaps(arrays, ids, valid, leave)
         lengths -= leave.sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
         caps[self.sequences] = lengths
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
             table.set_lengths(sequence, lens)
         table.set_budgets(caps)
-
-    def _close_gaps(self, ids: Tensor, valid: Tensor, leave: Tensor) -> None:
-        """Move the last entries that stay of each region (R, N) into the slots of those that leave."""
-        column = torch.arange(ids.shape[1], device=ids.device)
-        after = (valid & ~leave).sum(1, keepdim=True)
-        target = ids[leave & (column < after)]
-        source = ids[valid & ~leave & (column >= after)]
-        arrays = self.table.pool.arrays
-        for arenas in (arrays.keys, arrays.values, arrays.positions, arrays.scores):
-            reference.scatter(arenas, target, reference.gather(arenas, source))
-
-
-def _slots(table: RegionTable, pages: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Flat slot ids (R, width), and which of them hold an entry; ids of empty slots are 0."""
-    column = torch.arange(width, device=pages.device).expand(len(pages), -1)
-    valid = column < lens[:, None]
-    ids = reference.slot_ids(table.pool.arrays, pages, torch.where(valid, column, 0))
-    return torch.where(valid, ids, 0), valid

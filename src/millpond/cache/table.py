@@ -23,6 +23,7 @@ class RegionTable:
     Attributes:
         pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
         recent: (R,) int32 how many newest positions are protected.
+        kinds: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
     """
 
     def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int) -> None:
@@ -34,6 +35,7 @@ class RegionTable:
         self._lens: Ints = np.zeros(n, dtype=np.int32)
         self._caps: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
         self._recent: Ints = np.zeros(n, dtype=np.int32)
+        self._kinds = np.zeros(n, dtype=np.int64)
         self._slack = 0  # decoding steps until some region may need a page
         self._may_share = False  # some page may have another holder
         self._publish()
@@ -69,6 +71,13 @@ class RegionTable:
         self._caps[rows] = caps
         self._recent[rows] = recent
         self._slack = 0
+        self._publish(ids=False)
+
+    def set_kinds(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: int) -> None:
+        """The rule of each head of a sequence, and how many newest entries some rules keep."""
+        rows = self.rows(sequence)
+        self._kinds[rows] = kinds
+        self._recent[rows] = recent
         self._publish(ids=False)
 
     def budgets(self) -> Ints:
@@ -139,6 +148,18 @@ class RegionTable:
         self._slack = 0
         self._publish(ids=False)
 
+    def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
+        """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
+        regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
+        self._lens[regions] = lens.ravel()
+        keep = -(-self._lens // self.pool.slots)
+        for row in regions[self._owned[regions] > keep[regions]]:
+            self.pool.release(self._ids[row, keep[row] : self._owned[row]])
+            self._owned[row] = keep[row]
+        self._slack = 0
+        if self.lens.device.type != "cpu":
+            self._publish(ids=False)
+
     def renew(self, sequence: int, lens: Ints) -> None:
         """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be written anew.
 
@@ -168,6 +189,7 @@ class RegionTable:
         before = self.held()
         self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
         self._lens, self._caps, self._recent = self._lens[regions], self._caps[regions], self._recent[regions]
+        self._kinds = self._kinds[regions]
         self.n_seq = len(sequences)
         self.pool.retain(self.held())
         self.pool.release(before)
@@ -179,6 +201,7 @@ class RegionTable:
         other = RegionTable(self.pool, self.n_seq, self.n_kv_heads)
         other._ids, other._owned = self._ids.copy(), self._owned.copy()
         other._lens, other._caps, other._recent = self._lens.copy(), self._caps.copy(), self._recent.copy()
+        other._kinds = self._kinds.copy()
         self.pool.retain(self.held())
         self._may_share = other._may_share = True
         other._publish()
@@ -226,3 +249,4 @@ class RegionTable:
             self.lens: Tensor = torch.from_numpy(self._lens).to(device)
             self.caps: Tensor = torch.from_numpy(self._caps).to(device)
             self.recent: Tensor = torch.from_numpy(self._recent).to(device)
+            self.kinds: Tensor = torch.from_numpy(self._kinds).to(device)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.tokens import TokenIds
 from millpond.errors import CacheMismatchError
 
 #: Parts of one pass (draft tokens) that are remembered.
@@ -81,6 +82,7 @@ class Timeline:
         self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
+        self.tokens: TokenIds | None = None  # set where a policy looks at them
         self._spans: dict[tuple[int, int], Span] = {}  # of the running pass, which may be taken in in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
 
@@ -89,9 +91,14 @@ class Timeline:
         """Sequences in the batch, 0 before the first pass."""
         return len(self.seen)
 
-    def begin_pass(self) -> None:
-        """A forward pass begins: no layer may take the parts of an earlier one for its own."""
+    def begin_pass(self, ids: Tensor | None = None) -> None:
+        """A forward pass begins: no layer may take the parts of an earlier one for its own.
+
+        ids: (S, columns) of its tokens, if they are known.
+        """
         self._spans.clear()
+        if self.tokens is not None:
+            self.tokens.expect(ids, self.columns)
 
     def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> Span:
         """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
@@ -118,6 +125,8 @@ class Timeline:
                 f"a batch of {n_seq} sequences met a cache of {self.n_seq}; call reset() before another prompt"
             )
         span = self._open(start, length, mask, device)
+        if self.tokens is not None:
+            self.tokens.take(start, span.grid(), int(span.after.max()))
         if len(self._spans) >= MAX_PARTS:
             self._spans.pop(next(iter(self._spans)))
         self._spans[start, length] = span
@@ -152,6 +161,13 @@ class Timeline:
             tokens -= (~valid[:, max(self.columns - columns - start, 0) :]).sum(1)
         return tokens
 
+    def mask(self) -> Tensor:
+        """(S, columns) bool: tokens (True) and pads of all columns so far."""
+        shown = torch.ones(self.n_seq, self.columns, dtype=torch.bool)
+        for start, valid in self._padded:
+            shown[:, start : start + valid.shape[1]] = torch.from_numpy(valid)
+        return shown
+
     def rewind(self, columns: int, seen: npt.NDArray[np.int64]) -> None:
         """Go back to an earlier state."""
         self.columns, self.seen = columns, seen.copy()
@@ -162,11 +178,15 @@ class Timeline:
         """Follow a choice or re-ordering of sequences."""
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
+        if self.tokens is not None:
+            self.tokens.select(sequences)
         self._spans.clear()
 
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))
+        if self.tokens is not None:
+            self.tokens.reset()
 
 
 def _check_past(shown: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> None:

@@ -106,7 +106,8 @@ def generate(
     torch.manual_seed(seed)
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
     with notes(), compress(
-        loaded, method, budget, codec, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, **options
+        loaded, method, budget, codec, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
+        tokenizer=tokenizer, **options
     ) as cache:  # fmt: skip
         watch = TextStopwatch(tokenizer)
         loaded.generate(

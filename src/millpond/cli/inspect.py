@@ -60,7 +60,7 @@ def inspect(
     loaded: Any = load_model(model, dtype).to(where)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(model)
     coded = encode(tokenizer, text, chat)
-    with notes(), compress(loaded, method, budget, codec, **options) as cache:
+    with notes(), compress(loaded, method, budget, codec, tokenizer=tokenizer, **options) as cache:
         setting = {"model": Path(model).name, "method": ":".join([method, *(option or [])])}
         if cache.budget is not None:
             setting["budget"] = str(cache.budget)

@@ -16,6 +16,7 @@ from millpond.bench.clock import Stopwatch
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
+from millpond.models.load import load_tokenizer
 from millpond.models.pond import words as w
 from millpond.models.pond.exam import draw_paper
 
@@ -88,7 +89,7 @@ def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> 
     pass, in which nothing has been evicted yet: every method would be right.)
     """
     keeps_all = METHODS.get(method)().keeps_all
-    with compress(model, method, None if keeps_all else budget) as cache:
+    with compress(model, method, None if keeps_all else budget, tokenizer=load_tokenizer("pond-recall")) as cache:
         model(task.context, past_key_values=cache, logits_to_keep=1)
         held = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))

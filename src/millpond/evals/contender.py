@@ -15,18 +15,27 @@ from millpond.evals.spec import Spec
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
+from millpond.policy.nested import NestedPolicy
 from millpond.registry import Registry
+
+DEFAULT_BUDGET = "20%"
 
 
 class Contender(Protocol):
     """Something that can be named in `--method`.
 
-    A contender that takes a budget is opened with one ("20%", "512", "64KiB"); one that keeps all with "".
+    A contender that takes a budget is opened with one ("20%", "512", "64KiB"); one that keeps all, or finds its size
+    by itself, with "".
     """
 
     @property
     def keeps_all(self) -> bool:
         """It takes no budget."""
+        ...
+
+    @property
+    def default_budget(self) -> str:
+        """Where none is asked for; "" where none is needed."""
         ...
 
     def check(self, budget: str, codec: str) -> None:
@@ -66,6 +75,11 @@ class Compressed:
     def keeps_all(self) -> bool:
         return METHODS.get(self.method)(**self.options).keeps_all
 
+    @property
+    def default_budget(self) -> str:
+        policy = METHODS.get(self.method)(**self.options)
+        return "" if policy.keeps_all or isinstance(policy, NestedPolicy) else DEFAULT_BUDGET
+
     def check(self, budget: str, codec: str) -> None:
         storage_dtype(codec)
         if budget:
@@ -76,7 +90,7 @@ class Compressed:
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str
     ) -> MillpondCache:
-        return compress(model, self.method, budget or None, codec, **self.options)
+        return compress(model, self.method, budget or None, codec, tokenizer=tokenizer, **self.options)
 
 
 def find_contender(spec: Spec) -> Contender:

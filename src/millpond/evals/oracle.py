@@ -12,7 +12,7 @@ from millpond.budget import Budget
 from millpond.codec import storage_dtype
 from millpond.errors import CacheMismatchError
 from millpond.evals.batch import Batch
-from millpond.evals.contender import Contender, contender
+from millpond.evals.contender import DEFAULT_BUDGET, Contender, contender
 from millpond.evals.foresee import later_attention, run_ahead
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
@@ -36,9 +36,13 @@ class Oracle:
     def keeps_all(self) -> bool:
         return False
 
+    @property
+    def default_budget(self) -> str:
+        return DEFAULT_BUDGET
+
     def check(self, budget: str, codec: str) -> None:
         storage_dtype(codec)
-        Budget.parse(budget or "20%")
+        Budget.parse(budget or DEFAULT_BUDGET)
 
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str

@@ -14,7 +14,6 @@ from millpond.evals.record import Cell, Protocol
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS, Task
 
-DEFAULT_BUDGET = "20%"
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
@@ -23,7 +22,7 @@ class Plan:
     """What to run. Everything is checked when it is made, before a model is loaded.
 
     Attributes:
-        budgets: None: 20 % where a method takes a budget. dtype: of the model, as it was asked for.
+        budgets: None: 20 % where a method needs a budget. dtype: of the model, as it was asked for.
 
     Raises:
         OptionError: an unknown name or option (with a suggestion), or values that do not fit.
@@ -65,13 +64,12 @@ class Plan:
 
     def cells(self) -> list[Cell]:
         """Every combination once, tasks outermost; a method that keeps all has the budget ""."""
-        budgets = self.budgets or (DEFAULT_BUDGET,)
         return [
             Cell(self.model, method, budget, codec, task, protocol, self.seed)
             for task in self.built
             for protocol in PROTOCOLS
             if protocol in self.protocols
             for method, contender in self.contenders.items()
-            for budget in (("",) if contender.keeps_all else budgets)
+            for budget in (("",) if contender.keeps_all else self.budgets or (contender.default_budget,))
             for codec in self.codecs
         ]

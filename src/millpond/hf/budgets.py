@@ -13,6 +13,7 @@ from millpond.errors import BudgetError, OptionError
 from millpond.hf.support import FULL
 from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.allocate import Uniform
+from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
 from millpond.policy.policy import Policy
 
@@ -34,6 +35,8 @@ class Budgets:
 
     def __init__(self, budget: Budget | None, policy: Policy, windows: list[int]) -> None:
         policy.layers.check(len(windows))
+        if isinstance(policy.heads, PromptHeads):
+            policy.heads.check(len(windows))
         self._budget = budget
         self._policy = policy
         self._windows = windows

@@ -18,13 +18,18 @@ from millpond.cache.layer import LayerCache
 from millpond.cache.pool import PagePool
 from millpond.cache.rolling import Rotation
 from millpond.cache.timeline import Timeline
+from millpond.cache.tokens import TokenIds
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.budgets import Budgets, layer_windows
 from millpond.hf.layer import MillpondLayer, Observer
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
+from millpond.hf.rebuild import Rebuilder
+from millpond.hf.rotation import show_rotations
 from millpond.hf.support import decoder_modules, layer_cache, text_config
+from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
+from millpond.policy.rebuild import RebuildPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,9 @@ class MillpondCache(Cache):
         self.policy = policy
         self.budget = budget
         self.timeline = Timeline()
+        self.timeline.tokens = TokenIds() if isinstance(policy, NestedPolicy | RebuildPolicy) else None
+        self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
+        self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
         self._storage = storage
         self._page_slots = page_slots
@@ -88,11 +96,12 @@ class MillpondCache(Cache):
         cores = [
             make(
                 index, policy, partial(budgets.entries, index), self._pool, self.timeline,
-                between_chunks=between_chunks and not policy.waits, rotation=rotation,
+                between_chunks=between_chunks and not (policy.waits or self._rebuilder), rotation=rotation,
             )
             for index in range(n_layers)
         ]  # fmt: skip
         budgets.cores = cores
+        show_rotations(model, cores)
         super().__init__(layers=[MillpondLayer(core, self.journal, self._passes) for core in cores])
 
     # ------------------------------------------------------------------ what a user asks
@@ -161,6 +170,8 @@ class MillpondCache(Cache):
         self.journal.reset()
         super().reset()  # type: ignore[no-untyped-call]
         self.timeline.reset()
+        if self._rebuilder is not None:
+            self._rebuilder.reset()
         for pool in self.pools:
             pool.trim()
 
@@ -224,9 +235,13 @@ class MillpondCache(Cache):
         for core in self.cores:
             core.select(sequences)
         self.timeline.select(sequences)
+        if self._rebuilder is not None:
+            self._rebuilder.select(sequences)
 
-    def begin_pass(self, draft: int | None) -> None:
+    def begin_pass(self, draft: int | None, ids: Tensor | None = None) -> None:
         """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
+
+        ids: (B, Q) of its tokens, None where the model was given none.
 
         Raises:
             CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
@@ -237,7 +252,9 @@ class MillpondCache(Cache):
                 f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
                 f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
-        self.timeline.begin_pass()
+        if ids is not None and ids.shape[1] == 1:
+            self._rebuild()
+        self.timeline.begin_pass(ids)
         self.journal.draft = draft
         self._before_pass = self.timeline.columns
 
@@ -253,6 +270,14 @@ class MillpondCache(Cache):
                 f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
                 "as a decoder does; what it holds is not complete"
             )
+        if self._between_chunks:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Let the model repeat what it has read, if the policy asks for it and anything waits for its plan."""
+        rebuilder = self._rebuilder
+        if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.cores):
+            rebuilder.run(self)
 
     def _behind(self, columns: int) -> LayerCache | None:
         """The first layer that has not seen `columns` columns."""

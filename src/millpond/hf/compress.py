@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget, parse_bytes
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
@@ -15,10 +16,14 @@ from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.linears import use_native_linears
 from millpond.hf.outputs import show_outputs
+from millpond.hf.rebuild import ask_ids
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, n_layers, text_config
+from millpond.hf.tokens import fill_classes
 from millpond.methods import METHODS
+from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
+from millpond.policy.rebuild import RebuildPolicy
 
 
 def compress(
@@ -31,6 +36,7 @@ def compress(
     page_slots: int = DEFAULT_SLOTS,
     between_chunks: bool = True,
     native_linears: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> MillpondCache:
     """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
@@ -39,7 +45,7 @@ def compress(
         model: any transformers decoder that uses the attention interface.
         method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
-            out, 20 % of the prompt; `full` takes none.
+            out, 20 % of the prompt; `full` takes none, and `fastgen` needs none.
         codec: how entries are stored; "auto" stores what the model computes.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two.
@@ -48,6 +54,7 @@ def compress(
             first pass of one token comes: choose a size that leaves no single token for the last chunk).
         native_linears: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
             training pass; False leaves the linear layers to torch. Their results agree up to rounding.
+        tokenizer: the model's; methods that look at what tokens are (`fastgen`, `kvzip`) know from it.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
@@ -62,7 +69,11 @@ def compress(
     check_supported(model)
     check_slots(page_slots)
     policy = _policy(method, options)
-    chosen = _budget(method, budget, policy.keeps_all)
+    if isinstance(policy, NestedPolicy):
+        policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
+    if isinstance(policy, RebuildPolicy):
+        policy = replace(policy, ids=ask_ids(policy, tokenizer))
+    chosen = _budget(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
     config = text_config(model)
@@ -91,11 +102,13 @@ def _policy(method: str | Policy, options: dict[str, Any]) -> Policy:
     return method
 
 
-def _budget(method: str | Policy, budget: str | int | float | Budget | None, keeps_all: bool) -> Budget | None:
-    if keeps_all:
+def _budget(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
+    if policy.keeps_all:
         if budget is not None:
             named = f"method {method!r}" if isinstance(method, str) else "this policy"
             raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
+        return None
+    if budget is None and isinstance(policy, NestedPolicy):
         return None
     return Budget.parse("20%" if budget is None else budget)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.attention import forget_pending, none_pending
@@ -57,10 +57,10 @@ class Passes:
             self._running.clear()
         if not self._running:
             forget_pending()
-            self._begin(module, kwargs)
+            self._begin(module, args, kwargs)
         self._running.append(module)
 
-    def _begin(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_attentions")
         if getattr(module.config, "output_attentions", False) if asked is None else asked:
             raise OptionError(
@@ -70,7 +70,11 @@ class Passes:
         keep = kwargs.get("logits_to_keep", 0)
         cache = self._cache()
         assert cache is not None, "a pass that carries the cache keeps it alive"
-        cache.begin_pass(draft=keep - 1 if isinstance(keep, int) and keep > 0 else None)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache.begin_pass(
+            draft=keep - 1 if isinstance(keep, int) and keep > 0 else None,
+            ids=ids if isinstance(ids, Tensor) and ids.ndim == 2 else None,
+        )
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._running or self._running[-1] is not module:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from millpond.cache.layer import LayerCache
 from millpond.errors import UnsupportedModelError
 from millpond.hf.support import FULL, rotary_of, stores_latents, text_config
 
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+#: Kinds of rotary embeddings whose frequencies change with the length of the text.
+CHANGING = ("dynamic", "longrope")
+#: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
+ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
 
 
 class ModelRotation:
@@ -27,8 +34,8 @@ class ModelRotation:
         self._per_angle = _numbers_per_angle(self._angles, apply, next(rotary.buffers()).device)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelRotation:
-        """The rotation of a model; of its layers without a sliding window, where layers differ.
+    def of(cls, model: PreTrainedModel, layer_type: str = FULL) -> ModelRotation:
+        """The rotation of a model; of its layers of one type, where these differ.
 
         Raises:
             UnsupportedModelError: its positions are not a rotation of the keys that stays the same as text grows.
@@ -46,8 +53,8 @@ class ModelRotation:
                 'use positions="absolute"'
             )
         kinds = getattr(rotary, "rope_type", "default")
-        kind = str(kinds.get(FULL, "default") if isinstance(kinds, dict) else kinds)
-        if kind in ("dynamic", "longrope"):
+        kind = _kind(rotary, layer_type)
+        if kind in CHANGING:
             raise UnsupportedModelError(
                 f"{name} changes its rotary frequencies with the length of the text ({kind}), so cached keys cannot be "
                 'moved; use positions="absolute"'
@@ -56,7 +63,7 @@ class ModelRotation:
         for module in model.modules():
             apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             if type(module).__name__.endswith("Attention") and apply is not None:
-                return cls(rotary, apply, **({"layer_type": FULL} if by_layer else {}))
+                return cls(rotary, apply, **({"layer_type": layer_type} if by_layer else {}))
         raise UnsupportedModelError(
             f"{name} ({text_config(model).model_type}) does not show how it applies its rotary embedding; "
             'use positions="absolute"'
@@ -84,3 +91,51 @@ def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> in
         return 1 if apply(x, x, cos, sin)[0].shape == x.shape else 2
     except RuntimeError:
         return 2
+
+
+def _kind(rotary: nn.Module, layer_type: str) -> str:
+    """The kind of a rotary embedding, for layers of one type."""
+    kinds = getattr(rotary, "rope_type", "default")
+    return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
+
+
+def show_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> None:
+    """Let scores see the queries of each layer as they were before RoPE, where the policy asks for it.
+
+    Raises:
+        UnsupportedModelError: the rotation of its queries cannot be undone.
+    """
+    if not any(core.policy.unrotates for core in cores):
+        return
+    config, name = text_config(model), type(model).__name__
+    if stores_latents(config):
+        raise UnsupportedModelError(
+            f"{name} stores latents (MLA), one for all heads, so a score cannot compare its keys with queries; use a "
+            "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
+        )
+    rotary = rotary_of(model)
+    if rotary is None:
+        return
+    types = getattr(config, "layer_types", None) or [FULL] * len(cores)
+    if any(_kind(rotary, kind) in CHANGING for kind in types) or "mrope_section" in str(config.rope_parameters):
+        raise UnsupportedModelError(
+            f"{name} rotates a query by more than its own position in the text ({config.rope_parameters}), which "
+            "cannot be undone; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
+        )
+    rotations = {kind: ModelRotation.of(model, kind) for kind in set(types)}
+    unrotated = _unrotated_layers(model)
+    for core in cores:
+        core.rope = None if core.index in unrotated else rotations[types[core.index]]
+
+
+def _unrotated_layers(model: PreTrainedModel) -> set[int]:
+    """Layers whose queries and keys have no rotary position, in a model where others have."""
+    config = text_config(model)
+    types = getattr(config, "layer_types", None) or []
+    windowed = config.model_type in ROTATE_IN_WINDOWS and getattr(config, "sliding_window", None)
+    return {
+        index
+        for module in model.modules()
+        if isinstance(index := getattr(module, "layer_idx", None), int)
+        if not getattr(module, "use_rope", True) or (windowed and types[index] == FULL)
+    }

@@ -10,6 +10,7 @@ from torch import Tensor
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.policy.allocate import HeadAllocation, Uniform
+from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
@@ -54,7 +55,7 @@ class Policy:
     score: Score | None = None
     protect: Protect = field(default_factory=Protect)
     layers: LayerAllocation | PromptLayers = field(default_factory=EvenLayers)
-    heads: HeadAllocation = field(default_factory=Uniform)
+    heads: HeadAllocation | PromptHeads = field(default_factory=Uniform)
     reduce: Literal["mean", "max", "sum"] = "mean"
     shared: bool = False
     every_step: bool = True
@@ -67,6 +68,10 @@ class Policy:
             raise OptionError(f"reduce={self.reduce!r} must be one of {', '.join(REDUCE)}")
         if self.shared and not isinstance(self.heads, Uniform):
             raise OptionError("a set shared by all heads of a layer cannot have head budgets of its own")
+        if self.unrotates and self.positions != "absolute":
+            raise OptionError(
+                'a score over queries before RoPE needs positions="absolute": cache-relative ones turn queries anew'
+            )
         if self.waits and (self.prefill == "greedy" or self.replans):
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
@@ -88,6 +93,16 @@ class Policy:
         return self.score.window if self.score is not None and self.score.queries == "window" else 0
 
     @property
+    def sums_queries(self) -> bool:
+        """The moments of all queries are needed."""
+        return self.score is not None and self.score.queries in ("rotated", "unrotated")
+
+    @property
+    def unrotates(self) -> bool:
+        """The queries are summed as they were before RoPE."""
+        return self.score is not None and self.score.queries == "unrotated"
+
+    @property
     def replans(self) -> bool:
         """Each decoding step ends with a plan, because no rule of the decode kernel continues the score."""
         return self.score is not None and self.every_step and self.score.evict is None
@@ -96,6 +111,11 @@ class Policy:
     def waits(self) -> bool:
         """Nothing can leave before all layers have read the prompt, because the layers' budgets depend on it."""
         return isinstance(self.layers, PromptLayers)
+
+    @property
+    def rivals(self) -> HeadAllocation:
+        """How the heads of a full layer compete while decoding; not at all where the plan decides for each."""
+        return Uniform() if isinstance(self.heads, PromptHeads) else self.heads
 
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""
@@ -132,9 +152,14 @@ class Policy:
             raise NumericsError(
                 f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
             )
-        counts = self.heads.keep_counts(value, view.valid, pinned, budget)
+        decided = self.heads.decide(view) if isinstance(self.heads, PromptHeads) else None
+        heads = decided if decided is not None else self.rivals
+        counts = heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
-        return Plan(keep, self._caps(counts, view, budget))
+        caps = self._caps(counts, view, budget)
+        if decided is not None:
+            caps = caps.masked_fill(decided.grows.to(caps.device), UNBOUNDED)
+        return Plan(keep, caps)
 
     def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
         if not self.every_step:

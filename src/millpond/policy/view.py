@@ -27,6 +27,8 @@ class View:
         pinned: (H, N) bool, the entries that no score can evict; None where nobody plans.
         read: hands over keys and values when a score asks for them; None where there are none to see.
         outputs: hands over the maps from values to the layer's output; None where no model is there.
+        tokens: hands over the token ids of the entries; None where nobody knows them.
+        look: hands over attention by query head, see `received`; None where no queries are kept.
     """
 
     positions: Tensor
@@ -38,6 +40,8 @@ class View:
     pinned: Tensor | None = None
     read: Read | None = None
     outputs: Callable[[], Tensor] | None = None
+    tokens: Callable[[], Tensor] | None = None
+    look: Callable[[int], Tensor] | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -54,6 +58,21 @@ class View:
         """(query heads, value_dim, hidden size): how each query head's output enters that of the layer."""
         assert self.outputs is not None, "the cache of a model knows its output projections"
         return self.outputs()
+
+    @property
+    def ids(self) -> Tensor:
+        """(H, N) int64: the token id of each entry; any number where there is none."""
+        assert self.tokens is not None, "the cache keeps the token ids for a policy that looks at them"
+        return self.tokens()
+
+    def received(self, width: int) -> Tensor:
+        """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
+
+        The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
+        less than `width` positions behind the entry count; 0: all.
+        """
+        assert self.look is not None, "the cache keeps the queries for a policy that looks at them"
+        return self.look(width)
 
     def _part(self, part: Literal["keys", "values"]) -> Tensor:
         assert self.read is not None, "the cache hands over what it stores"

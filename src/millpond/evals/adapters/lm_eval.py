@@ -23,7 +23,6 @@ from millpond.evals.adapters.asked import greedy_question
 from millpond.evals.adapters.reading import Reading, prompt_of
 from millpond.evals.batch import Batch
 from millpond.evals.contender import Compressed
-from millpond.evals.plan import DEFAULT_BUDGET
 from millpond.evals.sample import Question
 from millpond.evals.spec import Spec
 from millpond.hf.support import position_limit
@@ -69,8 +68,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         spec = Spec.parse(str(method))
         contender = Compressed(spec.name, {**spec.options, **options})
         self._policy = METHODS.get(spec.name)(**contender.options)
-        default = "" if self._policy.keeps_all else DEFAULT_BUDGET
-        self.budget = default if budget is None else _budget_text(budget)
+        self.budget = contender.default_budget if budget is None else _budget_text(budget)
         contender.check(self.budget, codec)
         size = _whole("batch_size", batch_size, 'a number, 1 or more ("auto" is not known here)')
         self.tokenizer = load_tokenizer(pretrained)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from millpond.budget import Budget
 from millpond.errors import OptionError, unknown
-from millpond.evals.plan import DEFAULT_BUDGET, PROTOCOLS, Plan
+from millpond.evals.contender import DEFAULT_BUDGET
+from millpond.evals.plan import PROTOCOLS, Plan
 from millpond.evals.record import Cell, Protocol
 from millpond.evals.task import TASKS
 

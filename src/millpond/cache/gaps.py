@@ -1,0 +1,36 @@
+"""Slots of regions as flat ids, and the moves that fill the gaps which leaving entries make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.cache.table import RegionTable
+from millpond.kernels import reference
+from millpond.kernels.pages import PageArrays
+
+
+def slots_of(table: RegionTable, pages: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Flat slot ids (R, width), and which of them hold an entry; ids of empty slots are 0."""
+    slots = table.pool.slots
+    valid = torch.arange(width, device=pages.device) < lens[:, None]
+    first = pages[:, : -(-width // slots), None].long() * slots
+    ids = (first + torch.arange(slots, device=pages.device)).flatten(1)[:, :width]
+    return torch.where(valid, ids, 0), valid
+
+
+def rows_at(arenas: list[Tensor], ids: Tensor) -> Tensor:
+    """Rows of flat slot ids (any shape) out of a list of arenas."""
+    return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else reference.gather(arenas, ids)
+
+
+def close_gaps(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) -> None:
+    """Move the last entries that stay of each region (R, N) into the slots of those that leave."""
+    column = torch.arange(ids.shape[1], device=ids.device)
+    after = (valid & ~leave).sum(1, keepdim=True)
+    target = ids[leave & (column < after)]
+    if not len(target):
+        return
+    source = ids[valid & ~leave & (column >= after)]
+    for arenas in (arrays.keys, arrays.values, arrays.positions, arrays.scores):
+        reference.scatter(arenas, target, rows_at(arenas, source))

@@ -1,0 +1,122 @@
+"""Headwise: what a layer does where each KV head has a rule of its own (`NestedPolicy`).
+
+The prompt's queries are kept until the heads' rules are chosen. While decoding the kernel stores every new token; then
+each head lets go of what its rule does not keep, the new token among it, and its pages follow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.gaps import close_gaps, rows_at, slots_of
+from millpond.cache.parts import AttentionShape
+from millpond.cache.table import RegionTable
+from millpond.cache.tokens import TokenIds
+from millpond.kernels import ops
+from millpond.kernels.rules import UNBOUNDED, Reduce
+from millpond.policy.nested import Heads, Kind, NestedPlan, NestedPolicy
+
+
+class Asked(NamedTuple):
+    """Queries since the last plan of a sequence."""
+
+    q: Tensor  #: (Hq, Q, key_dim)
+    lse: Tensor  #: (Hq, Q) float32, the log of each softmax's denominator
+    q_pos: Tensor  #: (Q,) int32
+
+
+class Headwise:
+    """The queries of one layer's sequences, and the rules of their heads at each step."""
+
+    def __init__(self, policy: NestedPolicy, asked: dict[int, Asked] | None = None) -> None:
+        self._policy = policy
+        self._asked = asked or {}
+
+    # ------------------------------------------------------------------ the prompt
+
+    def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor) -> None:
+        """Keep the queries of one pass behind those of the passes before it."""
+        if self._policy.threshold == 1:  # nothing is measured
+            return
+        old = self._asked.get(sequence)
+        if old is not None:
+            q, lse, q_pos = torch.cat([old.q, q], 1), torch.cat([old.lse, lse], 1), torch.cat([old.q_pos, q_pos])
+        self._asked[sequence] = Asked(q, lse, q_pos)
+
+    def received(
+        self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, width: int
+    ) -> Tensor:
+        """(n_kv_heads, group, N) float32: see `View.received`.
+
+        Args:
+            keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none,
+                the tokens of the queries among them.
+        """
+        q, lse, q_pos = self._asked[sequence]
+        n_heads, n_new = len(keys), len(q_pos)
+        order = positions.argsort(dim=1, stable=True)  # holes, stored entries, then one entry for each query
+        keys = keys.gather(1, order[..., None].expand_as(keys))
+        past = positions.gather(1, order)[:, : positions.shape[1] - n_new]
+        windows = [w for w in (shape.window, width) if w]
+        by_member = [
+            ops.colsum_from_lse(
+                q_own, keys, lse_own.contiguous(), q_pos, past if past.shape[1] else None,
+                scale=shape.scale, softcap=shape.softcap, window=min(windows, default=0), reduce=Reduce.SUM,
+            )
+            for q_own, lse_own in zip(
+                q.view(n_heads, -1, *q.shape[1:]).unbind(1), lse.view(n_heads, -1, n_new).unbind(1), strict=True
+            )
+        ]  # fmt: skip
+        sums = torch.stack(by_member, 1)  # (H, members, N)
+        back = order[:, None].expand_as(sums)
+        return torch.zeros_like(sums).scatter_(2, back, sums).view(n_kv_heads, -1, positions.shape[1])
+
+    def settle(self, table: RegionTable, sequence: int, plan: NestedPlan | None) -> None:
+        """Let the heads of a sequence go on as planned; None: they keep everything."""
+        self._asked.pop(sequence, None)
+        if plan is None:
+            table.set_kinds(sequence, int(Kind.FULL), 0)
+        else:
+            table.set_kinds(sequence, plan.kinds.cpu().numpy().astype(np.int64), plan.local)
+
+    # ------------------------------------------------------------------ decoding
+
+    def admit(self, table: RegionTable, tokens: TokenIds, positions: np.ndarray, window: int) -> None:
+        """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves."""
+        n_heads = table.n_kv_heads
+        most = table.budgets().astype(np.int64).sum(1)
+        limited = (table.kinds.cpu().numpy().reshape(-1, n_heads) < Kind.FULL).any(1) | (most < UNBOUNDED)
+        sequences = np.flatnonzero((positions >= 0) & (limited | bool(window)))
+        if not len(sequences):
+            return
+        device = table.lens.device
+        rows = torch.from_numpy((sequences[:, None] * n_heads + np.arange(n_heads)).ravel()).to(device)
+        lengths = table.lengths()[sequences]
+        ids, valid = slots_of(table, table.pages[rows], table.lens[rows], int(lengths.max()))
+        arrays, by_head = table.pool.arrays, (len(sequences), n_heads, -1)
+        here = torch.where(valid, rows_at(arrays.positions, ids), -1).view(by_head)
+        chosen = torch.from_numpy(sequences).to(device)
+        seen = torch.from_numpy(positions[sequences] + 1).to(device)
+        heads = Heads(
+            rows_at(arrays.scores, ids).view(by_head), here,
+            self._policy.classes_of(tokens.at(chosen, here), here), table.kinds[rows].view(by_head[:2]), seen,
+            table.recent[rows].view(by_head)[:, 0, 0], torch.from_numpy(most[sequences]).to(device),
+        )  # fmt: skip
+        hidden = (here >= 0) & (seen[:, None, None] - here >= window) if window else torch.zeros_like(here).bool()
+        leave = hidden | self._policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
+        close_gaps(arrays, ids, valid, leave.flatten(0, 1))
+        left = leave.sum(-1).cpu().numpy()
+        if left.any():
+            table.shrink(sequences, lengths - left.astype(np.int32))
+
+    # ------------------------------------------------------------------ the batch
+
+    def copy(self, sequences: list[int] | None = None) -> Headwise:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        if sequences is None:
+            return Headwise(self._policy, dict(self._asked))
+        return Headwise(self._policy, {i: self._asked[s] for i, s in enumerate(sequences) if s in self._asked})

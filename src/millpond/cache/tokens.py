@@ -1,0 +1,61 @@
+"""TokenIds: the id of every token of each sequence, by position, for policies that look at tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.errors import CacheMismatchError
+
+
+class TokenIds:
+    """Ids of all tokens seen, those whose entries were evicted too."""
+
+    def __init__(self) -> None:
+        self._ids = torch.zeros(0, 1, dtype=torch.int64)  # (S, capacity), the last column holds pads
+        self._coming: Tensor | None = None
+        self._first = 0
+
+    def expect(self, ids: Tensor | None, first: int) -> None:
+        """The ids (S, columns) of the pass that begins after `first` columns; None: it was given none."""
+        self._coming, self._first = ids, first
+
+    def take(self, start: int, grid: Tensor, longest: int) -> None:
+        """Learn the ids of the columns from `start` on, which hold the tokens at positions `grid` (S, n), -1 for pads.
+
+        longest: tokens of the longest sequence.
+
+        Raises:
+            CacheMismatchError: the model was not given ids for these tokens.
+        """
+        begin, (n_seq, n) = start - self._first, grid.shape
+        ids = None if self._coming is None else self._coming[:, max(begin, 0) : begin + n]
+        if ids is None or ids.shape != grid.shape:
+            raise CacheMismatchError(
+                "this method looks at token ids, and the model was given none (inputs_embeds), or others than the "
+                "tokens that reached the cache; pass input_ids"
+            )
+        self._grow(n_seq, longest + 1, grid.device)
+        column = torch.where(grid < 0, self._ids.shape[1] - 1, grid.long())
+        self._ids.scatter_(1, column, ids.to(self._ids))
+
+    def at(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        """The ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""
+        rows = sequences.view(-1, *[1] * (positions.ndim - 1))
+        return self._ids[rows, positions.long()]
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice of sequences."""
+        self._ids = self._ids[sequences]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._ids, self._coming, self._first = self._ids.new_zeros(0, 1), None, 0
+
+    def _grow(self, n_seq: int, columns: int, device: torch.device) -> None:
+        held = self._ids.shape[1]
+        if len(self._ids) == n_seq and columns <= held:
+            return
+        grown = torch.zeros(n_seq, max(columns, 2 * held), dtype=torch.int64, device=device)
+        grown[: len(self._ids), : held - 1] = self._ids[:, : held - 1]
+        self._ids = grown

@@ -1,0 +1,38 @@
+"""Finch: the question at the end picks from the context (Corallo and Papotti, TACL 2024, arXiv:2408.00167)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.question import QuestionAttention
+
+
+@method("finch", paper="arXiv:2408.00167")
+def finch(
+    window: Annotated[int, "tokens of the question, the last of the prompt"] = 32,
+    chunk: Annotated[int, "positions of a chunk of the context, which all keep the same share; 0: none"] = 0,
+    keep_question: Annotated[bool, "the question's own entries always stay"] = True,
+    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
+    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+) -> Policy:
+    """Keep what the question at the prompt's end attends to, from every chunk of the context.
+
+    s_j = sum_i A_ij / n_j over the queries i of the question, n_j the number of them that can see entry j, so that
+    entries of the question itself, which fewer queries see, compete fairly with the context. The best entries stay.
+    With `chunk` each chunk of the context keeps the same share, and none is forgotten.
+
+    Departs from the paper: it reads the context chunk by chunk with the question behind each, and lets later chunks
+    see only what was kept; here the prompt is read once and whole, and its chunks are compressed together at its end.
+    Read a prompt in passes with between_chunks=False, or each pass is compressed by its own last tokens. Its official
+    code multiplies each query's attention by the number of entries that it sees instead. Kept keys stay at their
+    positions: the paper turns them to close the gaps, and here these differ from head to head. decode="evict" keeps
+    the budget while decoding, by the attention accumulated since the prompt's end.
+    """
+    return Policy(
+        score=QuestionAttention(window, chunk),
+        protect=Protect(sinks=sinks, recent=window if keep_question else 0),
+        reduce=reduce,
+        every_step=decode == "evict",
+    )

@@ -1,0 +1,39 @@
+"""KVzip: keep what the model needs to say its context again (Kim et al., 2025, arXiv:2505.23416)."""
+
+from typing import Annotated
+
+from millpond.methods import method
+from millpond.policy.allocate import Ada
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.rebuild import RebuildPolicy, Rebuilt
+
+
+@method("kvzip", paper="arXiv:2505.23416")
+def kvzip(
+    ask: Annotated[str, "what asks for it; or token ids such as 5;6; or none"] = "Repeat the previous context:",
+    chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
+    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+) -> Policy:
+    """Keep the entries that the model looks at when it repeats its context, whatever is asked later.
+
+    After a prompt the model reads it once more, behind a question for it and over its own cache. s_j = max_i max_h
+    A_hij over the tokens i of the repetition and the query heads h of the KV head (Equation 2). The heads of a layer
+    compete for its budget. The repetition is taken back, costs about a second prefill, and changes no output.
+
+    Departs from the paper: the heads of all layers compete there; here every layer has the same total. There the
+    softmax is over the repeated chunk and the question alone; here it is the model's own, over everything held, and
+    every entry counts in every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends,
+    with what was decoded before it; older entries keep the larger of their scores. Not for assisted generation.
+    """
+    ids = [] if ask == "none" else ask.split(";")
+    return RebuildPolicy(
+        score=Rebuilt(),
+        protect=Protect(sinks=sinks),
+        heads=Ada(alpha),
+        every_step=False,
+        ask=ask,
+        ids=tuple(map(int, ids)) if all(i.isdecimal() for i in ids) else None,
+        chunk=chunk,
+    )

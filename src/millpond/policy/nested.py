@@ -1,0 +1,192 @@
+"""NestedPolicy: each KV head has the cheapest of five nested rules that keeps enough of its attention (FastGen)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from millpond.errors import NumericsError, OptionError
+from millpond.kernels.rules import DecodeRule, Evict
+from millpond.policy.allocate import Uniform, weakest
+from millpond.policy.layers import EvenLayers
+from millpond.policy.policy import Plan, Policy
+from millpond.policy.score import AccumulatedAttention
+from millpond.policy.tokens import PUNCTUATION, SPECIAL, TokenClasses
+from millpond.policy.view import View
+
+
+class Kind(IntEnum):
+    """What a head keeps; each kind keeps all that the one before it does."""
+
+    SPECIAL = 0  #: special tokens
+    PUNCTUATION = 1  #: and punctuation
+    FREQUENT = 2  #: and the entries of most accumulated attention
+    LOCAL = 3  #: and the newest
+    FULL = 4  #: everything
+
+
+@dataclass(frozen=True, slots=True)
+class NestedPlan(Plan):
+    """A plan, and how its heads go on.
+
+    Attributes:
+        kinds: (H,) int64, the `Kind` of each head. local: newest positions that `Kind.LOCAL` keeps.
+    """
+
+    kinds: Tensor
+    local: int
+
+
+class Heads(NamedTuple):
+    """The heads of some sequences at one moment."""
+
+    value: Tensor  #: (S, H, N) float32, accumulated attention
+    positions: Tensor  #: (S, H, N) int32, -1 for none
+    classes: Tensor  #: (S, H, N) int8, see `TokenClasses.of`
+    kinds: Tensor  #: (S, H) int
+    seen: Tensor  #: (S,) int, tokens so far
+    local: Tensor  #: (S,) int, newest positions that `Kind.LOCAL` keeps
+    most: Tensor  #: (S,) int64, entries that all heads of a sequence may hold together
+
+
+@dataclass(frozen=True, slots=True)
+class NestedPolicy(Policy):
+    """Kinds of heads are chosen at the end of a prompt; while decoding each head admits what its kind keeps.
+
+    Attributes:
+        threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
+        frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
+        classes: of token ids.
+    """
+
+    threshold: float = 0.95
+    frequent: float = 0.3
+    local: float = 0.3
+    classes: TokenClasses = field(default_factory=TokenClasses)
+
+    def __post_init__(self) -> None:
+        Policy.__post_init__(self)
+        for name in ("threshold", "frequent", "local"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptionError(f"{name}={getattr(self, name)} must lie in 0..1")
+        alone = isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers) and self.protect.recent == 0
+        if not (alone and isinstance(self.score, AccumulatedAttention)):
+            raise OptionError("a method whose heads have rules of their own cannot be the score of another method")
+
+    def decode_rule(self, layer: int) -> DecodeRule:
+        """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""
+        return replace(Policy.decode_rule(self, layer), evict=Evict.NEVER)
+
+    def plan(self, view: View, budget: int) -> NestedPlan:
+        """Choose the kinds of the heads of `view`, and what stays under at most `budget` entries a head on average.
+
+        Raises:
+            BudgetError: what must be protected does not fit.
+            NumericsError: the attention is NaN.
+        """
+        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        self.protect.check(budget)
+        if bool((view.signal.isnan() & view.valid).any()):
+            raise NumericsError(f"layer {view.layer}: attention is NaN; check the model's weights and inputs")
+        local = _share(self.local, view.seen)
+        most = budget * len(view.positions)
+        heads = Heads(
+            view.signal[None], view.positions[None], self.classes_of(view.ids, view.positions)[None],
+            view.positions.new_full((1, len(view.positions)), Kind.FULL),
+            *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, most)),
+        )  # fmt: skip
+        kinds = self._choose(view, heads, local)
+        leave = self.leaving(heads._replace(kinds=kinds[None]))[0]
+        return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
+
+    def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The class of each entry; the first positions count as special tokens."""
+        return self.classes.of(ids).masked_fill(positions < self.protect.sinks, SPECIAL)
+
+    def _choose(self, view: View, heads: Heads, local: int) -> Tensor:
+        """(H,) int64: the cheapest kind that is enough for every query head of a KV head."""
+        if self.threshold == 1:
+            return torch.full(view.positions.shape[:1], Kind.FULL, device=view.positions.device)
+        enough = self.recovery(view, heads, local) >= self.threshold
+        enough[..., Kind.FULL] = True
+        return enough.int().argmax(-1).amax(1)
+
+    def recovery(self, view: View, heads: Heads, local: int) -> Tensor:
+        """(H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
+
+        mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
+        """
+        valid = view.valid[:, None]
+        total = view.received(0).double().masked_fill(~valid, 0)
+        near = view.received(local).double().masked_fill(~valid, 0) if local else 0 * total
+        unbounded = torch.full_like(heads.most, torch.iinfo(torch.int64).max)
+        shares = []
+        for kind in Kind:
+            left = self.leaving(heads._replace(kinds=torch.full_like(heads.kinds, kind), most=unbounded))[0]
+            kept = (view.valid & ~left)[:, None]
+            recovered = torch.where(kept, total, near if kind is Kind.LOCAL else 0)
+            shares.append(recovered.sum(-1) / total.sum(-1))
+        return torch.stack(shares, -1)
+
+    def leaving(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: the entries that their head does not keep.
+
+        Frequent entries are the best ceil(frequent * seen) of those that nothing else keeps. Where all heads of a
+        sequence together hold more than they may, the longest give up entries until the total is exact: first what
+        is neither special, punctuation nor in the newest half of what the head may hold, then what is not special;
+        each time those of least attention.
+        """
+        kind = heads.kinds[..., None]
+        valid = heads.positions >= 0
+        special = valid & (heads.classes == SPECIAL)
+        fixed = special | (valid & (heads.classes == PUNCTUATION) & (kind >= Kind.PUNCTUATION))
+        age = heads.seen[:, None, None] - heads.positions
+        near = valid & (age <= heads.local[:, None, None]) & (kind >= Kind.LOCAL)
+        rest = valid & ~fixed & ~near & (kind < Kind.FULL)
+        quota = torch.tensor([_share(self.frequent, n) for n in heads.seen.tolist()], device=kind.device)
+        spare = rest.sum(-1) - quota[:, None] * (heads.kinds >= Kind.FREQUENT)
+        leave = _lowest(heads, rest, spare)
+        counts = (valid & ~leave).sum(-1)
+        if not bool((counts.sum(1) > heads.most).any()):
+            return leave
+        pairs = zip(counts.tolist(), heads.most.tolist(), strict=True)
+        allowed = torch.tensor([shorten(row, most) for row, most in pairs], device=kind.device)
+        newest = near & (age <= allowed[..., None] // 2)
+        for free in (valid & ~fixed & ~newest, valid & ~special, valid & (heads.positions >= self.protect.sinks)):
+            spare = (valid & ~leave).sum(-1) - allowed
+            leave = leave | _lowest(heads, free & ~leave, spare)
+        return leave
+
+
+def shorten(counts: Sequence[int], total: int) -> list[int]:
+    """The counts with a sum of at most `total`: the longest are cut to one length, or one more where they had most.
+
+    Example:
+        >>> shorten([2, 9, 4, 9], 18)
+        [2, 6, 4, 6]
+    """
+    out = list(counts)
+    for place, i in enumerate(sorted(range(len(out)), key=lambda i: (out[i], i))):
+        out[i] = min(out[i], total // (len(out) - place))
+        total -= out[i]
+    return out
+
+
+def _share(share: float, n: int) -> int:
+    """ceil(share * n), where rounding of the product does not count."""
+    return math.ceil(round(share * n, 9))
+
+
+def _lowest(heads: Heads, free: Tensor, spare: Tensor) -> Tensor:
+    """The `spare` (S, H) entries of least attention of each head among the free ones; ties leave oldest first."""
+    n = int(spare.max())
+    if n <= 0:
+        return torch.zeros_like(free)
+    value, positions, free = (t.flatten(0, 1)[:, None] for t in (heads.value, heads.positions, free))
+    return weakest(value, positions, free, spare.clamp(min=0).flatten()[:, None], n).view_as(heads.positions)

@@ -1,0 +1,46 @@
+"""QuestionAttention: what the last tokens of the text, the question, look at (Finch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.rules import Evict, Signal
+from millpond.policy.lag import place_in_chunk
+from millpond.policy.score import Queries
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention:
+    """s_j = sum_i A_ij / n_j over the last `window` queries i, n_j how many of them come at or after j.
+
+    With `chunk` every chunk of so many positions keeps the same share of its free entries, its best.
+    """
+
+    window: int
+    chunk: int = 0
+    queries: Queries = "window"
+    signal: Signal = Signal.SUM
+    evict: Evict = Evict.ACC
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise OptionError(f"window={self.window} must be at least 1")
+        if self.chunk < 0:
+            raise OptionError(f"chunk={self.chunk} must not be negative; 0 takes the text as a whole")
+
+    def score(self, view: View, seed: int) -> Tensor:
+        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        value = view.signal / (view.seen - view.positions).clamp(1, self.window)
+        if not self.chunk:
+            return value
+        n_chunks = -(-view.seen // self.chunk)
+        chunk = torch.where(view.free, view.positions.long() // self.chunk, n_chunks)
+        none = value.new_zeros(len(value), n_chunks + 1)
+        entries = none.scatter_add(1, chunk, torch.ones_like(value))
+        # NaN stays NaN, for the plan to report
+        return 0 * value - place_in_chunk(value, chunk) / entries.gather(1, chunk)

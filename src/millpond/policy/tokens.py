@@ -1,0 +1,70 @@
+"""TokenClasses: which token ids are special and which are punctuation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+
+#: Classes of tokens, by what they are worth to a head that keeps few.
+OTHER, PUNCTUATION, SPECIAL = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClasses:
+    """Ids of the special tokens and of punctuation; an id in both is special. None: a tokenizer tells.
+
+    Example:
+        >>> TokenClasses(frozenset({0}), frozenset({3})).of(torch.tensor([0, 1, 3, 9])).tolist()
+        [2, 0, 1, 0]
+    """
+
+    special: frozenset[int] | None = None
+    punctuation: frozenset[int] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether no tokenizer is needed."""
+        return self.special is not None and self.punctuation is not None
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The class of each id, int8 of the same shape."""
+        assert self.special is not None, "the classes are known before a cache uses them"
+        assert self.punctuation is not None, "the classes are known before a cache uses them"
+        table = _table(self.special, self.punctuation, ids.device)
+        return table[ids.clamp(0, len(table) - 1)]
+
+
+def parse_ids(name: str, text: str) -> frozenset[int] | None:
+    """Token ids from "0;1;2"; None for "auto", and no id for "none".
+
+    Raises:
+        OptionError: something else.
+    """
+    if text in ("auto", "none"):
+        return None if text == "auto" else frozenset()
+    try:
+        ids = frozenset(int(part) for part in text.split(";"))
+    except ValueError:
+        ids = frozenset({-1})
+    if min(ids) < 0:
+        raise OptionError(f"{name}={text!r} must be token ids such as 0;1;2, or auto for the tokenizer's, or none")
+    return ids
+
+
+@lru_cache(maxsize=16)
+def _table(special: frozenset[int], punctuation: frozenset[int], device: torch.device) -> Tensor:
+    """Class by id, with one id more than is named, which stands for all others."""
+    table = torch.zeros(max([*special, *punctuation, -1]) + 2, dtype=torch.int8)
+    for ids, kind in ((punctuation, PUNCTUATION), (special, SPECIAL)):
+        table[_listed(ids)] = kind
+    return table.to(device)
+
+
+def _listed(ids: Iterable[int]) -> Tensor:
+    return torch.tensor(sorted(ids), dtype=torch.long)

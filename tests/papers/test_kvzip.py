@@ -1,0 +1,157 @@
+"""KVzip: scores against transformers' own attention over prompt, question and repetition; what may not change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+import millpond as mp
+from millpond.errors import OptionError
+from millpond.methods import METHODS
+from millpond.policy.rebuild import RebuildPolicy
+from tests.hf.families import FAMILIES, shared_model, text
+from tests.matrix import test_invariance as matrix
+from tests.matrix.models import llama, prompts
+from tests.matrix.oracle import running
+from tests.papers.test_keys_in_the_matrix import Mask
+
+ASK = [5, 6, 7]
+SETTINGS: dict[str, Any] = {"ask": "5;6;7", "sinks": 2}
+CHECKS: dict[str, Callable[[str], None]] = {
+    "batch": matrix.test_batch_and_padding,
+    "reset": matrix.test_a_second_prompt_equals_a_fresh_cache,
+    "bytes": matrix.test_bytes_are_real_and_freed,
+    "everything": matrix.test_budget_of_everything_equals_full,
+    "first token": matrix.test_first_token_is_exact,
+    "pages": lambda method: matrix.test_page_size(method, 4),
+    "chunks": lambda method: matrix.test_chunks_without_eviction_between_them(method, 7),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_matrix(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.METHODS, "kvzip", {**SETTINGS, "chunk": 16})
+    CHECKS[check]("kvzip")
+
+
+def expected(model: LlamaForCausalLM, ids: Tensor, chunk: int, budget: int, sinks: int) -> list[list[list[int]]]:
+    """Positions kept [layer][head], from one uncompressed pass over text, question and chunk for each chunk."""
+    eager = LlamaForCausalLM(deepcopy(model.config)).double().eval()
+    eager.load_state_dict(model.state_dict())
+    eager.set_attn_implementation("eager")
+    n = ids.shape[1]
+    best = [torch.zeros(2, n, dtype=torch.float64) for _ in model.model.layers]
+    for begin in range(0, n, chunk):
+        whole = torch.cat([ids, torch.tensor([ASK]), ids[:, begin : begin + chunk]], 1)
+        for layer, p in enumerate(eager(whole, output_attentions=True).attentions):
+            found = p[0, :, n:, :n].amax(1).view(2, -1, n).amax(1)
+            best[layer] = torch.maximum(best[layer], found)
+    out = []
+    for scores in best:
+        flat = sorted(((float(scores[h, j]), h, j) for h in (0, 1) for j in range(sinks, n)), reverse=True)
+        chosen = [(h, j) for _, h, j in flat[: 2 * (budget - sinks)]]
+        out.append([sorted([*range(sinks), *(j for h, j in chosen if h == head)]) for head in (0, 1)])
+    return out
+
+
+@pytest.mark.parametrize("chunk", [100, 16])
+def test_kept_is_what_the_repetition_looks_at(chunk: int) -> None:
+    model, (ids, mask) = llama(), prompts(3)
+    with torch.no_grad(), mp.compress(model, "kvzip", 14, chunk=chunk, **SETTINGS) as cache:
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        kept = [[cache.positions(layer, s) for layer in (0, 1)] for s in range(3)]
+        assert kept == [expected(model, ids[s, mask[s].bool()][None], chunk, 14, 2) for s in range(3)]
+        assert any(len(a) != len(b) for row in kept for a, b in row)
+        assert cache.stats().seen == mask.sum(1).tolist()
+        cache.check_integrity()
+
+
+def test_a_later_turn_is_repeated_too() -> None:
+    """The turn and what was decoded before it are repeated; in a batch as alone, and older scores are kept."""
+    model, (ids, mask) = llama(), prompts(2)
+    more = torch.randint(2, 96, (2, 12), generator=torch.Generator().manual_seed(9))
+    found = []
+    for rows in ([0, 1], [0], [1]):
+        with torch.no_grad(), mp.compress(model, "kvzip", 14, **SETTINGS) as cache:
+            common = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+            own = mask[rows].any(0)
+            first = model.generate(input_ids=ids[rows][:, own], attention_mask=mask[rows][:, own], **common)
+            scores = [cache.cores[0].read(s) for s in range(len(rows))]
+            whole = torch.cat([first, more[rows]], 1)
+            seen = torch.cat([mask[rows][:, own], torch.ones(len(rows), 17, dtype=mask.dtype)], 1)
+            model.generate(input_ids=whole, attention_mask=seen, **common)
+            kept = [[cache.positions(layer, s) for layer in (0, 1)] for s in range(len(rows))]
+            found.append(kept)
+            for s in range(len(rows)):
+                n = int(seen[s].sum())
+                assert all(sum(p < n for head in layer for p in head) == 2 * 14 for layer in kept[s])
+                old, new = scores[s], cache.cores[0].read(s)
+                for h in (0, 1):
+                    before = dict(zip(old.positions[h].tolist(), old.scores[h].tolist(), strict=True))
+                    after = dict(zip(new.positions[h].tolist(), new.scores[h].tolist(), strict=True))
+                    assert all(after[p] >= x for p, x in before.items() if p in after and p >= 0)
+                    assert all(after[p] > 0 for p in after if 0 <= p < n)
+    assert found[0] == [*found[1], *found[2]]
+
+
+def test_drop_equals_mask() -> None:
+    model, (ids, mask) = llama("gqa"), prompts(2)
+    later: Tensor = torch.randint(2, 96, (2, 6), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), mp.compress(model, "kvzip", 14, page_slots=4, **SETTINGS) as cache:
+        oracle, stock = Mask(cache), DynamicCache(config=model.config)
+        for t in range(7):
+            step = ids if t == 0 else later[:, t - 1 : t]
+            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
+            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            inputs = {"attention_mask": seen, "position_ids": places}
+            ours = model(step, past_key_values=cache, **inputs).logits
+            with running(model, oracle):
+                theirs = model(step, past_key_values=stock, **inputs).logits
+            real = seen[:, -step.shape[1] :].bool()
+            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+
+
+@pytest.mark.parametrize("name", [*(f.name for f in FAMILIES if f.windows), "deepseek_v3"])
+def test_windows_and_latents(name: str) -> None:
+    model, ids = shared_model(name), text(1, 30)
+    found = []
+    for chunk in (24, 7):
+        with torch.no_grad(), mp.compress(model, "kvzip", 9, between_chunks=False, **SETTINGS) as cache:
+            for begin in range(0, 24, chunk):
+                model(ids[:, begin : min(begin + chunk, 24)], past_key_values=cache)
+            for t in range(24, 30):
+                model(ids[:, t : t + 1], past_key_values=cache)
+            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
+            cache.check_integrity()
+    assert found[0] == found[1]
+    assert any(len(head) < 24 for layer in found[0] for head in layer)
+
+
+def test_assisted_generation_is_refused() -> None:
+    model, (ids, mask) = llama(), prompts(1)
+    ids = ids[:, :8].repeat(1, 5)  # so that drafts are found
+    with mp.compress(model, "kvzip", 16, **SETTINGS) as cache, pytest.raises(OptionError, match="assisted generation"):
+        model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache,
+            prompt_lookup_num_tokens=3,
+        )  # fmt: skip
+
+
+def test_options() -> None:
+    for ask, ids in (("5;6", (5, 6)), ("none", ()), ("Say it again:", None)):
+        policy = METHODS.get("kvzip")(ask=ask)
+        assert isinstance(policy, RebuildPolicy)
+        assert policy.ids == ids
+    with pytest.raises(OptionError, match="which a tokenizer spells: pass tokenizer= to compress"):
+        mp.compress(llama(), "kvzip")
+    with pytest.raises(OptionError, match="chunk=0 must be at least 1"):
+        METHODS.get("kvzip")(chunk=0)
+    with pytest.raises(OptionError, match="cannot be the score of another method"):
+        METHODS.get("chunkkv")(score="kvzip")
