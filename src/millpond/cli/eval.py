@@ -27,7 +27,7 @@ def evaluate(
     ],
     method: Annotated[str, typer.Option(help="Methods; options as in h2o:recent=0.1:sinks=0.")] = "full,h2o,window",
     budget: Annotated[
-        str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, '64KiB' a sequence. Default: 20% where needed.")
+        str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, '64KiB' a sequence. Default: 20%.")
     ] = None,
     codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
     protocol: Annotated[
