@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from transformers import DynamicCache
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError
@@ -22,9 +21,9 @@ from millpond.policy.retrieval import DividedHeads, RetrievalHeads, RetrievalLay
 from millpond.policy.view import View
 from tests.hf.families import one, shared_model
 from tests.matrix import test_invariance as matrix
+from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import running
-from tests.papers.test_keys_in_the_matrix import CHECKS, Mask
+from tests.papers.test_keys_in_the_matrix import CHECKS
 
 duo_attention = METHODS.get("duo_attention")
 SINKS, RECENT, BUDGET, STEPS = 2, 4, 14, 10
@@ -204,20 +203,9 @@ def test_matrix(profiled: bool, check: str, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("decode", ["grow", "evict"])
 def test_drop_equals_mask(decode: str, tmp_path: Path) -> None:
     model, (ids, mask) = llama("gqa"), prompts(2)
-    later = torch.randint(2, 96, (2, 10), generator=torch.Generator().manual_seed(2))
     options = {"heads": table(tmp_path, [[1, 0], [0, 0]]), "decode": decode, **NEAR}
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, page_slots=4, **options) as cache:
-        oracle, stock = Mask(cache), DynamicCache(config=model.config)
-        for t in range(11):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+        equals_a_mask(model, cache, ids, mask, 10)
 
 
 @pytest.mark.parametrize("decode", ["grow", "evict"])

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import millpond as mp
 from millpond.errors import CacheMismatchError
 from millpond.policy.nested import Kind
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
+from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import running
-from tests.papers.test_keys_in_the_matrix import Mask
 
 CLASSES: dict[str, Any] = {"special": "2;3;4", "punctuation": "5;6;7;8;9;10;11;12"}
 MIXED: dict[str, Any] = {**CLASSES, "threshold": 0.87, "frequent": 0.2, "local": 0.2}
@@ -87,19 +85,8 @@ def test_a_threshold_of_zero_keeps_special_tokens_alone() -> None:
 def test_drop_equals_mask(budget: int | None) -> None:
     """Outputs are those of a full cache that hides what was dropped; heads of several kinds take part."""
     model, (ids, mask) = llama("gqa"), prompts(2)
-    later: Tensor = torch.randint(2, 96, (2, 10), generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), mp.compress(model, "fastgen", budget, page_slots=4, **MIXED) as cache:
-        oracle, stock = Mask(cache), DynamicCache(config=model.config)
-        for t in range(11):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+        equals_a_mask(model, cache, ids, mask, 10)
         assert len({k for core in cache.cores if core.table is not None for k in core.table.kinds.tolist()}) > 1
         assert cache.stats().evicted > 0
         cache.check_integrity()
@@ -137,19 +124,8 @@ def test_copies_go_their_own_way() -> None:
 def test_windows_and_latents(name: str) -> None:
     """A prompt in chunks that is planned once keeps what one in a piece keeps, and hidden entries leave."""
     model, ids = shared_model(name), text(1, 30)
-    found = []
-    for chunk in (24, 7):
-        with torch.no_grad(), mp.compress(
-            model, "fastgen", threshold=0.8, special="2;3", punctuation="4;5;6", between_chunks=False
-        ) as cache:  # fmt: skip
-            for begin in range(0, 24, chunk):
-                model(ids[:, begin : min(begin + chunk, 24)], past_key_values=cache)
-            for t in range(24, 30):
-                model(ids[:, t : t + 1], past_key_values=cache)
-            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
-            cache.check_integrity()
-    assert found[0] == found[1]
-    assert any(len(head) < 30 for layer in found[0] for head in layer)
+    kept = kept_in_any_chunks(model, ids, 24, "fastgen", threshold=0.8, special="2;3", punctuation="4;5;6")
+    assert any(len(head) < 30 for layer in kept for head in layer)
 
 
 def test_the_model_must_be_given_ids() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 import millpond as mp
 from tests.matrix import test_invariance as matrix
+from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": {"decode": "evict"},
@@ -56,32 +54,12 @@ def test_matrix(method: str, check: str) -> None:
     CHECKS[check](method)
 
 
-class Mask(Oracle):
-    """An oracle that hides from a full cache what another cache no longer holds."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__(Rule("newest", 0))
-        self.cache = cache
-
-    def _update(self, layer: int, b: int, rows_of: list[list[list[float]]], n_past: int, n: int) -> None:
-        for h in range(len(rows_of)):
-            self.heads[layer, b, h].kept = self.cache.positions(layer, b)[h]
-
-
 @pytest.mark.parametrize("method", OPTIONS)
 def test_drop_equals_mask(method: str) -> None:
     model, (ids, mask) = llama("gqa"), prompts(2)
-    later: Tensor = torch.randint(2, 96, (2, 10), generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), mp.compress(model, method, 14, page_slots=4, **OPTIONS[method]) as cache:
-        oracle, stock = Mask(cache), DynamicCache(config=model.config)
-        for t in range(11):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
-            assert all(len(head) == 14 for s in (0, 1) for head in cache.positions(1, s))
+        equals_a_mask(model, cache, ids, mask, 10, after=lambda: _holds(cache, 14))
+
+
+def _holds(cache: Any, budget: int) -> None:
+    assert all(len(head) == budget for s in (0, 1) for head in cache.positions(1, s))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import millpond as mp
 from millpond.errors import OptionError
@@ -17,9 +17,8 @@ from millpond.methods import METHODS
 from millpond.policy.rebuild import RebuildPolicy
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
+from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import running
-from tests.papers.test_keys_in_the_matrix import Mask
 
 ASK = [5, 6, 7]
 SETTINGS: dict[str, Any] = {"ask": "5;6;7", "sinks": 2}
@@ -103,35 +102,15 @@ def test_a_later_turn_is_repeated_too() -> None:
 
 def test_drop_equals_mask() -> None:
     model, (ids, mask) = llama("gqa"), prompts(2)
-    later: Tensor = torch.randint(2, 96, (2, 6), generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), mp.compress(model, "kvzip", 14, page_slots=4, **SETTINGS) as cache:
-        oracle, stock = Mask(cache), DynamicCache(config=model.config)
-        for t in range(7):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+        equals_a_mask(model, cache, ids, mask, 6)
 
 
 @pytest.mark.parametrize("name", [*(f.name for f in FAMILIES if f.windows), "deepseek_v3"])
 def test_windows_and_latents(name: str) -> None:
     model, ids = shared_model(name), text(1, 30)
-    found = []
-    for chunk in (24, 7):
-        with torch.no_grad(), mp.compress(model, "kvzip", 9, between_chunks=False, **SETTINGS) as cache:
-            for begin in range(0, 24, chunk):
-                model(ids[:, begin : min(begin + chunk, 24)], past_key_values=cache)
-            for t in range(24, 30):
-                model(ids[:, t : t + 1], past_key_values=cache)
-            found.append([cache.positions(layer) for layer in range(len(cache.layers))])
-            cache.check_integrity()
-    assert found[0] == found[1]
-    assert any(len(head) < 24 for layer in found[0] for head in layer)
+    kept = kept_in_any_chunks(model, ids, 24, "kvzip", budget=9, **SETTINGS)
+    assert any(len(head) < 24 for layer in kept for head in layer)
 
 
 def test_assisted_generation_is_refused() -> None:

@@ -14,6 +14,7 @@ from millpond.cache.headwise import Headwise
 from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
 from millpond.cache.peek import Peek
 from millpond.cache.pool import PagePool
+from millpond.cache.queries import QueryMemory
 from millpond.cache.rivals import Rivals
 from millpond.cache.rolling import Rolling, Rotation
 from millpond.cache.table import RegionTable
@@ -25,7 +26,6 @@ from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce
 from millpond.policy.moments import QueryMoments, QueryView
 from millpond.policy.nested import NestedPlan, NestedPolicy
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
-from millpond.policy.rebuild import RebuildPolicy
 from millpond.policy.view import View
 
 #: On a GPU, decoding steps between two looks at whether attention became NaN.
@@ -70,8 +70,7 @@ class LayerCache:
         self._rule: DecodeRule = policy.decode_rule(index)
         self._rivals = policy.rivals
         self._shape = AttentionShape(1.0)
-        self._queries: dict[int, tuple[Tensor, Tensor]] = {}
-        self._moments: dict[int, QueryMoments] = {}
+        self._queries = QueryMemory(policy)
         self._pending = False
         self._nan: Tensor | None = None  # whether attention was NaN since the last check
         self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
@@ -104,10 +103,9 @@ class LayerCache:
     def measure(self, sequence: int, of: Callable[[View], float]) -> float:
         """A number `of` one sequence as a plan would see it now."""
         found = Candidates(*self._dense(self._require_table(), sequence))
+        found = found._replace(scores=self._signal(sequence, found))
         order = by_position(found.positions)
-        signal, seen = self._signal(sequence, found), int(found.positions.max()) + 1
-        origin = int(self.timeline.origin[sequence])
-        return of(View(found.positions.gather(1, order), signal.gather(1, order), seen, self.index, origin))
+        return of(self._view(sequence, found, found.positions, order, int(found.positions.max()) + 1))
 
     # ------------------------------------------------------------------ the step
 
@@ -194,7 +192,7 @@ class LayerCache:
             rivals.compete(rule, q_pos, self._shape.window)
         if self.policy.replans:
             for sequence in np.flatnonzero(positions >= 0).tolist():
-                self._remember_queries(sequence, q[sequence, :, None], q_pos[sequence : sequence + 1])
+                self._queries.remember(sequence, q[sequence, :, None], q_pos[sequence : sequence + 1], self.rope)
             self._replan(table, positions)
         return out
 
@@ -284,7 +282,7 @@ class LayerCache:
         if self.policy.keeps_all and not self._shape.window:
             self._append(table, sequence, k, v, q_pos)
             return out
-        self._remember_queries(sequence, q, q_pos)
+        self._queries.remember(sequence, q, q_pos, self.rope)
         if self._headwise is not None:
             self._headwise.remember(sequence, q, lse, q_pos)
         new_pos = q_pos.expand(k.shape[0], -1)
@@ -326,36 +324,16 @@ class LayerCache:
         ops.write(table.pool.arrays, table.pages[rows], start, count, index, k, v, q_pos.expand(n_heads, -1))
         table.set_lengths(sequence, after)
 
-    def _remember_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
-        """Keep the last queries, or sums over all, across chunks and planned steps, for scores that ask for them."""
-        if self.policy.sums_queries:
-            self._sum_queries(sequence, q, q_pos)
-        if not self.policy.window:
-            return
-        old = self._queries.get(sequence)
-        if old is not None and int(old[1][-1]) + 1 == int(q_pos[0]):
-            q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
-        w = self.policy.window
-        self._queries[sequence] = (q[:, -w:].clone(), q_pos[-w:].clone())
-
-    def _sum_queries(self, sequence: int, q: Tensor, q_pos: Tensor) -> None:
-        """Add queries (Hq, Q, key_dim) to the moments of their sequence, without those of the sinks."""
-        counts = q_pos >= self.policy.protect.sinks
-        q, q_pos = q[:, counts], q_pos[counts]
-        if self.policy.unrotates and self.rope is not None and len(q_pos):
-            q = self.rope.rotate(q[None], q_pos[None].long(), inverse=True)[0]
-        found = QueryMoments.of(q)
-        self._moments[sequence] = self._moments[sequence] + found if sequence in self._moments else found
-
     def moments(self, sequence: int) -> QueryMoments:
         """Sums over the queries of one sequence so far, for a policy that asks for them.
 
         Raises:
             CacheMismatchError: nothing was summed.
         """
-        if sequence not in self._moments:
+        found = self._queries.moments(sequence)
+        if found is None:
             raise CacheMismatchError(f"layer {self.index} has summed no queries: run a prompt with a score that asks")
-        return self._moments[sequence]
+        return found
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -387,7 +365,7 @@ class LayerCache:
         """Plan what a prompt in several passes left for its end."""
         if not self._pending:
             return
-        if found is None and isinstance(self.policy, RebuildPolicy):
+        if found is None and self.policy.repeats_prompt:
             raise OptionError(
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
                 "with it"
@@ -412,25 +390,30 @@ class LayerCache:
                 self._headwise.settle(table, sequence, None)
             return
         budget = self._budget(table, sequence, seen) if budget is None else budget
-        scores = self._signal(sequence, found)
+        found = found._replace(scores=self._signal(sequence, found))
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
-        origin = int(self.timeline.origin[sequence])
-        view = View(
-            positions.gather(1, order), scores.gather(1, order), seen, self.index, origin,
-            read=lambda part: self._contents(found, part, order), outputs=self.outputs,
-        )  # fmt: skip
-        if self.policy.sums_queries:
-            view = self._with_moments(view, sequence)
-        if self._headwise is not None:
-            view = self._with_tokens(view, sequence, found, order)
-        plan = self.policy.plan(view, budget)
+        plan = self.policy.plan(self._view(sequence, found, positions, order, seen), budget)
         keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
-        self._rewrite(table, sequence, found._replace(scores=scores), keep)
+        self._rewrite(table, sequence, found, keep)
         self._set_budget(table, sequence, budget, plan.caps)
         if self._headwise is not None:
             assert isinstance(plan, NestedPlan)
             self._headwise.settle(table, sequence, plan)
+
+    def _view(self, sequence: int, found: Candidates, positions: Tensor, order: Tensor, seen: int) -> View:
+        """What the policy sees of candidates, their signal as `scores`, in the given order.
+
+        positions: of the candidates, -1 for those that it shall not see.
+        """
+        view = View(
+            positions.gather(1, order), found.scores.gather(1, order), seen, self.index,
+            int(self.timeline.origin[sequence]), read=lambda part: self._contents(found, part, order),
+            outputs=self.outputs,
+        )  # fmt: skip
+        if self.policy.sums_queries:
+            view = self._with_moments(view, sequence)
+        return view if self._headwise is None else self._with_tokens(view, sequence, found, order)
 
     def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
         """(H, N, dim): the keys or the values of candidates in the given order, for a score that looks at them."""
@@ -469,7 +452,7 @@ class LayerCache:
         """(H, N) float32: what the policy's score is made of."""
         if not self.policy.window:
             return found.scores
-        q, q_pos = self._queries[sequence]
+        q, q_pos = self._queries.last(sequence)
         return self._look_back(sequence, q, q_pos, found)
 
     def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
@@ -502,8 +485,7 @@ class LayerCache:
         """Become the given sequences, in this order (beams, batch selection, repetition)."""
         if self._table is not None:
             self._table.select(sequences)
-            self._queries = {i: self._queries[s] for i, s in enumerate(sequences) if s in self._queries}
-            self._moments = {i: self._moments[s] for i, s in enumerate(sequences) if s in self._moments}
+            self._queries = self._queries.copy(sequences)
             if self._rolling is not None:
                 self._rolling.select(sequences)
             if self._headwise is not None:
@@ -528,9 +510,7 @@ class LayerCache:
         table = self._table.fork() if self._table is not None else None
         rolling = self._rolling.copy() if self._rolling is not None else None
         headwise = self._headwise.copy() if self._headwise is not None else None
-        return LayerState(
-            table, self.columns, self._pending, dict(self._queries), dict(self._moments), rolling, headwise
-        )
+        return LayerState(table, self.columns, self._pending, self._queries.copy(), rolling, headwise)
 
     def restore(self, state: LayerState) -> None:
         """Go back to a forked state, which is used up."""
@@ -538,8 +518,7 @@ class LayerCache:
             self._table.clear()
         self._table, state.table = state.table, None
         self.columns, self._pending = state.columns, state.pending
-        self._queries, self._moments, self._rolling = state.queries, state.moments, state.rolling
-        self._headwise = state.headwise
+        self._queries, self._rolling, self._headwise = state.queries, state.rolling, state.headwise
 
     def reset(self) -> None:
         """Give back every page and forget every token."""
@@ -547,8 +526,7 @@ class LayerCache:
             self._table.clear()
         self._table = None
         self._rule = self.policy.decode_rule(self.index)
-        self._queries.clear()
-        self._moments.clear()
+        self._queries = QueryMemory(self.policy)
         self._pending, self._nan = False, None
         self.columns = 0
         if self._headwise is not None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from millpond.cache.queries import QueryMemory
 from millpond.cache.rolling import Rolling
 from millpond.cache.table import RegionTable
-from millpond.policy.moments import QueryMoments
 
 if TYPE_CHECKING:
     from millpond.cache.headwise import Headwise
@@ -47,8 +47,7 @@ class LayerState:
     table: RegionTable | None
     columns: int
     pending: bool
-    queries: dict[int, tuple[Tensor, Tensor]]
-    moments: dict[int, QueryMoments]
+    queries: QueryMemory
     rolling: Rolling | None
     headwise: Headwise | None
 

@@ -7,10 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
+from millpond.hf.outputs import NAMES, output_projections
 from millpond.hf.support import text_config
-
-#: What model families call the last linear map of their attention.
-NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 def output_matrices(model: PreTrainedModel) -> dict[int, Tensor]:
@@ -19,12 +17,8 @@ def output_matrices(model: PreTrainedModel) -> dict[int, Tensor]:
     Raises:
         UnsupportedModelError: the projection of some layer is not found.
     """
-    found = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        linear = next((part for name in NAMES if isinstance(part := getattr(module, name, None), nn.Module)), None)
-        if isinstance(index, int) and linear is not None:
-            found[index] = _by_head(linear, int(text_config(model).num_attention_heads))
+    n_heads = int(text_config(model).num_attention_heads)
+    found = {index: _by_head(linear, n_heads) for index, linear in output_projections(model).items()}
     count = int(text_config(model).num_hidden_layers)
     if sorted(found) != list(range(count)):
         raise UnsupportedModelError(

@@ -18,14 +18,20 @@ from millpond.hf.support import decoder_modules, text_config
 NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
-def show_outputs(model: PreTrainedModel, cores: Iterable[LayerCache]) -> None:
-    """Let scores see the output maps of their layers. They are looked up here and read when a score asks."""
+def output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The last linear map of each attention layer of the decoder, where one is found."""
     found: dict[int, nn.Module] = {}
     for module in decoder_modules(model)[-1].modules():
         index = getattr(module, "layer_idx", None)
         linear = next((part for name in NAMES if isinstance(part := getattr(module, name, None), nn.Module)), None)
         if isinstance(index, int) and linear is not None:
             found[index] = linear
+    return found
+
+
+def show_outputs(model: PreTrainedModel, cores: Iterable[LayerCache]) -> None:
+    """Let scores see the output maps of their layers. They are looked up here and read when a score asks."""
+    found = output_projections(model)
     for core in cores:
         n_heads = int(text_config(model).num_attention_heads)
         core.outputs = partial(output_maps, found.get(core.index), n_heads, type(model).__name__)

@@ -8,37 +8,24 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.rules import Evict, Signal
-from millpond.policy.score import Queries, Score
+from millpond.kernels.rules import Evict
+from millpond.policy.over import OverScore
 from millpond.policy.view import View
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkMean:
+class ChunkMean(OverScore):
     """s_j = the mean of another score over the unprotected entries of j's chunk of `size` positions.
 
     Entries of a chunk are equal, and ties go to the newest: of the last chunk that fits in part the newest stay.
     """
 
-    base: Score
     size: int = 10
     evict: Evict | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise OptionError(f"chunk={self.size} must be at least 1")
-
-    @property
-    def queries(self) -> Queries:
-        return self.base.queries
-
-    @property
-    def window(self) -> int:
-        return self.base.window
-
-    @property
-    def signal(self) -> Signal:
-        return self.base.signal
 
     def score(self, view: View, seed: int) -> Tensor:
         value = self.base.score(view, seed)

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.rules import Evict, Signal
-from millpond.policy.score import Queries, Score
+from millpond.kernels.rules import Evict
+from millpond.policy.over import OverScore
 from millpond.policy.select import rank_by_value
 from millpond.policy.view import View
 
 
 @dataclass(frozen=True, slots=True)
-class CriticalValues:
+class CriticalValues(OverScore):
     """The best `first` of the free budget by attention a_j, the rest by (a_j + eps) * mean_h ||v_j W_h||_1.
 
     h runs over the query heads of the group, W_h is their part of the output projection. Those of the first stage
     come before all others and keep their order.
     """
 
-    attention: Score
     first: float = 0.5
     eps: float = 1e-4
     evict: Evict | None = None
@@ -34,20 +33,8 @@ class CriticalValues:
         if self.eps < 0:
             raise OptionError(f"eps={self.eps} must not be negative")
 
-    @property
-    def queries(self) -> Queries:
-        return self.attention.queries
-
-    @property
-    def window(self) -> int:
-        return self.attention.window
-
-    @property
-    def signal(self) -> Signal:
-        return self.attention.signal
-
     def score(self, view: View, seed: int) -> Tensor:
-        attention = self.attention.score(view, seed)
+        attention = self.base.score(view, seed)
         value = (attention + self.eps) * output_norms(view.values, view.output_maps)
         room = (view.budget - (view.valid & ~view.free).sum(1)).clamp(min=0)
         first = torch.tensor([math.floor(self.first * n) for n in room.tolist()], device=value.device)

@@ -113,6 +113,11 @@ class Policy:
         return isinstance(self.layers, PromptLayers)
 
     @property
+    def repeats_prompt(self) -> bool:
+        """The model says each prompt again before there is a plan (`RebuildPolicy`)."""
+        return False
+
+    @property
     def rivals(self) -> HeadAllocation:
         """How the heads of a full layer compete while decoding; not at all where the plan decides for each."""
         return Uniform() if isinstance(self.heads, PromptHeads) else self.heads

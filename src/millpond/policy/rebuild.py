@@ -47,3 +47,7 @@ class RebuildPolicy(Policy):
         plain = self.prefill == "once" and not self.every_step and not self.waits and self.positions == "absolute"
         if not (plain and isinstance(self.score, Rebuilt)):
             raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
+
+    @property
+    def repeats_prompt(self) -> bool:
+        return True

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import OptionError
-from millpond.kernels.rules import Evict, Signal
-from millpond.policy.score import Queries, Score, WindowAttention
+from millpond.kernels.rules import Evict
+from millpond.policy.over import OverScore
+from millpond.policy.score import Score, WindowAttention
 from millpond.policy.view import View
 
 #: Columns of the similarity matrix that are looked at together; the matrix as a whole is never made.
@@ -18,15 +19,15 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ImportanceAndRedundancy:
+class ImportanceAndRedundancy(OverScore):
     """s_j = blend * importance_j - (1 - blend) * redundancy_j.
 
-    Importance is another score, by default the pooled attention of the last queries. Redundancy is the softmax over j
+    Importance is `base`, by default the pooled attention of the last queries. Redundancy is the softmax over j
     of mean_i S_ij with S_ij = cos(k_i, k_j), 0 on the diagonal and where j is among the `spared` newest keys whose
     cosine with k_i is above `threshold`: of many keys that say the same the newest are not redundant.
     """
 
-    importance: Score = field(default_factory=lambda: WindowAttention(window=8))
+    base: Score = field(default_factory=lambda: WindowAttention(window=8))
     blend: float = 0.1
     threshold: float = 0.5
     spared: int = 1
@@ -38,22 +39,10 @@ class ImportanceAndRedundancy:
         if self.spared < 0:
             raise OptionError(f"spared={self.spared} must not be negative")
 
-    @property
-    def queries(self) -> Queries:
-        return self.importance.queries
-
-    @property
-    def window(self) -> int:
-        return self.importance.window
-
-    @property
-    def signal(self) -> Signal:
-        return self.importance.signal
-
     def score(self, view: View, seed: int) -> Tensor:
         likeness = mean_similarity(view.keys, view.valid, self.threshold, self.spared)
         redundancy = likeness.masked_fill(~view.valid, float("-inf")).softmax(1)
-        return self.blend * self.importance.score(view, seed) - (1 - self.blend) * redundancy
+        return self.blend * self.base.score(view, seed) - (1 - self.blend) * redundancy
 
 
 def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) -> Tensor:

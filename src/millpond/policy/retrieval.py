@@ -11,7 +11,7 @@ from torch import Tensor
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.kernels.rules import Evict, Signal
 from millpond.policy.layers import LayerAllocation, apportion
-from millpond.policy.score import Queries, Score
+from millpond.policy.over import OverScore
 from millpond.policy.view import View
 
 
@@ -161,20 +161,11 @@ def pour(amount: float, weights: Sequence[float], room: Sequence[float]) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class ThenRecency:
+class ThenRecency(OverScore):
     """Another score for the prompt; while decoding the oldest leave."""
 
-    base: Score
     signal: Signal = Signal.NONE
     evict: Evict = Evict.OLDEST
-
-    @property
-    def queries(self) -> Queries:
-        return self.base.queries
-
-    @property
-    def window(self) -> int:
-        return self.base.window
 
     def score(self, view: View, seed: int) -> Tensor:
         return self.base.score(view, seed)
