@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import millpond as mp
+from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
+from tests.matrix.oracle import Oracle, Rule
 
 STEPS = 40
 
@@ -35,21 +35,10 @@ def test_drop_equals_mask(case: str, batch: int, heads: str) -> None:
     method, options, budget, rule = CASES[case]
     model = llama(heads)
     ids, mask = prompts(batch)
-    generator = torch.Generator().manual_seed(2)
-    later = torch.randint(2, 96, (batch, STEPS), generator=generator)
-    oracle, stock = Oracle(rule), DynamicCache(config=model.config)
+    oracle = Oracle(rule)
     kwargs: dict[str, Any] = {} if method == "full" else {"budget": budget}
     with torch.no_grad(), mp.compress(model, method=method, page_slots=4, **kwargs, **options) as cache:
-        for t in range(STEPS + 1):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(batch, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
+        equals_a_mask(model, cache, ids, mask, STEPS, oracle)
         for (layer, b, h), head in oracle.heads.items():
             assert cache.positions(layer, b)[h] == head.kept
         cache.check_integrity()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import millpond as mp
+from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
+from tests.matrix.oracle import Oracle, Rule
 
 SNAP = "snapkv/window=4/kernel=3"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,19 +141,9 @@ def test_drop_equals_mask(case: str, batch: int, heads: str) -> None:
     method, options, budgets, rule = MASKED[case]
     assert sum(budgets) == LAYERS * BUDGET
     model, (ids, mask) = llama(heads, layers=LAYERS), prompts(batch)
-    later = torch.randint(2, 96, (batch, 20), generator=torch.Generator().manual_seed(2))
-    oracle, stock = Layered(rule, budgets), DynamicCache(config=model.config)
+    oracle = Layered(rule, budgets)
     with torch.no_grad(), mp.compress(model, method, BUDGET, page_slots=4, **options) as cache:
-        for t in range(21):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(batch, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-11, f"step {t}"
+        equals_a_mask(model, cache, ids, mask, 20, oracle, within=1e-11)
         for (layer, b, h), head in oracle.heads.items():
             assert cache.positions(layer, b)[h] == head.kept
         cache.check_integrity()
