@@ -79,7 +79,7 @@ def test_ratios_are_to_the_anchor_in_its_default_setting() -> None:
     row = {"prefill_s": 1.0, "kv_bytes": 0, "peak_bytes": None}
     rows = [
         {**row, "name": name, "setting": setting, "decode_ms": ms}
-        for name, setting, ms in (("a", "sdpa, our linear layers", 5.0), ("a", "sdpa", 10.0), ("b", "", 4.0))
+        for name, setting, ms in (("a", "sdpa, our layers", 5.0), ("a", "sdpa", 10.0), ("b", "", 4.0))
     ]
     assert "| b |  | 1.00 | 4.0 | 2.50 x |" in generate_table(rows, "a")
 

@@ -22,6 +22,39 @@ def test_bytes_are_summed_from_real_buffers() -> None:
     assert pool.page_bytes == pool.kv_bytes_per_page + 16 * 8
 
 
+def test_masses_are_counted() -> None:
+    plain, pool = make_pool(), make_pool(masses=True)
+    assert plain.arrays.log_masses == []
+    assert pool.kv_bytes_per_page == plain.kv_bytes_per_page
+    assert pool.page_bytes == plain.page_bytes + 16 * 4 == pool.kv_bytes_per_page + 16 * 12
+    pool.allocate(3)
+    buffers = [tensor for arenas in pool.arrays.arrays for tensor in arenas]
+    assert len(buffers) == 5
+    assert pool.nbytes == sum(t.untyped_storage().nbytes() for t in buffers) == pool.n_pages * pool.page_bytes
+
+
+def test_masses_count_towards_the_limit() -> None:
+    limit = 12 * make_pool().page_bytes
+    pool = make_pool(limit_bytes=limit, masses=True)
+    assert pool.max_pages == limit // pool.page_bytes == 11
+    pool.allocate(11)
+    assert pool.nbytes <= limit
+    with pytest.raises(PoolFullError):
+        pool.allocate(1)
+
+
+def test_private_copies_carry_masses() -> None:
+    pool = make_pool(masses=True)
+    ids = pool.allocate(1)
+    pool.retain(ids)
+    for arenas in pool.arrays.arrays:
+        arenas[0].fill_(3)
+    pool.arrays.log_masses[0][ids[0]] = 7.0
+    copy = pool.privatise(ids)
+    assert copy[0] != ids[0]
+    assert (pool.arrays.log_masses[0][copy[0]] == 7.0).all()
+
+
 def test_growth_does_not_move_live_pages() -> None:
     pool = make_pool()
     pool.allocate(1)

@@ -53,14 +53,14 @@ def test_tokens_equal_stock(name, native_calls):
     assert not switched(model)
 
 
-@pytest.mark.parametrize("native_linears", [False, True])
-def test_compress_switches_them_unless_told_not_to(native_linears, native_calls):
-    model = family("llama").make()
+@pytest.mark.parametrize("native_layers", [False, True])
+def test_compress_switches_them_unless_told_not_to(native_layers, native_calls):
+    model = family("gemma2").make()  # whose layers are not passed as a whole
     expected = generate(model, one(15), 8)
-    with mp.compress(model, "full", native_linears=native_linears) as cache:
+    with mp.compress(model, "full", native_layers=native_layers) as cache:
         assert torch.equal(generate(model, one(15), 8, past_key_values=cache), expected)
-        assert switched(model) == (linears(model) if native_linears else [])
-        assert bool(native_calls) == native_linears
+        assert switched(model) == (linears(model) if native_layers else [])
+        assert bool(native_calls) == native_layers
     assert not switched(model)
 
 
@@ -75,7 +75,7 @@ def test_two_users_of_one_model():
 
 
 def test_a_forgotten_cache_gives_them_back():
-    model = family("llama").make()
+    model = family("gemma2").make()
     cache = mp.compress(model, "h2o", 8)
     assert switched(model)
     del cache

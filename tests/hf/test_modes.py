@@ -20,7 +20,7 @@ def test_passes_may_differ_in_mode(name, method, order):
     logits = []
     for modes in ([torch.no_grad] * 3, [MODES[i] for i in order]):
         budget = None if method == "full" else 8
-        with mp.compress(model, method, budget, page_slots=4, native_linears=False) as cache:  # gradients need torch's
+        with mp.compress(model, method, budget, page_slots=4, native_layers=False) as cache:  # gradients need torch's
             for column in range(12, 20):
                 first = 0 if column == 12 else column
                 with modes[column % 3]():

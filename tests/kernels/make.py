@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,7 @@ class Case:
     sinks: bool = False
     same_slots: bool = False  # all KV heads of a sequence hold the same positions in the same slots
     room: int = 1  # slots that a region can grow by
+    masses: bool = False  # entries stand for 1 to 20 others
     seed: int = 0
 
     def build(self) -> Call:
@@ -43,11 +44,14 @@ class Case:
 
 
 def empty_pool(case: Case, n_pages: int) -> PageArrays:
-    pages = PageArrays(case.pages_per_arena, case.slots, case.key_dim, case.value_dim, case.dtype, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    shape = (case.pages_per_arena, case.slots, case.key_dim, case.value_dim)
+    pages = PageArrays(*shape, case.dtype, cpu, masses=case.masses)
     while pages.n_arenas * case.pages_per_arena < n_pages:
         pages.add_arena()
-    for keys, values, positions, scores in zip(pages.keys, pages.values, pages.positions, pages.scores, strict=True):
-        keys.fill_(float("nan")), values.fill_(float("nan")), scores.fill_(float("nan"))
+    for arena in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
+        arena.fill_(float("nan"))
+    for positions in pages.positions:
         positions.fill_(-7)
     return pages
 
@@ -86,12 +90,14 @@ class Call:
         self.values = torch.randn(n_regions, max(width, 1), case.value_dim, generator=gen).to(case.dtype)
         self.scores = torch.rand(n_regions, max(width, 1), generator=gen)
         self.positions = positions
+        self.log_masses = torch.rand(self.scores.shape, generator=gen) * 3 if case.masses else None
         self._fill(reference_module())
 
     def _fill(self, impl: ModuleType) -> None:
         index = torch.arange(self.keys.shape[1], dtype=torch.int32).expand(len(self.lens), -1)
         start = torch.zeros_like(self.lens)
-        impl.write(self.pages, self.table, start, self.lens, index, self.keys, self.values, self.positions, self.scores)
+        rows = (self.keys, self.values, self.positions, self.scores, self.log_masses)
+        impl.write(self.pages, self.table, start, self.lens, index, *rows)
 
     def clone(self) -> Call:
         other = copy.copy(self)
@@ -109,7 +115,14 @@ class Call:
         return result
 
     def contents(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return reference_module().read(self.pages, self.table, self.lens, int(self.lens.max()))
+        return reference_module().read(self.pages, self.table, self.lens, int(self.lens.max()))[:4]
+
+    def masses(self) -> Tensor | None:
+        """The log masses of what the regions hold."""
+        log_masses: Tensor | None = reference_module().read(
+            self.pages, self.table, self.lens, int(self.lens.max())
+        )[4]  # fmt: skip
+        return log_masses
 
 
 def reference_module() -> ModuleType:
@@ -119,8 +132,8 @@ def reference_module() -> ModuleType:
 
 
 def clone_pages(pages: PageArrays) -> PageArrays:
-    other = PageArrays(pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, pages.dtype, pages.device)
-    for name in ("keys", "values", "positions", "scores"):
+    other = replace(pages)
+    for name in ("keys", "values", "positions", "scores", "log_masses"):
         setattr(other, name, [t.clone() for t in getattr(pages, name)])
     other._refresh()
     return other

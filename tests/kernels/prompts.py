@@ -28,11 +28,12 @@ class Prompt:
     scale: float
     softcap: float
     window: int
+    past_log_masses: Tensor | None = None
 
     def run(self, impl: ModuleType, colsum: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
             self.q, self.k, self.v, self.q_pos, self.past_pos, scale=self.scale, softcap=self.softcap,
-            window=self.window, sink_logits=self.sink_logits, colsum=colsum,
+            window=self.window, sink_logits=self.sink_logits, colsum=colsum, past_log_masses=self.past_log_masses,
         )  # fmt: skip
         return result
 
@@ -61,6 +62,7 @@ def prompts(
     key_dims: Sequence[int] = (1, 16, 40),
     value_dims: Sequence[int] = (1, 16, 24),
     groups: int = 4,
+    masses: bool = False,
 ) -> Prompt:
     gen = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     n_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, groups))
@@ -79,7 +81,10 @@ def prompts(
         past = torch.stack([torch.randperm(max(first, n_past), generator=gen)[:n_past] for _ in range(rows)]).int()
         past = past.masked_fill(torch.rand(past.shape, generator=gen) < 0.2, -1)
     sink = torch.randn(n_kv_heads * group, generator=gen) if draw(st.booleans()) else None
+    log_masses = None
+    if masses and n_past:  # a mass of 1 to 20
+        log_masses = torch.rand(draw(st.sampled_from([1, n_kv_heads])), n_past, generator=gen) * 3
     return Prompt(
         q, k, v, q_pos, past, sink, key_dim**-0.5,
-        draw(st.sampled_from([0.0, 2.0, 30.0])), draw(st.sampled_from([0, 0, 1, 7, 100])),
+        draw(st.sampled_from([0.0, 2.0, 30.0])), draw(st.sampled_from([0, 0, 1, 7, 100])), log_masses,
     )  # fmt: skip

@@ -149,7 +149,7 @@ def test_batch_composition_changes_no_bit() -> None:
     out_1, lse_1, evicted_1 = alone.run(native)
     assert_identical([out[1:], lse[1:], evicted[2:]], [out_1, lse_1, evicted_1])
     width = int(together.lens[2:].max())
-    whole = reference.read(together.pages, together.table[2:], together.lens[2:], width)
+    whole = reference.read(together.pages, together.table[2:], together.lens[2:], width)[:4]
     assert_identical(list(whole), list(alone.contents()))
 
 
@@ -237,6 +237,7 @@ def test_write_and_read_equal_reference(
 def op_arguments(call: Call) -> tuple[object, ...]:
     pages = call.pages
     pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, calls.DTYPES[pages.dtype]]
+    pool.append(int(pages.masses))
     return (
         call.q, call.k_new, call.v_new, pages.bases, call.table, call.lens, call.caps, call.recent, call.q_pos,
         call.sink_logits, pool, [0, 0, 0, 0, 0, 0], 0, 0.25, 0.0, 1.0,
@@ -244,14 +245,17 @@ def op_arguments(call: Call) -> tuple[object, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_opcheck() -> None:
-    call = Case([9, 4], 1, 2, 2).build()
+@pytest.mark.parametrize("masses", [False, True])
+def test_opcheck(masses: bool) -> None:
+    call = Case([9, 4], 1, 2, 2, masses=masses).build()
     torch.library.opcheck(torch.ops.millpond.decode.default, op_arguments(call))
     pool = op_arguments(call)[10]
     torch.library.opcheck(torch.ops.millpond.read.default, (call.pages.bases, call.table, call.lens, 9, pool))
     index = torch.zeros(2, 3, dtype=torch.int32)
     arguments = (call.pages.bases, call.table, call.lens, call.lens * 0 + 1, index, call.keys, call.values)
-    torch.library.opcheck(torch.ops.millpond.write.default, (*arguments, call.positions, call.scores, pool))
+    torch.library.opcheck(
+        torch.ops.millpond.write.default, (*arguments, call.positions, call.scores, call.log_masses, pool)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -314,4 +318,4 @@ def test_wrong_index_dtype_is_refused() -> None:
 def test_helper_pool_matches_contract() -> None:
     pages = Case([9], pages_per_arena=2).build().pages
     assert isinstance(pages, PageArrays)
-    assert pages.bases.shape == (4, pages.n_arenas)
+    assert pages.bases.shape == (5, pages.n_arenas)

@@ -191,7 +191,7 @@ def test_who_does_the_work(choice: str, dtype: torch.dtype, monkeypatch: pytest.
 @pytest.mark.parametrize("colsum", [-1, 0])
 def test_opcheck(colsum: int) -> None:
     prompt = long_prompt(n=9, n_past=4)
-    arguments = (prompt.q, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, None, 0, 0.2, 0.0, colsum)
+    arguments = (prompt.q, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, None, None, 0, 0.2, 0.0, colsum)
     torch.library.opcheck(torch.ops.millpond.prefill.default, arguments)
 
 

@@ -43,12 +43,14 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
-def new_pool(dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_arenas: int) -> PageArrays:
+def new_pool(
+    dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_arenas: int, masses: bool = False
+) -> PageArrays:
     """Pages full of NaN: what a kernel must never read."""
-    pages = PageArrays(4, slots, key_dim, value_dim, dtype, DEVICE)
+    pages = PageArrays(4, slots, key_dim, value_dim, dtype, DEVICE, masses)
     for _ in range(n_arenas):
         pages.add_arena()
-    for tensor in (*pages.keys, *pages.values, *pages.scores):
+    for tensor in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
         tensor.fill_(float("nan"))
     for tensor in pages.positions:
         tensor.fill_(-7)
@@ -57,14 +59,14 @@ def new_pool(dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_are
 
 def copy_of(pages: PageArrays) -> PageArrays:
     twin = replace(pages)
-    for name in ("keys", "values", "positions", "scores"):
+    for name in ("keys", "values", "positions", "scores", "log_masses"):
         setattr(twin, name, [t.clone() for t in getattr(pages, name)])
     twin._refresh()
     return twin
 
 
 def assert_same_pages(got: PageArrays, want: PageArrays) -> None:
-    for name in ("keys", "values", "positions"):
+    for name in ("keys", "values", "positions", "log_masses"):
         for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     for a, b in zip(got.scores, want.scores, strict=True):
@@ -230,7 +232,7 @@ def test_nothing_to_do() -> None:
         assert out.abs().sum() == 0
         assert lse.tolist() == [[-float("inf")]] * n
         assert gone.tolist() == [-1] * n
-    keys, _, positions, _ = gpu.read(none, empty, zeros, 3)
+    keys, _, positions, _, _ = gpu.read(none, empty, zeros, 3)
     assert keys.shape == (2, 3, 16)
     assert positions.tolist() == [[-1] * 3] * 2
 
@@ -300,6 +302,90 @@ def test_prefill(
     else:
         assert got[2] is not None
         assert want[2] is not None
+        torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "dims", "softcap", "window", "has_sink", "small", "rule"),
+    [
+        (torch.float32, 1, (16, 16), 0.0, 0, False, True, DecodeRule(Signal.SUM, evict=Evict.ACC, decay=0.75)),
+        (torch.float16, 4, (24, 40), 3.0, 0, True, True, DecodeRule(evict=Evict.OLDEST)),
+        (torch.bfloat16, 8, (80, 8), 3.0, 40, True, False, DecodeRule(Signal.LAST, Reduce.MAX, Evict.ACC)),
+        (torch.float32, 8, (16, 16), 0.0, 40, False, True, KEEP_ALL),
+    ],
+)  # fmt: skip
+def test_decode_with_masses(
+    dtype: torch.dtype, group: int, dims: tuple[int, int], softcap: float, window: int, has_sink: bool, small: bool,
+    rule: DecodeRule,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(11)
+    lens = ints([50, 0, 37, 5])
+    caps = ints([50, 3, 40, 5])
+    positions = torch.stack([torch.randperm(100, generator=g)[:50] for _ in range(4)])
+    scores = (torch.stack([torch.randperm(50, generator=g) for _ in range(4)]) * 0.37).to(DEVICE)
+    table, n_arenas = random_table(4, 4, g)
+    pages = new_pool(dtype, *dims, 16, n_arenas, True)
+    twin = copy_of(pages)
+    index = torch.arange(50, dtype=torch.int32, device=DEVICE).expand(4, -1)
+    rows = (normal(g, 4, 50, dims[0]), normal(g, 4, 50, dims[1]), ints(positions), scores)
+    log_masses = (torch.rand(50, 4, generator=g) * 3).to(DEVICE).T  # strided
+    for where, implementation in ((pages, reference), (twin, gpu)):
+        implementation.write(where, table, ints([0] * 4), lens, index, *rows, log_masses)
+    assert_same_pages(twin, pages)
+    twin_lens = lens.clone()
+    q = normal(g, 2, 2 * group, dims[0], dtype=dtype)
+    new = (normal(g, 2, 2, dims[0], dtype=dtype), normal(g, 2, 2, dims[1], dtype=dtype))
+    rest = (caps, ints([2] * 4), ints([100, 101]), rule)
+    options: dict[str, Any] = {
+        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": normal(g, 2 * group) if has_sink else None,
+    }  # fmt: skip
+    want = reference.decode(q, *new, pages, table, lens, *rest, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(DECODE, "TUNING", SMALL)
+        got = gpu.decode(q, *new, twin, table, twin_lens, *rest, **options)
+    close(got[0], want[0], dtype)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    assert got[2].tolist() == want[2].tolist()
+    assert_same_pages(twin, pages)
+    dense = gpu.read(twin, table, twin_lens, 51)
+    for a, b in zip(dense, reference.read(pages, table, lens, 51), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # rows written without masses have mass 1
+    gpu.write(twin, table, ints([0] * 4), twin_lens, index, *rows)
+    cleared = gpu.read(twin, table, twin_lens.clamp(max=50), 50)[4]
+    assert cleared is not None
+    assert (cleared == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "softcap", "window", "has_sink", "one_row", "colsum"),
+    [
+        (torch.float32, 1, 0.0, 0, False, True, Reduce.SUM), (torch.float16, 4, 3.0, 0, True, False, Reduce.MAX),
+        (torch.bfloat16, 8, 3.0, 50, True, True, Reduce.MEAN), (torch.float32, 4, 0.0, 50, False, False, None),
+    ],
+)  # fmt: skip
+def test_prefill_with_masses(
+    dtype: torch.dtype, group: int, softcap: float, window: int, has_sink: bool, one_row: bool, colsum: Reduce | None
+) -> None:
+    g = torch.Generator().manual_seed(12)
+    n_rows, n_past = 45, 39
+    q = normal(g, 2 * group, n_rows, 24, dtype=dtype)
+    k, v = (normal(g, 2, n_past + n_rows, 24, dtype=dtype) for _ in range(2))
+    past_pos = ints(torch.randint(-1, 80, (1 if one_row else 2, n_past), generator=g))
+    past_log_masses = (torch.rand(n_past, 1 if one_row else 2, generator=g) * 3).to(DEVICE).T
+    past_log_masses = past_log_masses.masked_fill(past_pos[: len(past_log_masses)] < 0, float("nan"))
+    options: dict[str, Any] = {
+        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": normal(g, 2 * group) if has_sink else None,
+        "colsum": colsum, "past_log_masses": past_log_masses,
+    }  # fmt: skip
+    q_pos = ints(80 + torch.arange(n_rows))
+    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
+    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
+    close(got[0], want[0], dtype)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    assert (got[2] is None) == (colsum is None)
+    if got[2] is not None:
         torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 from millpond.bench.clock import Stopwatch
 from millpond.bench.memory import PeakMemory, storage_bytes
 from millpond.hf.compress import compress
-from millpond.hf.linears import use_native_linears
+from millpond.hf.native import use_native_layers
 
 _GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 
@@ -85,14 +85,14 @@ def ours(method: str, budget: str, **options: Any) -> Candidate:
             return _timed(model, prompts, new_tokens, cache, lambda: cache.stats().kv_bytes)
 
     setting = [] if method == "full" else [budget]
-    setting += [] if options.get("native_linears", True) else ["torch's linear layers"]
+    setting += [] if options.get("native_layers", True) else ["transformers' layers"]
     return Candidate(f"millpond {method}", ", ".join(setting), run)
 
 
-def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_linears: bool = False) -> Candidate:
+def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_layers: bool = False) -> Candidate:
     """A DynamicCache ("dynamic") or StaticCache ("static") of transformers under one of its own attentions.
 
-    `our_linears`: its linear layers are ours, so that what remains of the difference is the cache and its attention.
+    `our_layers`: its layers are ours, so that what remains of the difference is the cache and its attention.
     """
 
     def run(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Reading:
@@ -100,13 +100,13 @@ def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_li
         with _attention(model, attention, force_gqa):
             static: Any = StaticCache
             cache = DynamicCache(config=model.config) if kind == "dynamic" else static(model.config, max_cache_len=room)
-            undo = use_native_linears(model) if our_linears else lambda: None
+            undo = use_native_layers(model) if our_layers else lambda: None
             try:
                 return _timed(model, prompts, new_tokens, cache, lambda: _held(cache))
             finally:
                 undo()
 
-    setting = attention + (", GQA forced" if force_gqa else "") + (", our linear layers" if our_linears else "")
+    setting = attention + (", GQA forced" if force_gqa else "") + (", our layers" if our_layers else "")
     return Candidate(f"transformers {kind.capitalize()}Cache", setting, run)
 
 
@@ -148,12 +148,12 @@ def default_candidates(budget: str) -> list[Candidate]:
         ours("h2o", budget),
         ours("snapkv", budget),
         ours("ada", budget),
-        ours("full", budget, native_linears=False),
-        ours("h2o", budget, native_linears=False),
+        ours("full", budget, native_layers=False),
+        ours("h2o", budget, native_layers=False),
         *(
             candidate
             for kind in ("dynamic", "static")
             for candidate in (stock(kind), stock(kind, force_gqa=True), stock(kind, "eager"))
         ),
-        stock("dynamic", our_linears=True),
+        stock("dynamic", our_layers=True),
     ]

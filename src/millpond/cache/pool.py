@@ -28,6 +28,7 @@ class PagePool:
         key_dim, value_dim: numbers per key and value. dtype: how they are stored.
         slots: entries per page, a power of two.
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
+        masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -42,17 +43,19 @@ class PagePool:
         *,
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
+        masses: bool = False,
     ) -> None:
         check_slots(slots)
         item = torch.empty(0, dtype=dtype).element_size()
         self.kv_bytes_per_page = slots * (key_dim + value_dim) * item
-        self.page_bytes = self.kv_bytes_per_page + slots * 8  # position int32 and score float32
+        side_bytes = 12 if masses else 8  # position int32, score float32 and, if any, log mass float32
+        self.page_bytes = self.kv_bytes_per_page + slots * side_bytes
         if limit_bytes is not None and limit_bytes < self.page_bytes:
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {self.page_bytes} bytes")
         self.max_pages = None if limit_bytes is None else limit_bytes // self.page_bytes
         self.limit_bytes = limit_bytes
         per_arena = _floor_power_of_two(max(1, ARENA_BYTES // self.page_bytes))
-        self.arrays = PageArrays(per_arena, slots, key_dim, value_dim, dtype, torch.device(device))
+        self.arrays = PageArrays(per_arena, slots, key_dim, value_dim, dtype, torch.device(device), masses)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     @property

@@ -14,7 +14,7 @@ from millpond.codec import storage_dtype
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
-from millpond.hf.linears import use_native_linears
+from millpond.hf.native import use_native_layers
 from millpond.hf.outputs import show_outputs
 from millpond.hf.rebuild import ask_ids
 from millpond.hf.rotation import ModelRotation
@@ -35,7 +35,7 @@ def compress(
     memory_limit: str | int | None = None,
     page_slots: int = DEFAULT_SLOTS,
     between_chunks: bool = True,
-    native_linears: bool = True,
+    native_layers: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> MillpondCache:
@@ -52,8 +52,9 @@ def compress(
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
             plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
             first pass of one token comes: choose a size that leaves no single token for the last chunk).
-        native_linears: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
-            training pass; False leaves the linear layers to torch. Their results agree up to rounding.
+        native_layers: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
+            training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
+            torch. Their results agree up to rounding.
         tokenizer: the model's; methods that look at what tokens are (`fastgen`, `kvzip`) know from it.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
@@ -87,8 +88,8 @@ def compress(
     )  # fmt: skip
     show_outputs(model, cache.cores)
     cache.on_close(_switch(model))
-    if native_linears:
-        cache.on_close(use_native_linears(model))
+    if native_layers:
+        cache.on_close(use_native_layers(model))
     return cache
 
 

@@ -8,11 +8,16 @@ from types import MethodType
 
 from torch import Tensor, nn
 
-from millpond.kernels import ops
+from millpond.kernels import native, ops
 
 #: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
 LEAST_BYTES = 2**19
 
+#: Models whose weights come to less stay in pages of the usual size.
+LEAST_ADVISED = 2**25
+
+#: Layers whose weights lie in huge pages, as far as the system gave them.
+_advised: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
 #: Layers that are switched, and by how many callers.
 _switched: weakref.WeakKeyDictionary[nn.Linear, int] = weakref.WeakKeyDictionary()
 
@@ -36,25 +41,30 @@ def use_native_linears(model: nn.Module) -> Callable[[], None]:
         _switched[module] = _switched.get(module, 0) + 1
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     layers = [weakref.ref(module) for module in ours]
+    new = [module for module in ours if module not in _advised]
+    if sum(module.weight.nbytes for module in new) >= LEAST_ADVISED:
+        native.use_huge_pages(module.weight for module in new)
+        _advised.update(new)
 
     def undo() -> None:
         for module in filter(None, (layer() for layer in layers)):
             users = _switched.pop(module, 0)
             if users > 1:
                 _switched[module] = users - 1
-            elif _is_ours(module):
+            elif is_ours(module):
                 del module.forward
         layers.clear()
 
     return undo
 
 
-def _is_ours(module: nn.Module) -> bool:
+def is_ours(module: nn.Module) -> bool:
+    """Whether the layer is switched."""
     return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 
 def _fits(module: nn.Linear) -> bool:
     """Whether the layer is of a kind that `ops.linear` reads fast, and has torch's forward or already ours."""
-    stock = "forward" not in module.__dict__ or _is_ours(module)
+    stock = "forward" not in module.__dict__ or is_ours(module)
     weight = module.weight
     return stock and weight.is_cpu and weight.dtype in ops.NATIVE_DTYPES and weight.nbytes >= LEAST_BYTES

@@ -37,14 +37,17 @@ def _block_mask(
     return torch.cat([hidden_past, hidden_new[None].expand(hidden_past.shape[0], -1, -1)], -1)
 
 
-def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float, past_log_masses: Tensor | None) -> Tensor:
     """(Hkv, group, rows, n) logits in the wide dtype, from rows (Hkv, group, rows, D) and keys (Hkv, n, D)."""
     n_kv_heads, group, n_rows, dim = rows.shape
     product = torch.bmm(rows.reshape(n_kv_heads, group * n_rows, dim), keys.transpose(1, 2))
     logits = product.to(wide(rows.dtype)).mul_(scale)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.view(n_kv_heads, group, n_rows, -1)
+    logits = logits.view(n_kv_heads, group, n_rows, -1)
+    if past_log_masses is not None:
+        logits[..., : past_log_masses.shape[-1]] += past_log_masses[:, None, None]
+    return logits
 
 
 def prefill(
@@ -59,6 +62,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_heads, n_rows, _ = q.shape
     n_kv_heads, n_columns, _ = k.shape
@@ -74,7 +78,7 @@ def prefill(
     for begin in range(0, n_rows, block):
         end = min(begin + block, n_rows)
         seen = n_past + end
-        p = _logits(rows[:, :, begin:end], k[:, :seen], scale, softcap)
+        p = _logits(rows[:, :, begin:end], k[:, :seen], scale, softcap, past_log_masses)
         hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
         if hidden is not None:
             p.masked_fill_(hidden[:, None], -INF)
@@ -110,6 +114,7 @@ def colsum_from_lse(
     softcap: float = 0.0,
     window: int = 0,
     reduce: Reduce = Reduce.MEAN,
+    past_log_masses: Tensor | None = None,
 ) -> Tensor:
     n_heads, n_rows, _ = q.shape
     n_kv_heads, n_columns, _ = k.shape
@@ -120,7 +125,7 @@ def colsum_from_lse(
     block = block_rows(n_heads // n_kv_heads)
     for begin in range(0, n_rows, block):
         end = min(begin + block, n_rows)
-        p = _logits(rows[:, :, begin:end], k[:, : n_past + end].to(q.dtype), scale, softcap)
+        p = _logits(rows[:, :, begin:end], k[:, : n_past + end].to(q.dtype), scale, softcap, past_log_masses)
         hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
         if hidden is not None:
             p.masked_fill_(hidden[:, None], -INF)

@@ -32,6 +32,7 @@ class Dense(NamedTuple):
     values: Tensor  #: (R, width, value_dim)
     positions: Tensor  #: (R, width) int32
     scores: Tensor  #: (R, width) float32
+    log_masses: Tensor | None = None  #: (R, width) float32; None where the pages have no masses
 
 
 def _load_native() -> ModuleType | None:
@@ -97,6 +98,8 @@ def decode(
     Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries than
     its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of lowest
     value among the stored and the new one, and the new entry takes its slot (or is itself the one that leaves).
+    Where the pages have masses, the log mass of a stored entry is added to its logit (after the softcap); the new
+    entry has log mass 0.
     The caller guarantees a page for slot lens[r] wherever a region may grow. A region never holds more than its cap.
 
     Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, and the `recent[r]`
@@ -140,6 +143,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
 
@@ -153,6 +157,8 @@ def prefill(
             heads).
         scale, softcap, window, sink_logits: as in `decode`.
         colsum: how to reduce the query heads of a group in the column sums; None: none are made.
+        past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap;
+            None: all 0.
 
     Returns:
         out (Hq, Q, value_dim) in q's dtype; lse (Hq, Q) float32; colsum (Hkv, N) float32 or None:
@@ -162,6 +168,7 @@ def prefill(
     result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
         q, k, v, q_pos, past_pos,
         scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, colsum=colsum,
+        past_log_masses=past_log_masses,
     )  # fmt: skip
     return result
 
@@ -176,6 +183,7 @@ def write(
     values: Tensor,
     positions: Tensor,
     scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
 ) -> None:
     """Store chosen rows: row index[r, i] of region r goes to its slot start[r] + i, for i < count[r].
 
@@ -184,8 +192,17 @@ def write(
         start, count: (R,) int32. index: (R, width) int32, entries past count[r] are ignored.
         keys: (R, N, key_dim), values: (R, N, value_dim): any strides with contiguous rows; cast to the pages' dtype.
         positions: (R, N) int32 (may be expanded). scores: (R, N) float32, zero if None.
+        log_masses: (R, N) float32, zero if None; only for pages with masses.
+
+    Raises:
+        OptionError: log masses for pages that have none.
     """
-    backend(pages.dtype, table.device).write(pages, table, start, count, index, keys, values, positions, scores)
+    if log_masses is not None and not pages.masses:
+        raise OptionError(
+            "log_masses were given for pages that keep no masses; make the pool with masses=True, or pass None"
+        )
+    impl = backend(pages.dtype, table.device)
+    impl.write(pages, table, start, count, index, keys, values, positions, scores, log_masses)
 
 
 def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> Dense:
@@ -221,11 +238,13 @@ def colsum_from_lse(
     softcap: float = 0.0,
     window: int = 0,
     reduce: Reduce = Reduce.MEAN,
+    past_log_masses: Tensor | None = None,
 ) -> Tensor:
     """The column sums of `prefill`, (Hkv, N) float32, from the log-sum-exp (Hq, Q) that another kernel returned."""
     result: Tensor = _dense_backend(q).colsum_from_lse(
-        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=reduce
-    )
+        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=reduce,
+        past_log_masses=past_log_masses,
+    )  # fmt: skip
     return result
 
 

@@ -21,11 +21,15 @@ class PageArrays:
         values: per arena (pages_per_arena, slots, value_dim), in the storage dtype.
         positions: per arena (pages_per_arena, slots) int32: the place of the entry in its own unpadded text.
         scores: per arena (pages_per_arena, slots) float32: the accumulator of the policy.
-        bases: (4, n_arenas) int64: the addresses of keys, values, positions and scores, on the pool's device.
+        log_masses: per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
+            stands for, which attention adds to its logit. 0 for one entry as it came.
+        bases: (5, n_arenas) int64: the addresses of keys, values, positions, scores and log masses, on the pool's
+            device; 0 for log masses where there are none.
         pages_per_arena: a power of two.
         slots: slots (tokens) per page, a power of two.
         key_dim, value_dim: numbers per key and per value.
         dtype: of keys and values.
+        masses: whether slots carry a mass.
     """
 
     pages_per_arena: int
@@ -34,11 +38,13 @@ class PageArrays:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    masses: bool = False
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
-    bases: Tensor = field(default_factory=lambda: torch.zeros(4, 0, dtype=torch.int64))
+    log_masses: list[Tensor] = field(default_factory=list)
+    bases: Tensor = field(default_factory=lambda: torch.zeros(5, 0, dtype=torch.int64))
 
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
@@ -47,17 +53,25 @@ class PageArrays:
         self.values.append(torch.empty(n, p, self.value_dim, dtype=self.dtype, device=dev))
         self.positions.append(torch.empty(n, p, dtype=torch.int32, device=dev))
         self.scores.append(torch.empty(n, p, dtype=torch.float32, device=dev))
+        if self.masses:
+            self.log_masses.append(torch.empty(n, p, dtype=torch.float32, device=dev))
         self._refresh()
 
     def drop_last_arena(self) -> None:
         """Give the memory of the last arena back. No live page may lie in it."""
-        for arrays in (self.keys, self.values, self.positions, self.scores):
-            arrays.pop()
+        for arenas in self.arrays:
+            arenas.pop()
         self._refresh()
 
     def _refresh(self) -> None:
-        groups = (self.keys, self.values, self.positions, self.scores)
-        self.bases = torch.tensor([[t.data_ptr() for t in g] for g in groups], dtype=torch.int64).to(self.device)
+        rows = [[t.data_ptr() for t in arenas] for arenas in self.arrays]
+        rows += [[0] * self.n_arenas] * (5 - len(rows))
+        self.bases = torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    @property
+    def arrays(self) -> list[list[Tensor]]:
+        """The arenas of every array that there is, in the order of `bases`."""
+        return [self.keys, self.values, self.positions, self.scores, *([self.log_masses] if self.masses else [])]
 
     @property
     def n_arenas(self) -> int:
@@ -66,5 +80,4 @@ class PageArrays:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, summed from the buffers themselves."""
-        groups = (self.keys, self.values, self.positions, self.scores)
-        return sum(t.numel() * t.element_size() for g in groups for t in g)
+        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)

@@ -56,7 +56,9 @@ def _occupied(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tup
     return torch.where(valid, ids, 0), valid
 
 
-def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(
+    pages: PageArrays, table: Tensor, lens: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     n = table.shape[0]
     if width == 0 or pages.n_arenas == 0:
         dev = table.device
@@ -65,6 +67,7 @@ def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Te
             torch.zeros(n, width, pages.value_dim, dtype=pages.dtype, device=dev),
             torch.full((n, width), -1, dtype=torch.int32, device=dev),
             torch.zeros(n, width, device=dev),
+            torch.zeros(n, width, device=dev) if pages.masses else None,
         )
     ids, valid = _occupied(pages, table, lens, width)
     keys = gather(pages.keys, ids) * valid[..., None]
@@ -74,7 +77,8 @@ def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Te
     values = torch.where(valid[..., None], values, 0)
     positions = torch.where(valid, gather(pages.positions, ids), -1)
     scores = torch.where(valid, gather(pages.scores, ids), 0.0)
-    return keys, values, positions, scores
+    log_masses = torch.where(valid, gather(pages.log_masses, ids), 0.0) if pages.masses else None
+    return keys, values, positions, scores, log_masses
 
 
 def write(
@@ -87,6 +91,7 @@ def write(
     values: Tensor,
     positions: Tensor,
     scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
 ) -> None:
     lane = torch.arange(index.shape[1], device=table.device).expand(index.shape)
     valid = lane < count[:, None]
@@ -98,14 +103,15 @@ def write(
     scatter(pages.keys, ids, keys[region, row])
     scatter(pages.values, ids, values[region, row])
     scatter(pages.positions, ids, positions[region, row])
-    new_scores = scores[region, row] if scores is not None else torch.zeros(len(row), device=table.device)
-    scatter(pages.scores, ids, new_scores)
+    side = [(pages.scores, scores), *([(pages.log_masses, log_masses)] if pages.masses else [])]
+    for arenas, rows in side:
+        scatter(arenas, ids, rows[region, row] if rows is not None else torch.zeros(len(row), device=table.device))
 
 
 def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
     slots = torch.arange(pages.slots, device=source.device)
     from_ids, to_ids = ((ids[:, None] * pages.slots + slots).flatten() for ids in (source, target))
-    for arenas in (pages.keys, pages.values, pages.positions, pages.scores):
+    for arenas in pages.arrays:
         scatter(arenas, to_ids, gather(arenas, from_ids))
 
 
@@ -122,6 +128,14 @@ def softmax_with_sink(logits: Tensor, visible: Tensor, sink: Tensor | None) -> t
 
 def soft_cap(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def with_masses(logits: Tensor, log_masses: Tensor | None) -> Tensor:
+    """Logits (Hkv, group, Q, N) with the log masses (Hkv or 1, n) of the first n columns added."""
+    if log_masses is None:
+        return logits
+    bias = log_masses.to(logits.dtype)[:, None, None]
+    return logits + torch.nn.functional.pad(bias, (0, logits.shape[-1] - bias.shape[-1]))
 
 
 def reduce_group(p: Tensor, how: Reduce, dim: int) -> Tensor:
@@ -193,7 +207,7 @@ def decode(
     n_kv_heads = k_new.shape[1]
     group, n_regions = n_heads // n_kv_heads, n_seq * n_kv_heads
     stored = int(lens.max()) if n_regions else 0
-    keys, values, positions, scores = read(pages, table, lens, stored)
+    keys, values, positions, scores, log_masses = read(pages, table, lens, stored)
     dtype = wide(pages.dtype)
     pos_r = q_pos.repeat_interleave(n_kv_heads)[:, None]  # (R, 1)
     active = pos_r >= 0
@@ -209,6 +223,8 @@ def decode(
     logits = soft_cap(
         q.to(dtype).reshape(n_regions, group, -1) @ keys.transpose(1, 2) * scale, softcap
     )  # (R, group, T)
+    if log_masses is not None:
+        logits[..., :stored] += log_masses.to(dtype)[:, None]
     sink = None
     if sink_logits is not None:
         sink = (
@@ -243,6 +259,8 @@ def decode(
         scatter(pages.values, ids, v_row[stores, 0])
         scatter(pages.positions, ids, pos_r[stores, 0])
         scatter(pages.scores, ids, scores[stores, -1] if rule.signal is not Signal.NONE else scores[stores, -1] * 0)
+        if pages.masses:
+            scatter(pages.log_masses, ids, torch.zeros(len(ids), device=ids.device))
     lens += grows.int()
     return out.reshape(n_seq, n_heads, -1).to(q.dtype), lse.reshape(n_seq, n_heads).float(), evicted.int()
 
@@ -270,11 +288,13 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_heads, n_kv_heads = q.shape[0], k.shape[0]
     dtype = wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, n_heads // n_kv_heads, *q.shape[1:])  # (Hkv, group, Q, D)
     logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = with_masses(logits, past_log_masses)
     visible = visible_columns(q_pos, past_pos, window, n_kv_heads)
     sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
     p, lse = softmax_with_sink(logits, visible[:, None], sink)
@@ -294,11 +314,13 @@ def colsum_from_lse(
     softcap: float = 0.0,
     window: int = 0,
     reduce: Reduce = Reduce.MEAN,
+    past_log_masses: Tensor | None = None,
 ) -> Tensor:
     n_heads, n_kv_heads = q.shape[0], k.shape[0]
     dtype = wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, n_heads // n_kv_heads, *q.shape[1:])
     logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = with_masses(logits, past_log_masses)
     visible = visible_columns(q_pos, past_pos, window, n_kv_heads)[:, None]
     p = torch.exp(logits - lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible, 0.0)
     return reduce_group(p, reduce, 1).sum(1).float()

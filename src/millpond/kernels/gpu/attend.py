@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, POSITIONS, VALUES, logit2, tile_rows
+from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, LOG_MASSES, POSITIONS, VALUES, logit2, tile_rows
 
 SPLITS = tl.constexpr(32)  # partial results that `combine` loads at once
 
@@ -19,7 +19,7 @@ def attend(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, KEEP_LOGITS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr, KEEP_LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum and sum of one split for all query heads of a region; the logits too if they are kept."""
     r = tl.program_id(0).to(tl.int64)
@@ -58,6 +58,11 @@ def attend(
             )
             visible = ok & (here - tl.load(at, mask=ok, other=0) < window)
         x = logit2(tl.dot(q_tile, tl.trans(k.to(DOT)), input_precision="ieee"), scale, softcap, HAS_CAP)
+        if HAS_MASSES:
+            at = tile_rows(
+                bases, n_arenas, LOG_MASSES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.float32
+            )
+            x += (tl.load(at, mask=ok, other=0.0) * LOG2_E)[None, :]
         x = tl.where(visible[None, :], x, -INF)
         if KEEP_LOGITS:
             tl.store(logit_rows[:, None] + slot[None, :], x, mask=(g < GROUP)[:, None] & ok[None, :])

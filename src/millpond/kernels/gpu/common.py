@@ -35,6 +35,7 @@ KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 POSITIONS = tl.constexpr(2)
 SCORES = tl.constexpr(3)
+LOG_MASSES = tl.constexpr(4)
 
 REDUCE_MEAN = tl.constexpr(int(Reduce.MEAN))
 REDUCE_MAX = tl.constexpr(int(Reduce.MAX))
@@ -53,7 +54,7 @@ def locate(table_row, slot, ok, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
 
 @triton.jit
 def slot_rows(bases, n_arenas, WHICH: tl.constexpr, arena, row, ok, DIM: tl.constexpr, TYPE: tl.constexpr):
-    """Pointers to the first number of each row of keys, values, positions or scores."""
+    """Pointers to the first number of each row of one of the arrays of the pages."""
     base = tl.load(bases + WHICH * n_arenas + arena, mask=ok, other=0)
     # arenas come from the allocator, so they start at a multiple of 16 bytes; an address from memory does not say so
     return tl.multiple_of(base.to(tl.pointer_type(TYPE)), 16) + row * DIM

@@ -101,7 +101,7 @@ def decode(
             q, *q.stride()[:2], *where, lens, q_pos, *partial, logits, n_splits,
             float(scale), float(softcap), window,
             DOT=dot, SPLIT=TUNING.split, BLOCK=block, GROUP_BLOCK=block_of(group),
-            HAS_WINDOW=window > 0, KEEP_LOGITS=signals, **dims, **heads, **stored, **cap,
+            HAS_WINDOW=window > 0, HAS_MASSES=pages.masses, KEEP_LOGITS=signals, **dims, **heads, **stored, **cap,
             num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2,
         )  # fmt: skip
     combine[(n_regions, group)](
@@ -132,6 +132,7 @@ def decode(
     settle[(n_regions,)](
         *where, lens, caps, recent, q_pos, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], new_logits, lse,
         *lowest, n_chunks, evicted, *choice,
-        CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=window > 0, **dims, **heads, **stored, **flags,
+        CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=window > 0, HAS_MASSES=pages.masses,
+        **dims, **heads, **stored, **flags,
     )  # fmt: skip
     return out, lse, evicted

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond.kernels.gpu.common import (
     KEYS,
+    LOG_MASSES,
     POSITIONS,
     SCORES,
     TYPES,
@@ -47,11 +48,11 @@ def _copy_out(source, target, ok, inside, DIM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_arenas", "width"])
 def _write(
-    bases, n_arenas, table, table_stride, start, count, index, width, keys, values, positions, scores,
-    keys_r, keys_n, values_r, values_n, positions_r, positions_n, scores_r, scores_n,
+    bases, n_arenas, table, table_stride, start, count, index, width, keys, values, positions, scores, masses,
+    keys_r, keys_n, values_r, values_n, positions_r, positions_n, scores_r, scores_n, masses_r, masses_n,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, HAS_SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KEEPS_MASSES: tl.constexpr, HAS_MASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -73,13 +74,20 @@ def _write(
         tl.store(at, tl.load(scores + r * scores_r + row * scores_n, mask=ok, other=0.0), mask=ok)
     else:
         tl.store(at, tl.zeros([BLOCK], tl.float32), mask=ok)
+    if KEEPS_MASSES:
+        at = slot_rows(bases, n_arenas, LOG_MASSES, arena, place, ok, 1, tl.float32)
+        if HAS_MASSES:
+            tl.store(at, tl.load(masses + r * masses_r + row * masses_n, mask=ok, other=0.0), mask=ok)
+        else:
+            tl.store(at, tl.zeros([BLOCK], tl.float32), mask=ok)
 
 
 @triton.jit(do_not_specialize=["n_arenas", "width"])
 def _read(
-    bases, n_arenas, table, table_stride, lens, width, keys, values, positions, scores,
+    bases, n_arenas, table, table_stride, lens, width, keys, values, positions, scores, masses,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, KEEPS_MASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,6 +103,9 @@ def _read(
     tl.store(positions + to, tl.load(at, mask=ok, other=-1), mask=inside)
     at = slot_rows(bases, n_arenas, SCORES, arena, place, ok, 1, tl.float32)
     tl.store(scores + to, tl.load(at, mask=ok, other=0.0), mask=inside)
+    if KEEPS_MASSES:
+        at = slot_rows(bases, n_arenas, LOG_MASSES, arena, place, ok, 1, tl.float32)
+        tl.store(masses + to, tl.load(at, mask=ok, other=0.0), mask=inside)
 
 
 @on_its_device
@@ -108,6 +119,7 @@ def write(
     values: Tensor,
     positions: Tensor,
     scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
 ) -> None:
     check(table.device, pages.dtype)
     n_regions, width = index.shape
@@ -117,33 +129,40 @@ def write(
     keys, values = rows_of(keys.to(pages.dtype)), rows_of(values.to(pages.dtype))
     table = rows_of(table)
     score_strides = scores.stride() if scores is not None else (0, 0)
+    mass_strides = log_masses.stride() if log_masses is not None else (0, 0)
     _write[(n_regions, triton.cdiv(width, BLOCK))](
         pages.bases, pages.n_arenas, table, table.stride(0), start.contiguous(), count.contiguous(), index.contiguous(),
         width, keys, values, positions, scores if scores is not None else positions,
-        *keys.stride()[:2], *values.stride()[:2], *positions.stride(), *score_strides,
+        log_masses if log_masses is not None else positions,
+        *keys.stride()[:2], *values.stride()[:2], *positions.stride(), *score_strides, *mass_strides,
         KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
         KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),
-        TYPE=TYPES[pages.dtype], HAS_SCORES=scores is not None, BLOCK=BLOCK, **page_logs(pages),
+        TYPE=TYPES[pages.dtype], HAS_SCORES=scores is not None, KEEPS_MASSES=pages.masses,
+        HAS_MASSES=log_masses is not None, BLOCK=BLOCK, **page_logs(pages),
     )  # fmt: skip
 
 
 @on_its_device
-def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(
+    pages: PageArrays, table: Tensor, lens: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     check(table.device, pages.dtype)
     n, device = table.shape[0], table.device
     keys = torch.empty(n, width, pages.key_dim, dtype=pages.dtype, device=device)
     values = torch.empty(n, width, pages.value_dim, dtype=pages.dtype, device=device)
     positions = torch.empty(n, width, dtype=torch.int32, device=device)
     scores = torch.empty(n, width, dtype=torch.float32, device=device)
+    log_masses = torch.empty_like(scores) if pages.masses else None
     if pages.n_arenas == 0:
-        return keys.zero_(), values.zero_(), positions.fill_(-1), scores.zero_()
+        empty = log_masses.zero_() if log_masses is not None else None
+        return keys.zero_(), values.zero_(), positions.fill_(-1), scores.zero_(), empty
     if n and width:
         table = rows_of(table)
         _read[(n, triton.cdiv(width, BLOCK))](
             pages.bases, pages.n_arenas, table, table.stride(0), lens.contiguous(), width,
-            keys, values, positions, scores,
+            keys, values, positions, scores, log_masses if log_masses is not None else scores,
             KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
             KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),
-            TYPE=TYPES[pages.dtype], BLOCK=BLOCK, **page_logs(pages),
+            TYPE=TYPES[pages.dtype], KEEPS_MASSES=pages.masses, BLOCK=BLOCK, **page_logs(pages),
         )  # fmt: skip
-    return keys, values, positions, scores
+    return keys, values, positions, scores, log_masses

@@ -33,9 +33,9 @@ from millpond.kernels.rules import Reduce
 
 @triton.jit
 def attend_tile(
-    q_tile, top, total, acc, k_rows, v_rows, positions, row_pos, first, end, d, e, scale, softcap, window,
+    q_tile, top, total, acc, k_rows, v_rows, positions, log_masses, row_pos, first, end, d, e, scale, softcap, window,
     k_n, v_n, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, HAS_MASSES: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the columns first .. first + BLOCK - 1 of k_rows, v_rows and positions."""
     column = first + tl.arange(0, BLOCK)
@@ -48,6 +48,8 @@ def attend_tile(
     k = tl.load(k_rows + offset[None, :] * k_n + d[:, None], mask=k_mask, other=0.0)  # (K, BLOCK)
     v = tl.load(v_rows + offset[:, None] * v_n + e[None, :], mask=v_mask, other=0.0)  # (BLOCK, V)
     x = logit2(tl.dot(q_tile, k.to(DOT), input_precision="ieee"), scale, softcap, HAS_CAP)
+    if HAS_MASSES:
+        x += (tl.load(log_masses + column, mask=column < end, other=0.0) * LOG2_E)[None, :]
     if MASKED:
         position = tl.load(positions + column, mask=column < end, other=-1)[None, :]
         visible = (position >= 0) & (position <= row_pos[:, None])
@@ -65,11 +67,11 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
 def forward(
-    q, q_h, q_n, k, k_h, k_n, v, v_h, v_n, q_pos, past_pos, past_h, sink_logits, out, lse,
+    q, q_h, q_n, k, k_h, k_n, v, v_h, v_n, q_pos, past_pos, past_h, log_masses, mass_h, sink_logits, out, lse,
     n_rows, n_past, scale, softcap, window,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINK: tl.constexpr, HAS_MASSES: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of ROWS query rows of one query head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long rows start first
@@ -93,8 +95,9 @@ def forward(
     v_rows = v + kv * v_h
     for first in range(0, n_past, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, past_pos + kv * past_h, row_pos, first, n_past, d, e,
-            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True,
+            q_tile, top, total, acc, k_rows, v_rows, past_pos + kv * past_h, log_masses + kv * mass_h, row_pos,
+            first, n_past, d, e, scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW,
+            True, HAS_MASSES,
         )  # fmt: skip
     k_rows += n_past.to(tl.int64) * k_n
     v_rows += n_past.to(tl.int64) * v_n
@@ -108,13 +111,13 @@ def forward(
         diagonal = begin
     for first in range(begin, diagonal, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, q_pos, row_pos, first, n_rows, d, e,
-            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, False,
+            q_tile, top, total, acc, k_rows, v_rows, q_pos, log_masses, row_pos, first, n_rows, d, e,
+            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, False, False,
         )  # fmt: skip
     for first in range(diagonal, end, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, q_pos, row_pos, first, n_rows, d, e,
-            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True,
+            q_tile, top, total, acc, k_rows, v_rows, q_pos, log_masses, row_pos, first, n_rows, d, e,
+            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True, False,
         )  # fmt: skip
     seen = total > 0.0
     acc = acc / tl.where(seen, total, 1.0)[:, None]
@@ -127,9 +130,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
 def column_sums(
-    q, q_h, q_n, k, k_h, k_n, q_pos, past_pos, past_h, lse, sums, n_rows, n_past, scale, softcap, window,
+    q, q_h, q_n, k, k_h, k_n, q_pos, past_pos, past_h, log_masses, mass_h, lse, sums, n_rows, n_past,
+    scale, softcap, window,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, REDUCE: tl.constexpr,
+    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
+    REDUCE: tl.constexpr,
 ):  # fmt: skip
     """Sums over all rows, reduced over the group, of the probabilities in BLOCK columns of one KV head."""
     first = tl.program_id(0) * BLOCK
@@ -143,6 +148,8 @@ def column_sums(
     old = tl.load(past_pos + kv * past_h + column, mask=is_past, other=-1)
     new = tl.load(q_pos + column - n_past, mask=(column >= n_past) & (column < n_columns), other=-1)
     position = tl.where(is_past, old, new)
+    if HAS_MASSES:
+        bias = tl.load(log_masses + kv * mass_h + column, mask=is_past, other=0.0) * LOG2_E
     # rows above the diagonal see none of these columns; nor do, under a window, rows far below
     begin = tl.maximum(first - n_past, 0) // ROWS * ROWS
     end = n_rows
@@ -161,6 +168,8 @@ def column_sums(
         norm = tl.load(lse + head * n_rows + row, mask=inside, other=0.0) * LOG2_E
         row_pos = tl.load(q_pos + row, mask=inside, other=-1)
         x = logit2(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, softcap, HAS_CAP)
+        if HAS_MASSES:
+            x += bias[None, :]
         visible = (position >= 0)[None, :] & (position[None, :] <= row_pos[:, None])
         if HAS_WINDOW:
             visible = visible & (row_pos[:, None] - position[None, :] < window)
@@ -212,6 +221,14 @@ def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
     return past_pos, past_pos.stride(0) if past_pos.shape[0] > 1 else 0
 
 
+def _masses(past_log_masses: Tensor | None, lse: Tensor) -> tuple[Tensor, int]:
+    """The log masses of the stored entries, with a stride as of `_past`; any float32 tensor where there are none."""
+    if past_log_masses is None:
+        return lse, 0
+    past_log_masses = rows_of(past_log_masses.float())
+    return past_log_masses, past_log_masses.stride(0) if past_log_masses.shape[0] > 1 else 0
+
+
 @on_its_device
 def prefill(
     q: Tensor,
@@ -225,6 +242,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check(q.device, q.dtype)
     n_heads, n_rows, key_dim = q.shape
@@ -237,16 +255,21 @@ def prefill(
     if n_rows and n_heads:
         forward[(triton.cdiv(n_rows, tile.rows), n_heads)](
             q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], q_pos, past, past_stride,
+            *_masses(past_log_masses, lse),
             sink_logits.float().contiguous() if sink_logits is not None else lse, out, lse,
             n_rows, n_columns - n_rows, float(scale), float(softcap), window,
             GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             KEY_BLOCK=block_of(key_dim), VALUE_BLOCK=block_of(value_dim), ROWS=tile.rows, BLOCK=tile.block,
             DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0,
-            HAS_SINK=sink_logits is not None, num_warps=tile.warps, num_stages=tile.stages,
+            HAS_SINK=sink_logits is not None, HAS_MASSES=past_log_masses is not None,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if colsum is None:
         return out, lse, None
-    sums = colsum_from_lse(q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum)
+    sums = colsum_from_lse(
+        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum,
+        past_log_masses=past_log_masses,
+    )  # fmt: skip
     return out, lse, sums
 
 
@@ -262,6 +285,7 @@ def colsum_from_lse(
     softcap: float = 0.0,
     window: int = 0,
     reduce: Reduce = Reduce.MEAN,
+    past_log_masses: Tensor | None = None,
 ) -> Tensor:
     check(q.device, q.dtype)
     n_heads, n_rows, key_dim = q.shape
@@ -272,10 +296,11 @@ def colsum_from_lse(
     tile = sums_tile(block_of(key_dim), q.dtype)
     if n_kv_heads and n_columns:
         column_sums[(triton.cdiv(n_columns, tile.block), n_kv_heads)](
-            q, *q.stride()[:2], k, *k.stride()[:2], q_pos, past, past_stride, lse, sums,
+            q, *q.stride()[:2], k, *k.stride()[:2], q_pos, past, past_stride,
+            *_masses(past_log_masses, lse), lse, sums,
             n_rows, n_columns - n_rows, float(scale), float(softcap), window,
             GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, KEY_BLOCK=block_of(key_dim), ROWS=tile.rows, BLOCK=tile.block,
-            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0, REDUCE=int(reduce),
-            num_warps=tile.warps, num_stages=tile.stages,
+            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0,
+            HAS_MASSES=past_log_masses is not None, REDUCE=int(reduce), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return sums

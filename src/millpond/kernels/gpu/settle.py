@@ -10,6 +10,7 @@ from millpond.kernels.gpu.common import (
     INF,
     KEYS,
     LOG2_E,
+    LOG_MASSES,
     POSITIONS,
     REDUCE_MAX,
     REDUCE_MEAN,
@@ -156,7 +157,7 @@ def settle(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
-    HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
 ):  # fmt: skip
     """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim."""
     r = tl.program_id(0).to(tl.int64)
@@ -217,4 +218,6 @@ def settle(
     tl.store(at + e, v_row, mask=e < tl.where(stores, VALUE_DIM, 0))
     tl.store(slot_rows(bases, n_arenas, POSITIONS, arena, row, stores, 1, tl.int32), here, mask=stores)
     tl.store(slot_rows(bases, n_arenas, SCORES, arena, row, stores, 1, tl.float32), new_score, mask=stores)
+    if HAS_MASSES:
+        tl.store(slot_rows(bases, n_arenas, LOG_MASSES, arena, row, stores, 1, tl.float32), 0.0, mask=stores)
     tl.store(lens + r, tl.where(grows, n + 1, n))

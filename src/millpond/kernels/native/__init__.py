@@ -13,6 +13,8 @@ import torch
 
 from millpond.kernels.blockwise import colsum_from_lse  # off every hot path: torch's matrix products will do
 from millpond.kernels.native import library
+from millpond.kernels.native.calls import linears, rms_norm, rotate_
+from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.ops import decode, linear, prefill, read, write
 
@@ -23,9 +25,13 @@ __all__ = [
     "is_available",
     "isa",
     "linear",
+    "linears",
     "prefill",
     "read",
     "read_bandwidth",
+    "rms_norm",
+    "rotate_",
+    "use_huge_pages",
     "write",
 ]
 

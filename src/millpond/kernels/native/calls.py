@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
 
@@ -16,11 +16,13 @@ from millpond.kernels.native import library
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/args.hpp
-DECODE = Struct("=40q3d").pack
-WRITE = Struct("=30q").pack
-READ = Struct("=17q").pack
-LINEAR = Struct("=11q").pack
-PREFILL = Struct("=28q2d").pack
+DECODE = Struct("=41q3d").pack
+WRITE = Struct("=34q").pack
+READ = Struct("=19q").pack
+LINEAR = Struct("=30qd").pack
+ROTATE = Struct("=10q").pack
+NORM = Struct("=7qd").pack
+PREFILL = Struct("=30q2d").pack
 INT32 = torch.int32
 
 Call = Callable[[bytes], int]
@@ -48,6 +50,11 @@ def _flat(x: Tensor) -> Tensor:
     if x.dtype is not INT32:
         raise OptionError(f"index tensors of the kernels are int32, not {x.dtype}")
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _shared_rows(x: Tensor | None) -> tuple[int, int]:
+    """Address and stride of rows, one per KV head or one for all."""
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) if len(x) > 1 else 0)
 
 
 def decode(
@@ -84,12 +91,13 @@ def decode(
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, sink_logits: Tensor | None,
-    window: int, scale: float, softcap: float, colsum: int,
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
+    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`colsum`: a Reduce, or -1 for an empty third result."""
     q, k, v, q_pos = _rows(q), _rows(k), _rows(v), _flat(q_pos)
     past_pos = past_pos if past_pos is None else _flat(past_pos)
+    past_log_masses = past_log_masses if past_log_masses is None else _rows(past_log_masses.float())
     sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
     n_heads, n_queries, key_dim = q.shape
     n_kv_heads, n_columns, value_dim = v.shape
@@ -101,7 +109,7 @@ def prefill(
     failed = entry_point("mp_prefill")(PREFILL(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], q_pos.data_ptr(),
-        *((0, 0) if past_pos is None else (past_pos.data_ptr(), past_pos.stride(0) if len(past_pos) > 1 else 0)),
+        *_shared_rows(past_pos), *_shared_rows(past_log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
         n_heads, n_kv_heads, n_queries, n_columns, key_dim, value_dim, window, max(colsum, 0),
@@ -114,7 +122,7 @@ def prefill(
 
 def write(
     bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
-    positions: Tensor, scores: Tensor | None, pool: list[int],
+    positions: Tensor, scores: Tensor | None, log_masses: Tensor | None, pool: list[int],
 ) -> None:  # fmt: skip
     if index.numel() == 0:
         return
@@ -123,42 +131,102 @@ def write(
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
     scores = scores if scores is None else scores.float()
+    log_masses = log_masses if log_masses is None else log_masses.float()
     entry_point("mp_write")(WRITE(
         bases.data_ptr(), bases.shape[1], *pool,
         table.data_ptr(), table.stride(0), table.shape[0], start.data_ptr(), count.data_ptr(),
         index.data_ptr(), index.stride(0), index.shape[1], keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
-        0 if scores is None else scores.data_ptr(), DTYPES[keys.dtype], DTYPES[values.dtype],
+        0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
+        DTYPES[keys.dtype], DTYPES[values.dtype],
         *keys.stride()[:2], *values.stride()[:2], *positions.stride(),
-        *((0, 0) if scores is None else scores.stride()), torch.get_num_threads(),
+        *((0, 0) if scores is None else scores.stride()), *((0, 0) if log_masses is None else log_masses.stride()),
+        torch.get_num_threads(),
     ))  # fmt: skip
 
 
 def read(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The last result is empty where the pool has no masses."""
     n, dtype = table.shape[0], TORCH_DTYPES[pool[4]]
     keys = torch.empty((n, width, pool[2]), dtype=dtype)
     values = torch.empty((n, width, pool[3]), dtype=dtype)
     positions = torch.empty((n, width), dtype=INT32)
     scores = torch.empty((n, width), dtype=torch.float32)
+    log_masses = torch.empty((n, width) if pool[5] else (0, 0), dtype=torch.float32)
     if n and width:
         table, lens = _flat(table), _flat(lens)
         entry_point("mp_read")(READ(
             bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0), n, lens.data_ptr(), width,
-            keys.data_ptr(), values.data_ptr(), positions.data_ptr(), scores.data_ptr(), torch.get_num_threads(),
+            keys.data_ptr(), values.data_ptr(), positions.data_ptr(), scores.data_ptr(),
+            log_masses.data_ptr() if pool[5] else 0, torch.get_num_threads(),
         ))  # fmt: skip
-    return keys, values, positions, scores
+    return keys, values, positions, scores, log_masses
+
+
+def linears(
+    x: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor | None]],
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: int = 0,
+    residual: Tensor | None = None,
+) -> list[Tensor]:
+    """X (..., k) times each weight (n, k) with contiguous rows, plus its bias (n,) -> (..., n) each, all of one dtype.
+
+    norm: (k,), the weight of an RMSNorm of x. gate: a `Gate`; the two parts become one result. residual: (..., n) of
+    the first part, added to it.
+    """
+    k = x.shape[-1]
+    x = x.contiguous()
+    count = 1 if gate else len(parts)
+    lead, dtype = x.shape[:-1], x.dtype
+    outs: list[Tensor] = []
+    numbers: list[int] = []
+    for weight, bias in parts:
+        n = weight.shape[0]
+        if len(outs) < count:
+            outs.append(torch.empty((*lead, n), dtype=dtype))
+        numbers += (
+            weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outs[-1].data_ptr(), n, weight.stride(0)
+        )  # fmt: skip
+    numbers += (0,) * (20 - len(numbers))
+    failed = entry_point("mp_linear")(LINEAR(
+        x.data_ptr(), 0 if norm is None else norm.data_ptr(), 0 if residual is None else residual.data_ptr(),
+        x.numel() // k, k, k, DTYPES[dtype], gate, len(parts), torch.get_num_threads(), *numbers, eps,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the linear kernel")
+    return outs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
-    n, k = weight.shape
-    x = x.contiguous()
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
-    failed = entry_point("mp_linear")(LINEAR(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        x.numel() // k, n, k, k, weight.stride(0), DTYPES[x.dtype], torch.get_num_threads(),
+    return linears(x, ((weight, bias),))[0]
+
+
+def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn q and k (..., heads, dim), contiguous, in place by cos and sin (..., dim), all of one dtype."""
+    dim = q.shape[-1]
+    rows = q.numel() // (q.shape[-2] * dim)
+    cos, sin = (table.expand(*q.shape[:-2], dim).contiguous() for table in (cos, sin))
+    failed = entry_point("mp_rotate")(ROTATE(
+        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, q.shape[-2], k.shape[-2], dim, dim,
+        DTYPES[q.dtype],
     ))  # fmt: skip
     if failed:
-        raise MemoryError("no memory for the work space of the linear kernel")
+        raise MemoryError("no memory for the work space of the rotation")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension of x (..., n), weight (n,), of one dtype."""
+    n = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    failed = entry_point("mp_rms_norm")(NORM(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, n, DTYPES[x.dtype], eps
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the norm")
     return out

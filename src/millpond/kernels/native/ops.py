@@ -20,15 +20,15 @@ LIBRARY.define(
     "float softcap, float decay) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "prefill(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor? past_pos, Tensor? sink_logits, int window, "
-    "float scale, float softcap, int colsum) -> (Tensor, Tensor, Tensor)"
+    "prefill(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor? past_pos, Tensor? past_log_masses, "
+    "Tensor? sink_logits, int window, float scale, float softcap, int colsum) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "write(Tensor(a!) bases, Tensor table, Tensor start, Tensor count, Tensor index, Tensor keys, Tensor values, "
-    "Tensor positions, Tensor? scores, int[] pool) -> ()"
+    "Tensor positions, Tensor? scores, Tensor? log_masses, int[] pool) -> ()"
 )
 LIBRARY.define(
-    "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor)"
+    "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.impl("decode", calls.decode, "CPU")
@@ -52,8 +52,8 @@ def _decode_shapes(
 
 @torch.library.register_fake("millpond::prefill", lib=LIBRARY)
 def _prefill_shapes(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, sink_logits: Tensor | None,
-    window: int, scale: float, softcap: float, colsum: int,
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
+    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = v.shape[:2] if colsum >= 0 else (0, 0)
     return (
@@ -66,7 +66,7 @@ def _prefill_shapes(
 @torch.library.register_fake("millpond::write", lib=LIBRARY)
 def _write_shapes(
     bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
-    positions: Tensor, scores: Tensor | None, pool: list[int],
+    positions: Tensor, scores: Tensor | None, log_masses: Tensor | None, pool: list[int],
 ) -> None:  # fmt: skip
     return None
 
@@ -74,12 +74,13 @@ def _write_shapes(
 @torch.library.register_fake("millpond::read", lib=LIBRARY)
 def _read_shapes(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, dtype = table.shape[0], calls.TORCH_DTYPES[pool[4]]
     keys = bases.new_empty((n, width, pool[2]), dtype=dtype)
     values = bases.new_empty((n, width, pool[3]), dtype=dtype)
     positions = bases.new_empty((n, width), dtype=torch.int32)
-    return keys, values, positions, bases.new_empty((n, width), dtype=torch.float32)
+    scores = bases.new_empty((n, width), dtype=torch.float32)
+    return keys, values, positions, scores, bases.new_empty((n, width) if pool[5] else (0, 0), dtype=torch.float32)
 
 
 @torch.library.register_fake("millpond::linear", lib=LIBRARY)
@@ -88,7 +89,8 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pool(pages: PageArrays) -> list[int]:
-    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, calls.DTYPES[pages.dtype]]
+    dtype = calls.DTYPES[pages.dtype]
+    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
 
 
 def decode(
@@ -130,11 +132,13 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else calls.prefill
     out, lse, sums = call(
-        q, k, v, q_pos, past_pos, sink_logits, window, scale, softcap, -1 if colsum is None else int(colsum)
-    )
+        q, k, v, q_pos, past_pos, past_log_masses, sink_logits, window, scale, softcap,
+        -1 if colsum is None else int(colsum),
+    )  # fmt: skip
     return out, lse, sums if colsum is not None else None
 
 
@@ -148,15 +152,18 @@ def write(
     values: Tensor,
     positions: Tensor,
     scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
 ) -> None:
     call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else calls.write
-    call(pages.bases, table, start, count, index, keys, values, positions, scores, _pool(pages))
+    call(pages.bases, table, start, count, index, keys, values, positions, scores, log_masses, _pool(pages))
 
 
-def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(
+    pages: PageArrays, table: Tensor, lens: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else calls.read
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = call(pages.bases, table, lens, width, _pool(pages))
-    return result
+    keys, values, positions, scores, log_masses = call(pages.bases, table, lens, width, _pool(pages))
+    return keys, values, positions, scores, log_masses if pages.masses else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

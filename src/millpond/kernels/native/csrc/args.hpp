@@ -11,12 +11,14 @@ namespace mp {
 enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
 enum Signal : int64_t { NO_SIGNAL = 0, SUM = 1, LAST = 2 };
 enum Reduce : int64_t { MEAN = 0, MAX = 1, ADD = 2 };
+enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3 };
 enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4 };
 
 // The memory of a page pool: page i is row i % pages_per_arena of arena i / pages_per_arena.
 struct PoolArgs {
-  const int64_t* bases;  // (4, n_arenas): keys, values, positions, scores
+  const int64_t* bases;  // (5, n_arenas): keys, values, positions, scores, log masses
   int64_t n_arenas, pages_per_arena, slots, key_dim, value_dim, dtype;
+  int64_t masses;  // whether there are log masses
 };
 
 struct DecodeArgs {
@@ -50,8 +52,9 @@ struct WriteArgs {
   const void *keys, *values;    // (R, N, dim)
   const int32_t* positions;     // (R, N)
   const float* scores;          // (R, N) or null
+  const float* log_masses;      // (R, N) or null
   int64_t k_dtype, v_dtype;
-  int64_t k_region, k_row, v_region, v_row, p_region, p_row, s_region, s_row;  // strides
+  int64_t k_region, k_row, v_region, v_row, p_region, p_row, s_region, s_row, m_region, m_row;  // strides
   int64_t n_threads;
 };
 
@@ -64,6 +67,7 @@ struct ReadArgs {
   void *keys, *values;  // (R, width, dim) in the pool's dtype
   int32_t* positions;
   float* scores;
+  float* log_masses;  // null where the pool has none
   int64_t n_threads;
 };
 
@@ -74,6 +78,8 @@ struct PrefillArgs {
   const int32_t* q_pos;                                 // (Q,)
   const int32_t* past_pos;                              // (Hkv or 1, N - Q), null where there is no past
   int64_t past_row;                                     // stride, 0 where all heads share it
+  const float* past_log_masses;                         // (Hkv or 1, N - Q) or null: all 0
+  int64_t mass_row;                                     // stride, 0 where all heads share it
   const float* sink_logits;                             // (Hq,) or null
   void* out;                                            // (Hq, Q, value_dim) in q's dtype
   float* lse;                                           // (Hq, Q)
@@ -83,10 +89,35 @@ struct PrefillArgs {
   double scale, softcap;
 };
 
+constexpr int MOST_PARTS = 4;
+
+struct LinearPart {
+  const void *w, *bias;  // (n, k), (n,) or null
+  void* out;             // (m, n), contiguous
+  int64_t n, w_row;
+};
+
+// out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1; with a residual: out_0 += residual.
 struct LinearArgs {
-  const void *x, *w, *bias;  // (m, k), (n, k), (n,) or null, all of one dtype
-  void* out;                 // (m, n), contiguous
-  int64_t m, n, k, x_row, w_row, dtype, n_threads;
+  const void *x, *norm;  // (m, k); (k,) or null: the weight of an RMSNorm of x
+  const void* residual;  // (m, n of part 0) or null
+  int64_t m, k, x_row, dtype, gate, n_parts, n_threads;  // all tensors are of one dtype
+  LinearPart parts[MOST_PARTS];
+  double eps;
+};
+
+// q and k turn in place by the rotary embedding: x * cos + half(x) * sin, where half is (-second half, first half).
+struct RotateArgs {
+  void *q, *k;                                 // (m, heads, dim) each, contiguous
+  const void *cos, *sin;                       // (m, dim)
+  int64_t m, q_heads, k_heads, dim, cos_row, dtype;
+};
+
+struct NormArgs {
+  const void *x, *weight;  // (m, n), contiguous rows; (n,)
+  void* out;               // (m, n), contiguous
+  int64_t m, n, x_row, dtype;
+  double eps;
 };
 
 }  // namespace mp

@@ -57,14 +57,20 @@ inline float soften(const Call& c, float* weights, int n, const float* bias, flo
   return sum(total);
 }
 
-// bias[i] = -inf where the sliding window hides slot begin + i, else 0.
-inline void window_bias(const Call& c, int r, int begin, int n, float* bias) {
+// What is added to the logit of slot begin + i: its log mass, -inf where the sliding window hides it.
+inline void slot_bias(const Call& c, int r, int begin, int n, float* bias) {
   const int32_t* pages = c.pages(r);
-  const int64_t oldest = int64_t(c.position(r)) - c.a.window;  // hidden at or below
+  const bool hides = c.a.window > 0;
+  const int64_t oldest = hides ? int64_t(c.position(r)) - c.a.window : INT64_MIN;  // hidden at or below
   for (int i = 0; i < n;) {
     const int run = c.pool.run(begin + i, begin + n, CHUNK);
     const int32_t* position = c.pool.position(pages, begin + i);
-    for (int j = 0; j < run; ++j) bias[i + j] = position[j] <= oldest ? -__builtin_inff() : 0.0f;
+    if (!c.pool.masses) {
+      for (int j = 0; j < run; ++j) bias[i + j] = position[j] <= oldest ? -__builtin_inff() : 0.0f;
+    } else {
+      const float* log_mass = c.pool.log_mass(pages, begin + i);
+      for (int j = 0; j < run; ++j) bias[i + j] = position[j] <= oldest ? -__builtin_inff() : log_mass[j];
+    }
     i += run;
   }
 }
@@ -73,7 +79,7 @@ inline void window_bias(const Call& c, int r, int begin, int n, float* bias) {
 inline void soften_chunk(const Call& c, int r, int at, int n, const Slab& slab, const Scratch& scratch, float* weights,
                          float* top, float* total, float* out) {
   const float* bias = nullptr;
-  if (c.a.window > 0) window_bias(c, r, at, n, scratch.bias), bias = scratch.bias;
+  if (c.a.window > 0 || c.pool.masses) slot_bias(c, r, at, n, scratch.bias), bias = scratch.bias;
   for (int h = 0; h < c.group; ++h) {
     const float before = top[h];
     const float added = soften(c, weights + h * CHUNK, n, bias, top[h]);

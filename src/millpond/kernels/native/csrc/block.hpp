@@ -89,11 +89,12 @@ void Block<T>::soften(float* logits, int at, int n, int chunk) {
   const Sight oldest(p_.a.window, p_.a.q_pos[first_]), newest(p_.a.window, p_.a.q_pos[first_ + queries_ - 1]);
   const bool masked = packed_.lowest[chunk] <= newest.after || packed_.highest[chunk] > oldest.upto;
   const float scale = float(p_.a.scale);
-  const bool plain = !masked && p_.a.softcap == 0 && scale > 0;
+  const float* bias = p_.biased() && at < p_.n_past ? packed_.biases + at : nullptr;
+  const bool plain = !masked && bias == nullptr && p_.a.softcap == 0 && scale > 0;
   for (int r = 0; r < n_; ++r) {
     float* s = logits + r * COLUMNS;
     if (!plain)
-      settle_logits(s, n, scale, float(p_.a.softcap), masked ? packed_.positions + at : nullptr,
+      settle_logits(s, n, scale, float(p_.a.softcap), bias, masked ? packed_.positions + at : nullptr,
                     Sight(p_.a.window, p_.a.q_pos[first_ + r / p_.group]));
     T* weights = sizeof(T) == 4 ? reinterpret_cast<T*>(s) : r_.weights + r * COLUMNS;
     const float before = r_.top[r];

@@ -71,17 +71,22 @@ inline void copy_row(void* to, int64_t to_dtype, const void* from, int64_t from_
   }
 }
 
-// n numbers as floats, rounded on the way to what `stored` can hold.
-inline void widen_as_stored(float* to, const void* from, int64_t dtype, int64_t stored, int n) {
-  widen(to, from, dtype, n);
-  if (stored == dtype || stored == F32) return;
+// n floats, rounded to what `dtype` can hold.
+inline void round_to(float* x, int64_t dtype, int n) {
+  if (dtype == F32) return;
   constexpr int PART = 64;
   uint16_t part[PART];
   for (int i = 0; i < n; i += PART) {
     const int m = n - i < PART ? n - i : PART;
-    narrow(part, stored, to + i, m);
-    widen(to + i, part, stored, m);
+    narrow(part, dtype, x + i, m);
+    widen(x + i, part, dtype, m);
   }
+}
+
+// n numbers as floats, rounded on the way to what `stored` can hold.
+inline void widen_as_stored(float* to, const void* from, int64_t dtype, int64_t stored, int n) {
+  widen(to, from, dtype, n);
+  if (stored != dtype) round_to(to, stored, n);
 }
 
 }  // namespace mp

@@ -22,6 +22,8 @@ void write_rows(const WriteArgs& a, const Pool& pool, int64_t r, int64_t begin, 
     copy_row(pool.value(pages, slot), pool.dtype, value, a.v_dtype, pool.value_dim);
     *pool.position(pages, slot) = a.positions[r * a.p_region + row * a.p_row];
     *pool.score(pages, slot) = a.scores != nullptr ? a.scores[r * a.s_region + row * a.s_row] : 0.0f;
+    if (pool.masses)
+      *pool.log_mass(pages, slot) = a.log_masses != nullptr ? a.log_masses[r * a.m_region + row * a.m_row] : 0.0f;
   }
 }
 
@@ -37,12 +39,14 @@ void read_rows(const ReadArgs& a, const Pool& pool, int64_t r, int64_t begin, in
     std::memcpy(values + i * value_bytes, pool.value(pages, i), size_t(run * value_bytes));
     std::memcpy(a.positions + first + i, pool.position(pages, i), size_t(run) * 4);
     std::memcpy(a.scores + first + i, pool.score(pages, i), size_t(run) * 4);
+    if (pool.masses) std::memcpy(a.log_masses + first + i, pool.log_mass(pages, i), size_t(run) * 4);
     i += run;
   }
   std::memset(keys + stored * key_bytes, 0, size_t((end - stored) * key_bytes));
   std::memset(values + stored * value_bytes, 0, size_t((end - stored) * value_bytes));
   std::fill(a.positions + first + stored, a.positions + first + end, -1);
   std::fill(a.scores + first + stored, a.scores + first + end, 0.0f);
+  if (pool.masses) std::fill(a.log_masses + first + stored, a.log_masses + first + end, 0.0f);
 }
 
 }  // namespace

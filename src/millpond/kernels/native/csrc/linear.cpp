@@ -1,11 +1,17 @@
-// A few rows times a matrix: out[m][n] = x[m] . w[n] + bias[n]. The matrix is read once, as fast as memory gives it.
+// A few rows times up to four matrices: out_p[m][n] = x[m] . w_p[n] + bias_p[n], each matrix read once, as fast as memory
+// gives it. Around it, where asked for, what a decoder does in the same breath: x is normalised first (RMSNorm), two
+// matrices become a gate and what it gates, a residual is added to the outcome.
 //
 // Every out[m][n] is summed over k in one order, lane by lane, whatever the other rows, the tile or the thread: a row
-// of a batch has the same bits as the row alone.
+// of a batch has the same bits as the row alone. What torch would have written to memory in between is rounded to the
+// storage type.
 #include <algorithm>
+#include <cmath>
 
 #include "convert.hpp"
 #include "dot.hpp"
+#include "gate.hpp"
+#include "norm.hpp"
 #include "threads.hpp"
 #include "workspace.hpp"
 
@@ -15,7 +21,7 @@ namespace {
 constexpr int BLOCK = 64;                   // rows of w per work item
 constexpr int MOST_ROWS = 16;               // of x
 constexpr int64_t CACHED = 128 * 1024;      // bytes of w that stay in the L2 cache between passes over rows of x
-constexpr int AHEAD = 16;                   // steps between the request of a vector of w and its use
+constexpr int64_t AHEAD = 16 * 1024;         // bytes between the request of a part of w and its use
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
 
 // Work items 0 .. n - 1: every thread has a run of neighbours, because memory is read fastest in long streams, and
@@ -49,18 +55,24 @@ class Shares {
   int n_threads_;
 };
 
-// Steps begin .. end of a tile: four rows of w, `row` numbers apart, meet H rows of x. Requests `ahead` + t * row.
+// out[h * BLOCK + t] = x[h] . w[t] for four rows of w, `row` numbers apart. kAhead: the rows are neighbours in memory,
+// and as many bytes are asked for, AHEAD of them, in the order in which memory gives them fastest.
 template <class T, int H, bool kAhead>
-MP_INLINE void steps(vf (&acc)[H][4], const T* w, int64_t row, const typename Lane<T>::Q* x, int64_t x_row, int begin,
-                     int end, const T* ahead) {
+MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, float* out) {
   using L = Lane<T>;
-  for (int d = begin; d < end; d += L::STEP) {
+  vf acc[H][4];
+#pragma GCC unroll 4
+  for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) acc[h][t] = vf{};
+  const char* ahead = reinterpret_cast<const char*>(w) + AHEAD;
+  int d = 0;
+  for (; d + L::STEP <= dim; d += L::STEP) {
+    if (kAhead) prefetch<4 * sizeof(T) * L::STEP>(ahead);
+    ahead += 4 * sizeof(T) * L::STEP;
     typename L::V v[4];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) {
-      if (kAhead) prefetch<64>(ahead + t * row + d);
-      v[t] = L::key(w + t * row + d);
-    }
+    for (int t = 0; t < 4; ++t) v[t] = L::key(w + t * row + d);
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
       const typename L::V q = L::query(x + h * x_row + d);
@@ -68,29 +80,13 @@ MP_INLINE void steps(vf (&acc)[H][4], const T* w, int64_t row, const typename La
       for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
     }
   }
-}
-
-// out[h * BLOCK + t] = x[h] . w[t] for four rows of w. `next`: the rows that will be read after these.
-template <class T, int H, bool kAhead>
-MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, float* out,
-                    const T* next) {
-  using L = Lane<T>;
-  vf acc[H][4];
-#pragma GCC unroll 4
-  for (int h = 0; h < H; ++h)
-#pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) acc[h][t] = vf{};
-  const int whole = dim / L::STEP * L::STEP, distance = AHEAD * L::STEP;
-  const int turn = whole > distance ? whole - distance : 0;
-  steps<T, H, kAhead>(acc, w, row, x, x_row, 0, turn, w + distance);
-  steps<T, H, kAhead>(acc, w, row, x, x_row, turn, whole, next - turn);
-  if (whole < dim) {
+  if (d < dim) {
     typename L::V v[4];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) v[t] = L::key_part(w + t * row + whole, dim - whole);
+    for (int t = 0; t < 4; ++t) v[t] = L::key_part(w + t * row + d, dim - d);
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
-      const typename L::V q = L::query(x + h * x_row + whole);
+      const typename L::V q = L::query(x + h * x_row + d);
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
     }
@@ -105,34 +101,54 @@ MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Lane<T>::Q*
 // `tile` for `heads` rows of x, at most H.
 template <class T, bool kAhead, int H = HEADS>
 MP_INLINE void tile_of(int heads, const T* w, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row,
-                       float* out, const T* next) {
+                       float* out) {
   if constexpr (H > 1)
-    if (heads < H) return tile_of<T, kAhead, H - 1>(heads, w, row, dim, x, x_row, out, next);
-  tile<T, H, kAhead>(w, row, dim, x, x_row, out, next);
+    if (heads < H) return tile_of<T, kAhead, H - 1>(heads, w, row, dim, x, x_row, out);
+  tile<T, H, kAhead>(w, row, dim, x, x_row, out);
 }
 
 // All m rows of x for n <= BLOCK rows of w, tile by tile.
 template <class T>
-void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, int m, float* out,
-           const T* next) {
+void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, int m, float* out) {
   const int full = n / 4 * 4;
   const int held = int(std::max<int64_t>(1, CACHED / (4 * int64_t(dim) * int64_t(sizeof(T))))) * 4;
   for (int from = 0; from < full; from += held) {
     const int to = std::min(full, from + held);
     for (int t = from; t < to; t += 4) {
-      const T* here = w + t * row;
-      tile_of<T, true>(m, here, row, dim, x, x_row, out + t, t + 4 < full ? here + 4 * row : next);
+      if (row == dim)
+        tile_of<T, true>(m, w + t * row, row, dim, x, x_row, out + t);
+      else
+        tile_of<T, false>(m, w + t * row, row, dim, x, x_row, out + t);
     }
     for (int h = HEADS; h < m; h += HEADS)  // the other rows of x find these rows of w in the cache
       for (int t = from; t < to; t += 4)
-        tile_of<T, false>(m - h, w + t * row, row, dim, x + h * x_row, x_row, out + h * BLOCK + t, w);
+        tile_of<T, false>(m - h, w + t * row, row, dim, x + h * x_row, x_row, out + h * BLOCK + t);
   }
   for (int t = full; t < n; ++t)  // the last 1 to 3 rows of w, each as all four of a tile
     for (int h = 0; h < m; ++h) {
       float same[4];
-      tile<T, 1, false>(w + t * row, 0, dim, x + h * x_row, x_row, same, w);
+      tile<T, 1, false>(w + t * row, 0, dim, x + h * x_row, x_row, same);
       out[h * BLOCK + t] = same[0];
     }
+}
+
+// The rows of x as the products want them: normalised, rounded to T, padded with zeros. `wide`: room for a row.
+template <class T>
+void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* wide) {
+  using Q = typename Lane<T>::Q;
+  const int dim = int(a.k);
+  const int64_t held = sizeof(Q) == 4 ? int64_t(F32) : int64_t(BF16);
+  for (int h = 0; h < a.m; ++h) {
+    Q* to = x + h * x_row;
+    const void* from = static_cast<const char*>(a.x) + h * a.x_row * dtype_bytes(a.dtype);
+    if (a.norm != nullptr) {
+      normalise(wide, from, a.norm, a.dtype, dim, float(a.eps));
+      narrow(to, held, wide, dim);
+    } else {
+      copy_row(to, held, from, a.dtype, dim);
+    }
+    std::memset(to + dim, 0, size_t(x_row - dim) * sizeof(Q));
+  }
 }
 
 template <class T>
@@ -140,32 +156,47 @@ int linear(const LinearArgs& a) {
   using Q = typename Lane<T>::Q;
   static thread_local Workspace workspace;
   const int m = int(a.m), dim = int(a.k);
-  const int64_t x_row = round_up(dim, QUERY_PAD);
-  Q* x = reinterpret_cast<Q*>(workspace.get(m * x_row * int64_t(sizeof(Q))));
-  if (x == nullptr) return 1;
-  for (int h = 0; h < m; ++h) {
-    Q* to = x + h * x_row;
-    const void* from = static_cast<const char*>(a.x) + h * a.x_row * dtype_bytes(a.dtype);
-    copy_row(to, sizeof(Q) == 4 ? int64_t(F32) : int64_t(BF16), from, a.dtype, dim);
-    std::memset(to + dim, 0, size_t(x_row - dim) * sizeof(Q));
+  const int64_t x_row = round_up(dim, QUERY_PAD), item = dtype_bytes(a.dtype);
+  const int64_t held = round_up(m * x_row * int64_t(sizeof(Q)), 64);
+  char* memory = workspace.get(held + x_row * 4);
+  if (memory == nullptr) return 1;
+  Q* x = reinterpret_cast<Q*>(memory);
+  take_in<T>(a, x, x_row, reinterpret_cast<float*>(memory + held));
+
+  const bool gated = a.gate != NO_GATE;
+  const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part
+  int64_t first[MOST_PARTS + 1] = {0}, bytes = 0;   // of the work items: BLOCK rows of one part each
+  for (int p = 0; p < n_parts; ++p) {
+    first[p + 1] = first[p] + (a.parts[p].n + BLOCK - 1) / BLOCK;
+    bytes += (gated ? 2 : 1) * a.parts[p].n * dim * item;
   }
-  const T* w = static_cast<const T*>(a.w);
-  const int64_t n_blocks = (a.n + BLOCK - 1) / BLOCK, item = dtype_bytes(a.dtype);
-  const int64_t worth = 1 + a.n * dim * item / BYTES_PER_THREAD;
+  const int64_t n_blocks = first[n_parts], worth = 1 + bytes / BYTES_PER_THREAD;
   const int n_threads = int(std::min({a.n_threads, worth, n_blocks, int64_t(Shares::MOST)}));
   Shares shares(n_blocks, n_threads);
+  auto product = [&](const LinearPart& part, int64_t begin, int n, float* out) {
+    block<T>(static_cast<const T*>(part.w) + begin * part.w_row, n, part.w_row, dim, x, x_row, m, out);
+    if (part.bias == nullptr) return;
+    float bias[BLOCK];
+    widen(bias, static_cast<const char*>(part.bias) + begin * item, a.dtype, n);
+    for (int h = 0; h < m; ++h)
+      for (int t = 0; t < n; ++t) out[h * BLOCK + t] += bias[t];
+  };
   auto work = [&](int thread) {
-    float out[MOST_ROWS * BLOCK], bias[BLOCK];
+    float out[MOST_ROWS * BLOCK], other[MOST_ROWS * BLOCK];
     for (int64_t i; (i = shares.take(thread)) >= 0;) {
-      const int n = int(a.n - i * BLOCK < BLOCK ? a.n - i * BLOCK : BLOCK);
-      const T* here = w + i * BLOCK * a.w_row;
-      const T* next = i + 1 < n_blocks ? here + BLOCK * a.w_row : here;
-      block<T>(here, n, a.w_row, dim, x, x_row, m, out, next);
-      if (a.bias != nullptr) widen(bias, static_cast<const char*>(a.bias) + i * BLOCK * item, a.dtype, n);
+      int p = 0;
+      while (i >= first[p + 1]) ++p;
+      const LinearPart& part = a.parts[p];
+      const int64_t begin = (i - first[p]) * BLOCK;
+      const int n = int(part.n - begin < BLOCK ? part.n - begin : BLOCK);
+      product(part, begin, n, out);
+      if (gated) product(a.parts[1], begin, n, other);
       for (int h = 0; h < m; ++h) {
         float* sums = out + h * BLOCK;
-        for (int t = 0; a.bias != nullptr && t < n; ++t) sums[t] += bias[t];
-        narrow(static_cast<char*>(a.out) + (h * a.n + i * BLOCK) * item, a.dtype, sums, n);
+        if (gated) open_gate(sums, other + h * BLOCK, a.gate, a.dtype, n);
+        const int64_t place = (h * part.n + begin) * item;
+        if (a.residual != nullptr) add(sums, static_cast<const char*>(a.residual) + place, a.dtype, n);
+        narrow(static_cast<char*>(part.out) + place, a.dtype, sums, n);
       }
     }
   };

@@ -40,6 +40,11 @@ struct Prompt {
     const int32_t p = a.past_pos[head * a.past_row + column];
     return p < 0 ? NOWHERE : p;
   }
+  bool biased() const { return a.past_log_masses != nullptr; }
+  // The log mass in units of log 2 of a column that somebody sees.
+  float bias(int head, int column) const {
+    return column < n_past ? a.past_log_masses[head * a.mass_row + column] * LOG2_E : 0.0f;
+  }
 };
 
 // The columns of one KV head. What nobody sees is zero, whatever the caller's memory holds.
@@ -50,11 +55,13 @@ struct Packed {
   T* values;                   // (value_pad / TILE, columns / STEP, TILE, STEP)
   int32_t* positions;          // (columns,)
   int32_t *lowest, *highest;   // (chunks,): of the positions
+  float* biases;               // (columns,): see Prompt::bias; null where there are no masses
   int key_pad, columns;
 
   static int64_t bytes(const Prompt<T>& p) {
     const int64_t numbers = int64_t(p.columns) * (p.key_pad + p.value_pad);
-    return round_up(numbers * int64_t(sizeof(T)) + 4 * (int64_t(p.columns) + 2 * round_up(p.chunks, 16)), 64);
+    const int64_t sides = int64_t(p.columns) * (p.biased() ? 2 : 1) + 2 * round_up(p.chunks, 16);
+    return round_up(numbers * int64_t(sizeof(T)) + 4 * sides, 64);
   }
   Packed(const Prompt<T>& p, char* memory) : key_pad(p.key_pad), columns(p.columns) {
     auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + bytes); };
@@ -62,7 +69,8 @@ struct Packed {
     values = reinterpret_cast<T*>(take(int64_t(columns) * p.value_pad * int64_t(sizeof(T))));
     positions = reinterpret_cast<int32_t*>(take(4 * columns));
     lowest = reinterpret_cast<int32_t*>(take(4 * round_up(p.chunks, 16)));
-    highest = reinterpret_cast<int32_t*>(memory);
+    highest = reinterpret_cast<int32_t*>(take(4 * round_up(p.chunks, 16)));
+    biases = p.biased() ? reinterpret_cast<float*>(memory) : nullptr;
   }
   // Columns at, at + 1, ... of a whole tile; `depth` numbers of each from `from` on.
   T* key(int at, int from) const { return keys + int64_t(at) * key_pad + from * TILE; }
@@ -105,6 +113,8 @@ void pack_chunk(const Prompt<T>& p, const Packed<T>& packed, int head, int chunk
     low = std::min(low, at), high = std::max(high, at);
   }
   packed.lowest[chunk] = low, packed.highest[chunk] = high;
+  for (int i = begin; p.biased() && i < end; ++i)
+    packed.biases[i] = packed.positions[i] != NOWHERE ? p.bias(head, i) : 0.0f;
   auto load = [&](T* to, const void* from, int64_t dtype, int i, int dim, int pad) {
     if (packed.positions[i] != NOWHERE) return load_row(to, from, dtype, dim, pad);
     std::memset(to, 0, size_t(pad) * sizeof(T));

@@ -15,13 +15,14 @@ struct Pool {
   const int64_t* bases;
   int64_t n_arenas, slots, key_dim, value_dim, dtype, item;
   int arena_shift, slot_shift;
+  bool masses;
 
   explicit Pool(const PoolArgs& a)
       : bases(a.bases), n_arenas(a.n_arenas), slots(a.slots), key_dim(a.key_dim), value_dim(a.value_dim),
         dtype(a.dtype), item(dtype_bytes(a.dtype)), arena_shift(log2_of(a.pages_per_arena)),
-        slot_shift(log2_of(a.slots)) {}
+        slot_shift(log2_of(a.slots)), masses(a.masses != 0) {}
 
-  // Address of slot `slot` in array `which` (0 keys, 1 values, 2 positions, 3 scores), rows of `row_bytes`.
+  // Address of slot `slot` in array `which` (0 keys, 1 values, 2 positions, 3 scores, 4 log masses), rows of `row_bytes`.
   char* at(int which, const int32_t* pages, int64_t slot, int64_t row_bytes) const {
     const int64_t page = pages[slot >> slot_shift];
     const int64_t arena = page >> arena_shift;
@@ -34,6 +35,9 @@ struct Pool {
     return reinterpret_cast<int32_t*>(at(2, pages, slot, 4));
   }
   float* score(const int32_t* pages, int64_t slot) const { return reinterpret_cast<float*>(at(3, pages, slot, 4)); }
+  float* log_mass(const int32_t* pages, int64_t slot) const {
+    return reinterpret_cast<float*>(at(4, pages, slot, 4));
+  }
 
   // Slots from `slot` to the end of its page, `end` or `most`, whichever comes first.
   int run(int64_t slot, int64_t end, int64_t most) const {

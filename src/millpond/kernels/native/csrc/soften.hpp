@@ -18,13 +18,16 @@ struct Sight {
       : after(window > 0 ? int32_t(std::max<int64_t>(NOWHERE, position - window)) : NOWHERE), upto(position) {}
 };
 
-// Products to logits: scaled, capped if softcap is not 0, -inf where the positions (if not null) are out of sight.
-inline void settle_logits(float* s, int n, float scale, float softcap, const int32_t* positions, const Sight& sight) {
+// Products to logits: scaled, capped if softcap is not 0, `bias` (if not null) added, -inf where the positions (if not
+// null) are out of sight.
+inline void settle_logits(float* s, int n, float scale, float softcap, const float* bias, const int32_t* positions,
+                          const Sight& sight) {
   const bool caps = softcap != 0;
   const vf inner = splat(caps ? scale / softcap : 0.0f), outer = splat((caps ? softcap : scale) * LOG2_E);
   for (int i = 0; i < n; i += W) {
     vf x = load(s + i);
     x = (caps ? tanh(x * inner) : x) * outer;
+    if (bias != nullptr) x = x + load(bias + i);
     if (positions != nullptr) {
       const vi at = load(positions + i);
       x = select((at > sight.after) & (at <= sight.upto), x, splat(-__builtin_inff()));

@@ -11,6 +11,7 @@ inline void put_entry(const Call& c, int r, int slot, float score) {
   copy_row(c.pool.value(pages, slot), c.pool.dtype, c.new_value(r), c.a.v_dtype, c.pool.value_dim);
   *c.pool.position(pages, slot) = c.position(r);
   *c.pool.score(pages, slot) = score;
+  if (c.pool.masses) *c.pool.log_mass(pages, slot) = 0.0f;
 }
 
 inline void append(const Call& c, int r, float score) {

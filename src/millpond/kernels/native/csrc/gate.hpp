@@ -1,0 +1,50 @@
+// What happens to the products of a few rows before they are stored.
+#pragma once
+
+#include <cmath>
+
+#include "convert.hpp"
+#include "maths.hpp"
+#include "norm.hpp"
+
+namespace mp {
+
+MP_INLINE vf silu(vf x) {
+  const vf size = select(x < vf{}, x, -x);  // -|x|, so that exp stays finite
+  const vf e = exp(size);
+  return select(x < vf{}, x * e, x) / (1.0f + e);
+}
+
+MP_INLINE vf gelu_tanh(vf x) {
+  return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * (x * x * x))));
+}
+
+// gate = act(gate) * up, n numbers; each of the three is rounded to `dtype` on the way. Writes up to a whole vector.
+inline void open_gate(float* gate, float* up, int64_t act, int64_t dtype, int n) {
+  round_to(gate, dtype, n);
+  round_to(up, dtype, n);
+  if (act == GELU) {
+    for (int i = 0; i < n; ++i) gate[i] = 0.5f * gate[i] * (1.0f + std::erf(gate[i] * 0.70710678118654752f));
+  } else {
+    for (int i = 0; i < n; i += W) {
+      const vf x = n - i >= W ? load(gate + i) : load_part(gate + i, n - i);
+      const vf y = act == SILU ? silu(x) : gelu_tanh(x);
+      if (n - i >= W)
+        store(gate + i, y);
+      else
+        store_part(gate + i, y, n - i);
+    }
+  }
+  round_to(gate, dtype, n);
+  for (int i = 0; i < n; ++i) gate[i] *= up[i];
+}
+
+// sums, rounded to `dtype`, plus what stands at `from`: n <= 64 numbers.
+inline void add(float* sums, const void* from, int64_t dtype, int n) {
+  float other[64];
+  widen(other, from, dtype, n);
+  round_to(sums, dtype, n);
+  for (int i = 0; i < n; ++i) sums[i] += other[i];
+}
+
+}  // namespace mp

@@ -1,0 +1,127 @@
+"""What a decoder does to a few rows: the native kernels against the formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.kernels import native
+from millpond.kernels.native import library
+from millpond.kernels.native.huge import PAGE, use_huge_pages
+from millpond.kernels.rows import Gate, fits
+
+pytestmark = [
+    pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
+    pytest.mark.usefixtures("two_threads"),
+]
+
+#: of the largest number of the outcome
+ERROR = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = st.sampled_from(list(ERROR))
+WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 509, 1024]))
+ACTIVATE: dict[Gate, Callable[[Tensor], Tensor]] = {
+    Gate.SILU: F.silu,
+    Gate.GELU: F.gelu,
+    Gate.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def draws(dtype: torch.dtype, seed: int = 0) -> Callable[..., Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=gen).to(dtype)
+
+
+def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    size = expected.abs().max() + 0.1
+    assert ((found.double() - expected).abs().max() / size) <= ERROR[found.dtype]
+
+
+@given(m=st.integers(1, 16), k=WIDTHS, dtype=DTYPES, normed=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed: bool, seed: int) -> None:
+    draw = draws(dtype, seed)
+    x, norm = draw(m, k), draw(k) if normed else None
+    parts = [(draw(n, k), draw(n) if n % 2 else None) for n in (65, 4, 131, 64)[: 1 + seed % 4]]
+    x64 = x.double() if norm is None else norm64(x, norm, 1e-5)
+    for found, (weight, bias) in zip(native.linears(x, parts, norm=norm, eps=1e-5), parts, strict=True):
+        close(found, F.linear(x64, weight.double(), None if bias is None else bias.double()))
+
+
+@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(Gate)))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: Gate) -> None:
+    draw = draws(dtype)
+    x, (a, b), bias = draw(m, k), (draw(n, k), draw(n, k)), draw(n)
+    found = native.linears(x, ((a, bias), (b, None)), gate=gate)
+    assert len(found) == 1
+    opened = ACTIVATE[gate](F.linear(x.double(), a.double(), bias.double()))
+    close(found[0], opened * F.linear(x.double(), b.double()))
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
+    draw = draws(dtype)
+    x, w, residual, norm = draw(2, 5, 96), draw(301, 96), draw(2, 5, 301), draw(96)
+    found = native.linears(x, ((w, None),), norm=norm, eps=1e-6, residual=residual)[0]
+    assert found.shape == residual.shape
+    close(found, norm64(x, norm, 1e-6) @ w.double().T + residual.double())
+    alone = native.linears(x[1:, 3:4], ((w, None),), norm=norm, eps=1e-6, residual=residual[1:, 3:4].contiguous())[0]
+    assert torch.equal(alone, found[1:, 3:4])
+
+
+@given(m=st.integers(1, 40), n=WIDTHS, dtype=DTYPES, seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_rms_norm(m: int, n: int, dtype: torch.dtype, seed: int) -> None:
+    draw = draws(dtype, seed)
+    x, weight = draw(m, n), draw(n)
+    close(native.rms_norm(x, weight, 1e-5), norm64(x, weight, 1e-5))
+
+
+@given(heads=st.integers(1, 5), half=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_rotary_embedding(heads: int, half: int, dtype: torch.dtype, seed: int) -> None:
+    draw = draws(dtype, seed)
+    q, k = draw(2, 3, heads * 2, 2 * half), draw(2, 3, heads, 2 * half)
+    angles = torch.rand(1 + seed % 2, 3, half).repeat(1, 1, 2)  # shared by the batch, or not
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def turned(x: Tensor) -> Tensor:
+        wide, c, s = x.double(), cos.double()[:, :, None], sin.double()[:, :, None]
+        return wide * c + torch.cat([-wide[..., half:], wide[..., :half]], -1) * s
+
+    expected = turned(q), turned(k)
+    native.rotate_(q, k, cos, sin)
+    close(q, expected[0])
+    close(k, expected[1])
+
+
+def test_who_may_use_them() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        assert fits(x, (w, None))
+        assert not fits(torch.randn(17, 8), (w,))
+        assert not fits(x, (w.double(),))
+        assert not fits(x.double(), (w.double(),))
+        assert not fits(x, (w.T,))
+        with torch.autocast("cpu"):
+            assert not fits(x, (w,))
+    assert not fits(x, (w,))
+
+
+def test_huge_pages_change_nothing() -> None:
+    memory = torch.arange(3 * PAGE, dtype=torch.uint8)
+    before = memory.clone()
+    assert 0 <= use_huge_pages([memory[: 2 * PAGE], memory[2 * PAGE :], torch.ones(3)]) <= memory.nbytes
+    assert torch.equal(memory, before)
+    assert use_huge_pages([memory], seconds=0) == 0
