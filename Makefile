@@ -61,6 +61,7 @@ docs-check: $(READY)
 
 bench: $(READY)
 	$(BIN)/millpond bench kernels --out benchmarks/results
+	$(BIN)/millpond bench methods --out benchmarks/results
 	$(BIN)/millpond bench generate --out benchmarks/results $(if $(wildcard $(KVPRESS)),--kvpress $(KVPRESS))
 
 clean:

@@ -1,6 +1,7 @@
 """Names -> builders. A builder is a function whose signature documents its options: `Annotated[type, "help"]`.
 
-A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it.
+A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it,
+and what installed packages name under entry points of that folder's name, so that others can add their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
@@ -127,7 +129,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Builders by name, filled by importing every module under `package` on first use."""
+    """Builders by name, filled on first use: by every module under `package`, and by entry points of that group."""
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind = kind
@@ -169,6 +171,24 @@ class Registry(Generic[T]):
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self._package}.{module.name}")
+        for point in entry_points(group=self._package):
+            self._load(point)
+
+    def _load(self, point: EntryPoint) -> None:
+        """Import what another package adds.
+
+        Raises:
+            OptionError: it cannot be imported, or it takes a name that is taken.
+        """
+        try:
+            point.load()
+        except Exception as error:  # of any kind: it is not our code
+            self._walked = False  # so that it is said again, not forgotten
+            owner = f"the package {point.dist.name}" if point.dist is not None else "an installed package"
+            raise OptionError(
+                f"{owner} adds {point.value} as a {self.kind}, which fails with {type(error).__name__}: {error}; "
+                "repair or uninstall it"
+            ) from error
 
 
 def _options_of(build: Callable[..., Any]) -> dict[str, Option]:

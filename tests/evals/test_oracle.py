@@ -166,6 +166,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "duo_attention": {"score": "snapkv/window=4/kernel=3", "sinks": 1, "recent": 4},
     "layer_table": {"score": "snapkv/window=4/kernel=3", "table": "2;1"},
     "simlayerkv": {"score": "snapkv/window=4/kernel=3", "sinks": 1, "recent": 4},
+    "merge_on_evict": {"score": "snapkv/window=4/kernel=3"},
+    "ems": {"window": 4},
 }
 
 

@@ -31,7 +31,8 @@ def layer_cache(policy: Policy, budget: int, slots: int = 8) -> LayerCache:
     pools: dict[str, PagePool] = {}
 
     def pool(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        return pools.setdefault("one", PagePool(key_dim, value_dim, dtype, device, slots=slots))
+        made = PagePool(key_dim, value_dim, dtype, device, slots=slots, masses=policy.mass_bias)
+        return pools.setdefault("one", made)
 
     return LayerCache(0, policy, lambda *of: budget, pool, Timeline())
 

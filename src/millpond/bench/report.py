@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+BOUNDS_FROM = 4096  #: tokens of a prompt from which the bounds of `bench methods` are meant
+SHORT = f" The bounds are meant for prompts of {BOUNDS_FROM:,} tokens and more; here they check the machinery."
 ANCHOR_SETTING = "sdpa"  #: the default of transformers; speed-ups are read against it
 
 
@@ -88,6 +90,61 @@ def stream_markdown(data: dict[str, Any]) -> str:
         f"{data['model']['parameters']:,} parameters; budget {data['budget']} entries per head; medians per stretch.\n"
     )
     return "\n".join(["# Endless text\n", *_origin(data), note, markdown_table(head, rows)])
+
+
+def methods_markdown(data: dict[str, Any]) -> str:
+    """The report of `bench methods`: a row per method, ratios to the anchor, and whether the bounds hold."""
+    model, anchor, bound = data["model"], data["anchor"], data["plan_bound"]
+    head = (
+        "method", "while decoding", "prefill s", f"of {anchor}", "plan", f"<= {bound:.0%}",
+        "decode ms/step", f"of {anchor}", "at most", "holds", "KV MB held", "beside the prompt",
+    )  # fmt: skip
+    note = (
+        f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
+        f"{model['hidden_size']}, {model['num_attention_heads']} query and {model['num_key_value_heads']} KV heads, "
+        f"head_dim {model['head_dim']}, tied), {model['dtype']}; prompt {data['prompt']:,}, {data['new_tokens']} new "
+        f"tokens; budget {data['budget']}; medians of {data['repeats']} repetitions in turns, and their ratios. "
+        "Prefill lasts to the first token, and to the end of the prompt's plan where that comes later. The plan is "
+        "scoring, choosing and writing what stays, as a share of the prefill. A step carries its part of what is done "
+        f"every few steps.{'' if data['prompt'] >= BOUNDS_FROM else SHORT}\n"
+    )
+    left_out = [f"* Left out: `{method['name']}`: {method['reason']}" for method in data["left_out"]]
+    return "\n".join([
+        "# Methods: what they cost\n", *_origin(data), note, markdown_table(head, map(_method_row, data["results"])),
+        _tally(data["results"]), *left_out,
+    ]).rstrip() + "\n"  # fmt: skip
+
+
+def _method_row(row: dict[str, Any]) -> tuple[str, ...]:
+    name = f"`{row['name']}{':' if row['setting'] else ''}{row['setting']}`"
+    if row["prefill_s"] is None:
+        return (name, row["kind"], row.get("failure") or "not run", *[""] * 9)
+    bound = "" if row["decode_bound"] is None else f"{row['decode_bound']:.2f} x"
+    extra, repeats = row["extra_passes"], "the prompt is repeated: " if row["repeats_prompt"] else ""
+    beside = f"{repeats}{extra} extra pass{'es' if extra > 1 else ''}" if extra else ""
+    return (
+        name, row["kind"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]), f"{row['plan_share']:.1%}",
+        _verdict(row["plan_holds"]), f"{row['decode_ms']:.2f}", _times(row["decode_ratio"]), bound,
+        _verdict(row["decode_holds"]), f"{row['kv_bytes'] / 1e6:.1f}", "; ".join(filter(None, [beside, row["given"]])),
+    )  # fmt: skip
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def _verdict(holds: bool | None) -> str:
+    return {True: "yes", False: "**no**", None: ""}[holds]
+
+
+def _tally(rows: Sequence[dict[str, Any]]) -> str:
+    """How many bounds hold, and how many methods did not run."""
+    counts = [
+        f"{sum(row[key] is True for row in rows)} of {sum(row[key] is not None for row in rows)} {what}"
+        for key, what in (("decode_holds", "decode times"), ("plan_holds", "plans"))
+    ]
+    failed = sum(row["prefill_s"] is None for row in rows)
+    return f"Within their bounds: {' and '.join(counts)}. Failed: {failed}.\n"
 
 
 def _origin(data: dict[str, Any]) -> list[str]:

@@ -32,5 +32,5 @@ def close_gaps(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) ->
     if not len(target):
         return
     source = ids[valid & ~leave & (column >= after)]
-    for arenas in (arrays.keys, arrays.values, arrays.positions, arrays.scores):
+    for arenas in arrays.arrays:
         reference.scatter(arenas, target, rows_at(arenas, source))

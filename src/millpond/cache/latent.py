@@ -124,9 +124,10 @@ class LatentCache(LayerCache):
         q_pos: Tensor,
         past_pos: Tensor | None,
         reduce: Reduce | None,
+        past_log_masses: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._expansion is None:
-            return super()._attend_many(sequence, q, k, v, q_pos, past_pos, reduce)
+            return super()._attend_many(sequence, q, k, v, q_pos, past_pos, reduce, past_log_masses)
         positions = q_pos[None] if past_pos is None else torch.cat([past_pos, q_pos[None]], 1)
         (keys,), (values,) = self._expansion.of(slice(sequence, sequence + 1), positions)
         past = None if past_pos is None else past_pos.expand(len(keys), -1)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.growth import grow
 from millpond.cache.headwise import Headwise
 from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
 from millpond.cache.peek import Peek
@@ -22,7 +23,8 @@ from millpond.cache.timeline import Span, Timeline
 from millpond.errors import CacheMismatchError, NumericsError, OptionError
 from millpond.kernels import ops
 from millpond.kernels.observe import window_signal
-from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce
+from millpond.kernels.rules import UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+from millpond.policy.merge import Merged
 from millpond.policy.moments import QueryMoments, QueryView
 from millpond.policy.nested import NestedPlan, NestedPolicy
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
@@ -71,7 +73,8 @@ class LayerCache:
         self._rivals = policy.rivals
         self._shape = AttentionShape(1.0)
         self._queries = QueryMemory(policy)
-        self._pending = False
+        self._memories: dict[int, Tensor] = {}  # by sequence: what its last merge left for the next
+        self._pending: frozenset[int] = frozenset()  # sequences with entries that no plan has seen
         self._nan: Tensor | None = None  # whether attention was NaN since the last check
         self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
         self._headwise = Headwise(policy) if isinstance(policy, NestedPolicy) else None
@@ -98,6 +101,7 @@ class LayerCache:
             dense.values.gather(1, order[..., None].expand_as(dense.values)),
             dense.positions.gather(1, order),
             dense.scores.gather(1, order),
+            None if dense.log_masses is None else dense.log_masses.gather(1, order),
         )
 
     def measure(self, sequence: int, of: Callable[[View], float]) -> float:
@@ -148,6 +152,7 @@ class LayerCache:
 
     def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
+        assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
         self._table = RegionTable(pool, k.shape[0], k.shape[1])
         if shape.window:
             own = self.policy.replans or self._headwise is not None
@@ -173,7 +178,9 @@ class LayerCache:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(q.device)
         rule = self._rule
         always = rule.evict is Evict.NEVER
-        table.privatise(whole=not always)
+        table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
+        if self.policy.grows:
+            grow(table, positions, self._budget)
         rivals = Rivals.of(table, self._rivals, positions)
         if rivals is None:
             table.make_room(always)
@@ -191,19 +198,22 @@ class LayerCache:
         if rivals is not None:
             rivals.compete(rule, q_pos, self._shape.window)
         if self.policy.replans:
-            for sequence in np.flatnonzero(positions >= 0).tolist():
+            asks = self.policy.window > 0 or self.policy.sums_queries
+            for sequence in np.flatnonzero((positions >= 0) & asks).tolist():
                 self._queries.remember(sequence, q[sequence, :, None], q_pos[sequence : sequence + 1], self.rope)
             self._replan(table, positions)
         return out
 
     def _replan(self, table: RegionTable, positions: np.ndarray) -> None:
-        """After a step, evict what no kernel rule could: every sequence goes back to the budget of its last plan."""
-        lens = table.lengths()
-        for sequence in np.flatnonzero(positions >= 0).tolist():
-            caps = table.caps[table.rows(sequence)].cpu().numpy().astype(np.int64)
-            if (lens[sequence] > caps).any():
-                found = Candidates(*self._dense(table, sequence))
-                self._plan(table, sequence, found, int(positions[sequence]) + 1, int(caps.sum()) // table.n_kv_heads)
+        """After a step, evict or merge what no kernel rule could: sequences go back to the budget of their last plan.
+
+        Policies that merge let `merge_every` entries gather beyond it first.
+        """
+        caps = table.budgets().astype(np.int64)
+        due = (positions >= 0) & (table.lengths() - caps >= self.policy.merge_every).any(1)
+        for sequence in np.flatnonzero(due).tolist():
+            found, budget = Candidates(*self._dense(table, sequence)), int(caps[sequence].sum()) // table.n_kv_heads
+            self._plan(table, sequence, found, int(positions[sequence]) + 1, budget)
 
     def _check_finite(self, lse: Tensor) -> None:
         """Refuse NaN at once on the CPU; elsewhere once in a while, so that no step waits for the device."""
@@ -273,11 +283,13 @@ class LayerCache:
         values = torch.cat([past.values.to(v.dtype), v], 1) if has_past else v
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         past_pos = past.positions if has_past else None
-        out, lse, colsum = self._attend_many(sequence, q, keys, values, q_pos, past_pos, reduce)
+        past_masses = past.log_masses if has_past else None
+        masses = None if past_masses is None else torch.nn.functional.pad(past_masses, (0, k.shape[1]))
+        out, lse, colsum = self._attend_many(sequence, q, keys, values, q_pos, past_pos, reduce, past_masses)
         if self.peek is not None:
             positions = torch.cat([past.positions, q_pos.expand(len(k), -1)], 1)
             met = self._keys_of(sequence, Candidates(keys, values, positions, past.scores))
-            self.peek.look(sequence, q, lse, q_pos, met, positions.expand(len(met), -1), self._shape)
+            self.peek.look(sequence, q, lse, q_pos, met, positions.expand(len(met), -1), self._shape, masses)
             return out
         if self.policy.keeps_all and not self._shape.window:
             self._append(table, sequence, k, v, q_pos)
@@ -290,11 +302,11 @@ class LayerCache:
         scores = colsum if colsum is not None else torch.zeros(positions.shape, device=q.device)
         if has_past:
             scores[:, : past.scores.shape[1]] += past.scores
-        found = Candidates(keys, values, positions, scores)
+        found = Candidates(keys, values, positions, scores, masses)
         if self._between_chunks:
             self._plan(table, sequence, found, int(q_pos[-1]) + 1)
         else:
-            self._pending = True
+            self._pending |= {sequence}
             self._rewrite(table, sequence, found, positions >= 0)
         return out
 
@@ -307,9 +319,12 @@ class LayerCache:
         q_pos: Tensor,
         past_pos: Tensor | None,
         reduce: Reduce | None,
+        past_log_masses: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, with its column sums: `ops.prefill`."""
-        return ops.prefill(q, k, v, q_pos, past_pos, colsum=reduce, **self._shape.kwargs)
+        return ops.prefill(
+            q, k, v, q_pos, past_pos, colsum=reduce, past_log_masses=past_log_masses, **self._shape.kwargs
+        )
 
     def _append(self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
         """Store all new entries behind the stored ones."""
@@ -355,7 +370,7 @@ class LayerCache:
     @property
     def pending(self) -> bool:
         """Whether there are entries that no plan has seen."""
-        return self._pending
+        return bool(self._pending)
 
     def settle(self, found: Peek | None = None) -> None:
         """Plan now what waits for the end of the prompt; scores rise to what was `found`."""
@@ -370,20 +385,21 @@ class LayerCache:
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
                 "with it"
             )
-        for sequence in range(table.n_seq):
+        for sequence in sorted(self._pending):
             entries = Candidates(*self._dense(table, sequence))
             if found is not None:
                 seen_again = found.at(sequence, entries.positions)
                 entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
             self._plan(table, sequence, entries, int(entries.positions.max()) + 1)
-        self._pending = False
+        self._pending = frozenset()
 
     def _plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int, budget: int | None = None) -> None:
         """Choose what stays of one sequence and make it so; without a `budget` under that of `seen` tokens."""
         alive = found.positions >= 0
         if self._shape.window:  # what no later query can see
             alive &= seen - found.positions < self._shape.window
-        if self.policy.keeps_all or self._fits_window(table, sequence, seen):
+        known = budget is not None and self.policy.waits  # only the first plan asks what the prompt decided
+        if self.policy.keeps_all or (not known and self._fits_window(table, sequence, seen)):
             self._rewrite(table, sequence, found, alive)
             self._set_budget(table, sequence, UNBOUNDED, None)
             if self._headwise is not None:
@@ -393,13 +409,24 @@ class LayerCache:
         found = found._replace(scores=self._signal(sequence, found))
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
-        plan = self.policy.plan(self._view(sequence, found, positions, order, seen), budget)
-        keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
-        self._rewrite(table, sequence, found, keep)
+        view = self._view(sequence, found, positions, order, seen)
+        plan = self.policy.plan(view, budget)
+        if plan.merged is None:
+            self._rewrite(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
+        else:
+            self._take(table, sequence, plan.merged, view.positions, plan.keep)
         self._set_budget(table, sequence, budget, plan.caps)
         if self._headwise is not None:
             assert isinstance(plan, NestedPlan)
             self._headwise.settle(table, sequence, plan)
+
+    def _take(self, table: RegionTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor) -> None:
+        """Hold what a plan has merged, in fresh pages."""
+        masses = merged.log_masses if self.policy.mass_bias else None
+        found = Candidates(merged.keys, merged.values, positions, merged.scores, masses)
+        self._rewrite(table, sequence, found, keep)
+        if merged.memory is not None:
+            self._memories[sequence] = merged.memory
 
     def _view(self, sequence: int, found: Candidates, positions: Tensor, order: Tensor, seen: int) -> View:
         """What the policy sees of candidates, their signal as `scores`, in the given order.
@@ -409,7 +436,9 @@ class LayerCache:
         view = View(
             positions.gather(1, order), found.scores.gather(1, order), seen, self.index,
             int(self.timeline.origin[sequence]), read=lambda part: self._contents(found, part, order),
-            outputs=self.outputs,
+            outputs=self.outputs, memory=self._memories.get(sequence),
+            log_masses=None if found.log_masses is None else found.log_masses.gather(1, order),
+            latest=lambda: self._latest(sequence, found).gather(1, order),
         )  # fmt: skip
         if self.policy.sums_queries:
             view = self._with_moments(view, sequence)
@@ -450,15 +479,21 @@ class LayerCache:
 
     def _signal(self, sequence: int, found: Candidates) -> Tensor:
         """(H, N) float32: what the policy's score is made of."""
-        if not self.policy.window:
+        if not self.policy.window or self.policy.observes_all:
             return found.scores
+        return self._latest(sequence, found)
+
+    def _latest(self, sequence: int, found: Candidates) -> Tensor:
+        """(H, N) float32: the attention of the last queries that are kept."""
         q, q_pos = self._queries.last(sequence)
         return self._look_back(sequence, q, q_pos, found)
 
     def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
         """The attention of the prompt's last queries: `window_signal`."""
         reduce = REDUCE[self.policy.reduce]
-        return window_signal(q, found.keys, q_pos, found.positions, reduce=reduce, **self._shape.kwargs)
+        return window_signal(
+            q, found.keys, q_pos, found.positions, reduce=reduce, log_masses=found.log_masses, **self._shape.kwargs
+        )
 
     def _rewrite(self, table: RegionTable, sequence: int, found: Candidates, keep: Tensor) -> None:
         """Hold exactly the kept candidates, in the order of their positions, in fresh neighbouring pages."""
@@ -470,7 +505,7 @@ class LayerCache:
         index = order[:, : int(lens.max(initial=0))].int().contiguous()
         ops.write(
             table.pool.arrays, table.pages[rows], torch.zeros_like(counts).int(), counts.int(), index,
-            found.keys, found.values, found.positions, found.scores,
+            found.keys, found.values, found.positions, found.scores, found.log_masses,
         )  # fmt: skip
         table.set_lengths(sequence, lens)
 
@@ -486,6 +521,8 @@ class LayerCache:
         if self._table is not None:
             self._table.select(sequences)
             self._queries = self._queries.copy(sequences)
+            self._pending = frozenset(i for i, s in enumerate(sequences) if s in self._pending)
+            self._memories = {i: self._memories[s] for i, s in enumerate(sequences) if s in self._memories}
             if self._rolling is not None:
                 self._rolling.select(sequences)
             if self._headwise is not None:
@@ -510,7 +547,8 @@ class LayerCache:
         table = self._table.fork() if self._table is not None else None
         rolling = self._rolling.copy() if self._rolling is not None else None
         headwise = self._headwise.copy() if self._headwise is not None else None
-        return LayerState(table, self.columns, self._pending, self._queries.copy(), rolling, headwise)
+        memories = dict(self._memories)  # replaced, never written to
+        return LayerState(table, self.columns, self._pending, self._queries.copy(), memories, rolling, headwise)
 
     def restore(self, state: LayerState) -> None:
         """Go back to a forked state, which is used up."""
@@ -518,7 +556,8 @@ class LayerCache:
             self._table.clear()
         self._table, state.table = state.table, None
         self.columns, self._pending = state.columns, state.pending
-        self._queries, self._rolling, self._headwise = state.queries, state.rolling, state.headwise
+        self._queries, self._memories = state.queries, state.memories
+        self._rolling, self._headwise = state.rolling, state.headwise
 
     def reset(self) -> None:
         """Give back every page and forget every token."""
@@ -527,7 +566,8 @@ class LayerCache:
         self._table = None
         self._rule = self.policy.decode_rule(self.index)
         self._queries = QueryMemory(self.policy)
-        self._pending, self._nan = False, None
+        self._memories = {}
+        self._pending, self._nan = frozenset(), None
         self.columns = 0
         if self._headwise is not None:
             self._headwise = self._headwise.copy([])

@@ -38,6 +38,7 @@ class Candidates(NamedTuple):
     values: Tensor  #: (H, N, value_dim)
     positions: Tensor  #: (H, N) int32, -1 for none
     scores: Tensor  #: (H, N) float32
+    log_masses: Tensor | None = None  #: (H, N) float32; None where entries have no masses
 
 
 @dataclass(slots=True)
@@ -46,8 +47,9 @@ class LayerState:
 
     table: RegionTable | None
     columns: int
-    pending: bool
+    pending: frozenset[int]
     queries: QueryMemory
+    memories: dict[int, Tensor]
     rolling: Rolling | None
     headwise: Headwise | None
 

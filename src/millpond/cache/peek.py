@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.parts import AttentionShape
-from millpond.kernels.reference import soft_cap, wide
+from millpond.kernels.reference import soft_cap, wide, with_masses
 
 #: Rows of queries that are looked at together.
 BLOCK = 64
@@ -20,9 +20,12 @@ class Peek:
 
     def look(
         self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor, keys: Tensor, positions: Tensor,
-        shape: AttentionShape,
+        shape: AttentionShape, log_masses: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Take queries q (Hq, Q, D) with denominators lse (Hq, Q) over keys (H, N, D) at positions (H, N), -1: none."""
+        """Take queries q (Hq, Q, D) with denominators lse (Hq, Q) over keys (H, N, D) at positions (H, N), -1: none.
+
+        log_masses: (H, N), added to the logits; None for none.
+        """
         n_heads, (n_kv_heads, n) = len(keys), self._best[sequence].shape
         here = (positions >= 0) & (positions < n)
         found = torch.zeros(positions.shape, device=q.device)
@@ -31,6 +34,7 @@ class Peek:
             rows = slice(begin, begin + BLOCK)
             q_own = q[:, rows].to(kind).view(n_heads, -1, *q[:, rows].shape[1:])
             logits = soft_cap(q_own @ keys.to(kind)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
+            logits = with_masses(logits, log_masses)
             distance = q_pos[rows][:, None] - positions[:, None, None, :]
             visible = here[:, None, None] & (distance >= 0)
             if shape.window:

@@ -9,9 +9,14 @@ from millpond.errors import CacheMismatchError
 
 
 class TokenIds:
-    """Ids of all tokens seen, those whose entries were evicted too."""
+    """Ids of all tokens seen, those whose entries were evicted too.
 
-    def __init__(self) -> None:
+    Args:
+        required: passes without ids are refused; else their tokens have id -1.
+    """
+
+    def __init__(self, required: bool = True) -> None:
+        self._required = required
         self._ids = torch.zeros(0, 1, dtype=torch.int64)  # (S, capacity), the last column holds pads
         self._coming: Tensor | None = None
         self._first = 0
@@ -26,10 +31,12 @@ class TokenIds:
         longest: tokens of the longest sequence.
 
         Raises:
-            CacheMismatchError: the model was not given ids for these tokens.
+            CacheMismatchError: the model was not given ids for these tokens, and they are required.
         """
         begin, (n_seq, n) = start - self._first, grid.shape
         ids = None if self._coming is None else self._coming[:, max(begin, 0) : begin + n]
+        if (ids is None or ids.shape != grid.shape) and not self._required:
+            ids = torch.full_like(grid, -1)
         if ids is None or ids.shape != grid.shape:
             raise CacheMismatchError(
                 "this method looks at token ids, and the model was given none (inputs_embeds), or others than the "
@@ -38,6 +45,11 @@ class TokenIds:
         self._grow(n_seq, longest + 1, grid.device)
         column = torch.where(grid < 0, self._ids.shape[1] - 1, grid.long())
         self._ids.scatter_(1, column, ids.to(self._ids))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self._ids.device
 
     def at(self, sequences: Tensor, positions: Tensor) -> Tensor:
         """The ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from millpond.cli.console import errors
 from millpond.cli.options import optional
 from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.bench.candidates import ModelShape
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory beside what they are compared with.")
 
@@ -83,6 +87,44 @@ def generate(
 
 
 @app.command()
+def methods(
+    methods: Annotated[
+        str | None, optional(help="Separated by commas; options as in h2o:recent=0.1. Default: all there are.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")] = False,
+    shape: Annotated[
+        str | None,
+        optional(help="Of the model: layers x width x query heads/KV heads x head size. Default: 4x1024x16/4x64."),
+    ] = None,
+    prompt: Annotated[int | None, optional(min=1, help="Tokens of the prompt. Default: 4096.")] = None,
+    new_tokens: Annotated[int | None, optional(min=2, help="Tokens to generate. Default: 64.")] = None,
+    repeats: Annotated[int | None, optional(min=1, help="Repetitions in turns. Default: 5.")] = None,
+    budget: Annotated[str, typer.Option(help="A share of the prompt, or entries per KV head.")] = "20%",
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
+    out: Out = None,
+) -> None:
+    """Time every method beside snapkv: its prefill, the plan's share of that, its decoding, and the bytes it holds."""
+    from millpond.bench.methods import QUICK, Plan, run
+    from millpond.bench.report import methods_markdown
+    from millpond.budget import Budget
+    from millpond.evals.spec import parse_specs
+
+    Budget.parse(budget)
+    base = QUICK if quick else Plan()
+    plan = replace(
+        base, shape=_shape(shape) if shape else base.shape, prompt=prompt or base.prompt,
+        methods=tuple((s.name, s.options) for s in parse_specs(methods, "methods")) if methods else None,
+        new_tokens=new_tokens or base.new_tokens, repeats=repeats or base.repeats, budget=budget, threads=threads,
+        seed=seed,
+    )  # fmt: skip
+    with errors().status("measuring") as status:
+        data = run(plan, status.update)
+    data["command"] = _command()
+    _deliver("methods-quick" if quick else "methods", data, methods_markdown(data), out)
+
+
+@app.command()
 def stream(
     tokens: Annotated[int, typer.Option(min=100, help="Length of the text.")] = 1_000_000,
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = "streaming,h2o",
@@ -116,6 +158,20 @@ def _cells(text: str) -> tuple[tuple[int, int], ...]:
             raise OptionError(f"cell {part.strip()!r} must read BATCHxPROMPT, for example 4x2048")
         cells.append((int(batch), int(prompt)))
     return tuple(cells)
+
+
+def _shape(text: str) -> ModelShape:
+    """A shape from "4x1024x16/4x64"; its feed-forward layers are 2.75 times as wide as the model."""
+    from millpond.bench.candidates import ModelShape
+
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)/(\d+)x(\d+)", text.strip())
+    numbers = [int(n) for n in found.groups()] if found else [0]
+    if not all(numbers):
+        raise OptionError(f"shape {text!r} must read LAYERSxWIDTHxHEADS/KV_HEADSxHEAD_SIZE, for example 4x1024x16/4x64")
+    layers, width, heads, kv_heads, head_dim = numbers
+    if heads % kv_heads or head_dim % 2:
+        raise OptionError(f"shape {text!r}: query heads must be a multiple of KV heads, and the head size even")
+    return ModelShape(layers, width, heads, kv_heads, head_dim, ffn=max(1, width * 11 // 4))
 
 
 def _command() -> str:

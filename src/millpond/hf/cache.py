@@ -21,12 +21,15 @@ from millpond.cache.timeline import Timeline
 from millpond.cache.tokens import TokenIds
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.budgets import Budgets, layer_windows
+from millpond.hf.entropies import Entropies
+from millpond.hf.images import ImageTokens, image_ids, image_tokens
 from millpond.hf.layer import MillpondLayer, Observer
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
 from millpond.hf.rebuild import Rebuilder
 from millpond.hf.rotation import show_rotations
 from millpond.hf.support import decoder_modules, layer_cache, text_config
+from millpond.policy.entropy import EntropyPolicy
 from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.rebuild import RebuildPolicy
@@ -80,7 +83,10 @@ class MillpondCache(Cache):
         self.policy = policy
         self.budget = budget
         self.timeline = Timeline()
-        self.timeline.tokens = TokenIds() if isinstance(policy, NestedPolicy | RebuildPolicy) else None
+        self._image_ids = image_ids(model.config)
+        looks_at_tokens = isinstance(policy, NestedPolicy | RebuildPolicy)
+        if looks_at_tokens or self._image_ids:
+            self.timeline.tokens = TokenIds(required=looks_at_tokens)
         self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
         self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
@@ -92,6 +98,10 @@ class MillpondCache(Cache):
         self._before_pass = 0
         self._passes = Passes(self, decoder_modules(model))
         self.on_close(self._passes.close)
+        self._entropies: Entropies | None = None
+        if isinstance(policy, EntropyPolicy):
+            self._entropies = Entropies(self, model, policy, settles=between_chunks)
+            self.on_close(self._entropies.close)
         make = layer_cache(config)
         cores = [
             make(
@@ -152,6 +162,15 @@ class MillpondCache(Cache):
         rows = self.cores[layer].read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
+    def image_tokens(self) -> ImageTokens:
+        """How many tokens of images and videos were seen, and how many are kept.
+
+        Raises:
+            UnsupportedModelError: the model has no image tokens.
+            CacheMismatchError: it was given embeddings in place of ids.
+        """
+        return image_tokens(self, self._image_ids)
+
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
         for pool in self.pools:
@@ -172,6 +191,8 @@ class MillpondCache(Cache):
         self.timeline.reset()
         if self._rebuilder is not None:
             self._rebuilder.reset()
+        if self._entropies is not None:
+            self._entropies.reset()
         for pool in self.pools:
             pool.trim()
 
@@ -232,6 +253,8 @@ class MillpondCache(Cache):
         if sequences == list(range(self.timeline.n_seq)):
             return
         self.journal.settle()
+        if self._entropies is not None:
+            self._entropies.select(sequences)
         for core in self.cores:
             core.select(sequences)
         self.timeline.select(sequences)
@@ -252,6 +275,8 @@ class MillpondCache(Cache):
                 f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
                 f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
+        if self._entropies is not None:
+            self._entropies.check_running()
         if ids is not None and ids.shape[1] == 1:
             self._rebuild()
         self.timeline.begin_pass(ids)
@@ -290,6 +315,7 @@ class MillpondCache(Cache):
         key = (key_dim, value_dim, storage, device)
         if key not in self._pools:
             self._pools[key] = PagePool(
-                key_dim, value_dim, storage, device, slots=self._page_slots, limit_bytes=self._memory_limit
-            )
+                key_dim, value_dim, storage, device, slots=self._page_slots, limit_bytes=self._memory_limit,
+                masses=self.policy.mass_bias,
+            )  # fmt: skip
         return self._pools[key]

@@ -29,3 +29,16 @@ def based_on(owner: str, text: str) -> Policy:
     if base.keeps_all:
         raise OptionError(f"{owner}: score={text!r} keeps everything and has no score to share a budget by")
     return base
+
+
+def merge_steps(owner: str, every: int, merges: bool) -> int:
+    """`every` entries gather before they are merged while decoding, if the method `merges` then.
+
+    Raises:
+        OptionError: a number below 1, or one for a method that does not merge while decoding.
+    """
+    if every < 1:
+        raise OptionError(f"{owner}: every={every} must be at least 1")
+    if every > 1 and not merges:
+        raise OptionError(f"{owner}: every={every}, but nothing is merged while decoding; leave it out")
+    return every

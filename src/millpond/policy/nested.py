@@ -76,7 +76,7 @@ class NestedPolicy(Policy):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"{name}={getattr(self, name)} must lie in 0..1")
         alone = isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers) and self.protect.recent == 0
-        if not (alone and isinstance(self.score, AccumulatedAttention)):
+        if not (alone and self.merge is None and isinstance(self.score, AccumulatedAttention)):
             raise OptionError("a method whose heads have rules of their own cannot be the score of another method")
 
     def decode_rule(self, layer: int) -> DecodeRule:

@@ -12,6 +12,7 @@ from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduc
 from millpond.policy.allocate import HeadAllocation, Uniform
 from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
+from millpond.policy.merge import Merge, Merged
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
 from millpond.policy.select import keep_best
@@ -27,10 +28,12 @@ class Plan:
     Attributes:
         keep: (H, N) bool over the view's columns.
         caps: (H,) int64: most entries each head may hold from now on.
+        merged: the view's columns after those that leave were taken into those that stay; None: they are dropped.
     """
 
     keep: Tensor
     caps: Tensor
+    merged: Merged | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,10 @@ class Policy:
             token of the prompt, as if it had been decoded.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gap between sinks and
             recent entries by exact rotation, so that no distance exceeds the cache.
-        seed: of random scores.
+        merge: how entries that leave are taken into those that stay; None drops them.
+        mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
+        merge_every: while decoding as many entries gather beyond the budget before a plan merges them.
+        seed: of random scores and random merges.
     """
 
     score: Score | None = None
@@ -61,6 +67,9 @@ class Policy:
     every_step: bool = True
     prefill: Literal["once", "greedy"] = "once"
     positions: Literal["absolute", "cache_relative"] = "absolute"
+    merge: Merge | None = None
+    mass_bias: bool = False
+    merge_every: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,9 +81,31 @@ class Policy:
             raise OptionError(
                 'a score over queries before RoPE needs positions="absolute": cache-relative ones turn queries anew'
             )
-        if self.waits and (self.prefill == "greedy" or self.replans):
+        if self.waits and (self.prefill == "greedy" or (self.replans and self.merge is None)):
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
+            )
+        self._check_merge()
+
+    def _check_merge(self) -> None:
+        if self.merge_every < 1:
+            raise OptionError(f"merge_every={self.merge_every} must be at least 1 step")
+        if self.merge is None:
+            if self.mass_bias or self.merge_every != 1:
+                raise OptionError("mass_bias and merge_every belong to a policy that merges; leave them out")
+            return
+        if self.score is None:
+            raise OptionError("a policy that keeps everything has nothing to merge")
+        if self.positions != "absolute":
+            raise OptionError('merging needs positions="absolute": a merged key cannot be rotated to another place')
+        if self.every_step and isinstance(self.heads, PromptHeads):
+            raise OptionError(
+                "heads with rules of their own drop entries while decoding; merge over a method that grows then"
+            )
+        if self.rivals.every:
+            raise OptionError(
+                f"heads compete every {self.rivals.every} steps and drop what they lose; with merging they compete at "
+                "each plan, so set every=0"
             )
 
     @property
@@ -85,12 +116,12 @@ class Policy:
     @property
     def observes_all(self) -> bool:
         """The prompt's column sums over all queries are needed."""
-        return self.score is not None and self.score.queries == "all"
+        return self.score is not None and self.score.queries in ("all", "both")
 
     @property
     def window(self) -> int:
         """How many of the prompt's last queries must be kept for the plan; 0 for none."""
-        return self.score.window if self.score is not None and self.score.queries == "window" else 0
+        return self.score.window if self.score is not None and self.score.queries in ("window", "both") else 0
 
     @property
     def sums_queries(self) -> bool:
@@ -104,13 +135,18 @@ class Policy:
 
     @property
     def replans(self) -> bool:
-        """Each decoding step ends with a plan, because no rule of the decode kernel continues the score."""
-        return self.score is not None and self.every_step and self.score.evict is None
+        """Decoding steps end with a plan, because no rule of the decode kernel continues the score, or merges."""
+        return self.score is not None and self.every_step and (self.score.evict is None or self.merge is not None)
 
     @property
     def waits(self) -> bool:
         """Nothing can leave before all layers have read the prompt, because the layers' budgets depend on it."""
         return isinstance(self.layers, PromptLayers)
+
+    @property
+    def grows(self) -> bool:
+        """The budget of a sequence follows its text while it is decoded, where that is a share (`AnchorPolicy`)."""
+        return False
 
     @property
     def repeats_prompt(self) -> bool:
@@ -133,7 +169,7 @@ class Policy:
         return DecodeRule(
             signal=self.score.signal,
             reduce=REDUCE[self.reduce],
-            evict=Evict.NEVER if self.score.evict is None else self.score.evict,
+            evict=Evict.NEVER if self.score.evict is None or self.merge is not None else self.score.evict,
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),
@@ -164,7 +200,13 @@ class Policy:
         caps = self._caps(counts, view, budget)
         if decided is not None:
             caps = caps.masked_fill(decided.grows.to(caps.device), UNBOUNDED)
-        return Plan(keep, caps)
+        return Plan(keep, caps, merged=self._merged(view, keep, value))
+
+    def _merged(self, view: View, keep: Tensor, value: Tensor) -> Merged | None:
+        """What the policy's merge makes of the view; None where nothing leaves."""
+        if self.merge is None or not bool((view.valid & ~keep).any()):
+            return None
+        return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
 
     def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
         if not self.every_step:

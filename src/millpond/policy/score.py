@@ -13,9 +13,9 @@ from millpond.kernels.reference import hash_priority
 from millpond.kernels.rules import Evict, Signal
 from millpond.policy.view import View
 
-#: What a score wants of the queries at prefill: nothing; the attention of every one, or of the last `window`; or no
-#: attention, but mean and spread of them all (`QueryMoments`), as the layer uses them or before RoPE.
-Queries = Literal["none", "all", "window", "rotated", "unrotated"]
+#: What a score wants of the queries at prefill: nothing; the attention of every one, of the last `window`, or of both
+#: kinds; or no attention, but mean and spread of them all (`QueryMoments`), as the layer uses them or before RoPE.
+Queries = Literal["none", "all", "window", "both", "rotated", "unrotated"]
 
 
 class Score(Protocol):

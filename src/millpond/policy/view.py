@@ -29,6 +29,9 @@ class View:
         outputs: hands over the maps from values to the layer's output; None where no model is there.
         tokens: hands over the token ids of the entries; None where nobody knows them.
         look: hands over attention by query head, see `received`; None where no queries are kept.
+        latest: hands over the attention of the last queries, see `window_signal`; None where no queries are kept.
+        log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
+        memory: what the last merge of this sequence left for the next; None for nothing.
     """
 
     positions: Tensor
@@ -42,6 +45,9 @@ class View:
     outputs: Callable[[], Tensor] | None = None
     tokens: Callable[[], Tensor] | None = None
     look: Callable[[int], Tensor] | None = None
+    latest: Callable[[], Tensor] | None = None
+    log_masses: Tensor | None = None
+    memory: Tensor | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -64,6 +70,19 @@ class View:
         """(H, N) int64: the token id of each entry; any number where there is none."""
         assert self.tokens is not None, "the cache keeps the token ids for a policy that looks at them"
         return self.tokens()
+
+    @property
+    def masses(self) -> Tensor:
+        """(H, N) float64: how many entries each one stands for; 1 where there is none."""
+        if self.log_masses is None:
+            return torch.ones(self.positions.shape, dtype=torch.float64, device=self.positions.device)
+        return self.log_masses.double().masked_fill(~self.valid, 0).exp()
+
+    @property
+    def window_signal(self) -> Tensor:
+        """(H, N) float32: the attention that each entry has received from the last queries alone."""
+        assert self.latest is not None, "the cache keeps the last queries for a score that looks at them"
+        return self.latest()
 
     def received(self, width: int) -> Tensor:
         """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.

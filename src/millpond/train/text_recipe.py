@@ -71,12 +71,9 @@ class TextRecipe:
 
 
 _CPU = TextRecipe(
-    "cpu", hidden=256, ffn=704, layers=6, heads=8, kv_heads=4, head_dim=32, tokens=5_600_000, tokens_per_step=4096,
-    decay_from=0.79, lengths=((0.0, 512), (0.673, 128), (0.79, 512), (0.88, 2048), (0.97, 4096)),
-    tasks=(
-        (0.0, Tasks(0.15, 0.08, 0.0)), (0.375, Tasks(0.15, 0.08, 0.5)),
-        (0.673, Tasks(0.0, 0.0, 0.9)), (0.79, Tasks(0.25, 0.08, 0.35)), (0.88, Tasks(0.25, 0.08, 0.05)),
-    ),
+    "cpu", hidden=256, ffn=704, layers=6, heads=8, kv_heads=4, head_dim=32, tokens=10_500_000, tokens_per_step=4096,
+    decay_from=0.5, lengths=((0.0, 128), (0.14, 256), (0.55, 512), (0.8, 1024), (0.9, 2048), (0.98, 4096)),
+    tasks=((0.0, Tasks(0.0, 0.0, 0.5)), (0.14, Tasks(0.15, 0.08, 0.1))),
 )  # fmt: skip
 _GPU = TextRecipe(
     "gpu", hidden=512, ffn=1408, layers=8, heads=8, kv_heads=4, head_dim=64, tokens=150_000_000,

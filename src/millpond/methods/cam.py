@@ -1,0 +1,53 @@
+"""CaM: cache merging (Zhang et al., ICML 2024)."""
+
+from typing import Annotated, Literal
+
+from millpond.methods import method
+from millpond.policy.merge_next import IntoNext, NewestStay
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import AccumulatedAttention, LastAttention, Score
+
+
+@method("cam")
+def cam(
+    targets: Annotated[int, "kept entries behind the one that leaves, over which its value is spread; 0 for all"] = 16,
+    attention: Annotated[
+        Literal["sum", "mean", "last"], "what counts as attention: from all queries, their mean, or from the newest"
+    ] = "sum",
+    over: Annotated[
+        Literal["targets", "recent", "max"],
+        "what it is divided by: the mean of the targets, the mean behind the sinks, or the largest of all",
+    ] = "targets",
+    draw: Annotated[bool, "merge at random (the paper); else by expectation"] = False,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    prefill: Annotated[Literal["once", "greedy"], "merge once at the prompt's end, or at each of its tokens"] = "once",
+    seed: Annotated[int, "of the draws: the same whatever the batch"] = 0,
+    mass_bias: Annotated[bool, "values become means by mass, and attention counts their mass"] = False,
+    every: Annotated[int, "while decoding: entries that gather before they are merged"] = 1,
+) -> Policy:
+    """Before an entry falls out of the recent window, add its value to the entries behind it; sinks and newest stay.
+
+    V_j <- V_j + M_i V_i / n for the n kept entries j right behind i, M_i ~ Bernoulli(p_i) with
+    p_i = clamp(a_i / mean_j a_j, 0, 1); keys stay as they are. Where attention keeps its proportions, the sum of
+    attention times value that a query collects is then right in expectation, as long as p < 1.
+
+    Departs from the paper: p_i takes the place of the draw unless draw=True; draws depend on seed, layer, head and
+    position. With mass_bias the mass p_i goes along, so that the softmax's denominator is right as well. Of the three
+    variants in the official code the default is the one for streaming: (targets=16, attention=sum, over=targets).
+    The others are (32, last, recent) and (0, mean, max). A value is merged when its entry leaves and is not seen twice
+    in between, and is divided by the targets that there are. At the end of a prompt all that leaves is spread over the
+    first kept entries behind it; prefill="greedy" merges token by token instead.
+    """
+    kinds: dict[str, Score] = {
+        "sum": AccumulatedAttention(), "mean": AccumulatedAttention(average=True), "last": LastAttention(),
+    }  # fmt: skip
+    return Policy(
+        score=NewestStay(kinds[attention]),
+        protect=Protect(sinks=sinks, recent=1),
+        prefill=prefill,
+        merge=IntoNext(kinds[attention], targets, over, draw, mass_bias, sinks),
+        mass_bias=mass_bias,
+        merge_every=every,
+        seed=seed,
+    )

@@ -1,0 +1,62 @@
+"""D2O: dynamic discriminative operations (Wan et al., ICLR 2025, arXiv:2406.13035)."""
+
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.methods._base import merge_steps
+from millpond.policy.density import AttentionDensity
+from millpond.policy.merge_recall import RecallNearest
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.score import AccumulatedAttention
+
+
+@method("d2o", paper="arXiv:2406.13035")
+def d2o(
+    recent: Annotated[int | float, "newest entries that stay: a share of the layer's budget (0.5) or a count"] = 0.5,
+    sinks: Annotated[int, "first positions that always stay"] = 4,
+    rate: Annotated[
+        float | str, "of the threshold's moving average; auto: 0.7, or 0.5 as in the official code"
+    ] = "auto",
+    density: Annotated[
+        Literal["relative", "absolute"], "variances over the largest of all layers, or as they are (the paper)"
+    ] = "relative",
+    variant: Annotated[Literal["paper", "official_code"], "weights, rate and density"] = "paper",
+    mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
+    decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging (the paper), or grow"] = "merge",
+    every: Annotated[int, "with decode=merge: entries that gather before they are merged"] = 1,
+) -> Policy:
+    """Give layers of even attention more of the budget, evict as H2O does, and merge what is like something kept.
+
+    Layers: with F_l the variance of the attention that entries of layer l have received, its share of the whole budget
+    is softmax_l(-F_l). Entries: of highest accumulated attention, and the newest. An entry that leaves, with
+    u = max_c cos(k, k_c) over the kept ones, is merged into that one if u >= tau, else dropped. tau starts as the mean
+    of u and follows tau <- 0.7 mean(u) + 0.3 tau, for each sequence and layer. Merged keys and values are
+    x_c <- (e x_c + sum_i exp(u_i) x_i) / (e + sum_i exp(u_i)); the score of the kept entry stays its own.
+
+    Layers are compared when all of them have read the prompt: until the first token after it nothing leaves, a prompt
+    in chunks is planned once, and assisted generation is not possible.
+
+    Departs from the paper: variances are taken over the largest of all layers, because those of a long prompt would
+    give one layer everything (density="absolute" takes them as they are). All layers share the budget, so that the
+    total is exact; the official code leaves layers 0, 1 and the last whole and does not count them. Every KV head
+    decides by its own u. Sinks take nothing in. variant="official_code" has variances scaled within each layer,
+    tau <- 0.5 mean(u) + 0.5 tau, and x_c <- (x_c + sum_i u_i x_i) / (1 + m), which shrinks what it merges.
+    """
+    official = variant == "official_code"
+    if official and mass_bias:
+        raise OptionError("d2o: mass_bias needs weights that sum to 1, which variant=official_code has not")
+    if isinstance(rate, str):
+        if rate != "auto":
+            raise OptionError(f"d2o: rate={rate!r} must be a number, or auto")
+        rate = 0.5 if official else 0.7
+    return Policy(
+        score=AccumulatedAttention(),
+        protect=Protect(sinks=sinks, recent=recent),
+        layers=AttentionDensity("heads" if official else density),
+        every_step=decode == "merge",
+        merge=RecallNearest(rate, sinks, shrinking=official),
+        mass_bias=mass_bias,
+        merge_every=merge_steps("d2o", every, decode == "merge"),
+    )

@@ -1,0 +1,49 @@
+"""EMS: evict, then merge, by global and local attention (Li et al., 2024, arXiv:2412.08521); reconstructed."""
+
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.methods._base import merge_steps
+from millpond.policy.global_local import GlobalAndLocal
+from millpond.policy.merge_classes import IntoClasses
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+
+
+@method("ems", paper="arXiv:2412.08521")
+def ems(
+    window: Annotated[int, "last queries whose attention counts as local; their entries always stay"] = 32,
+    kernel: Annotated[int, "width of a max pool of the score over neighbouring entries, odd; 1 for none"] = 1,
+    threshold: Annotated[float, "entries less like every kept one are dropped; above 1 nothing is merged"] = 0.6,
+    cover: Annotated[float, "share of the score whose entries matter: kept, or merged"] = 0.95,
+    most: Annotated[float, "entries that may be merged at a time, as a multiple of those that are kept"] = 4.0,
+    sinks: Annotated[int, "first positions that always stay"] = 0,
+    mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
+    decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging, or grow"] = "merge",
+    every: Annotated[int, "with decode=merge: entries that gather before they are merged"] = 1,
+) -> Policy:
+    """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
+
+    s_j = max(g_j, l_j mean(g) / mean(l)), with g the attention from all queries and l that of the last `window`. Each
+    KV head keeps its best as centres. What leaves but belongs to the `cover` share of the score joins the centre c of
+    highest cos(k, k_c) cos(v, v_c), or the class of zero, which is dropped, if that is at most the threshold. A centre
+    becomes the mean of its class by score: of the values, and of the directions and the lengths of the keys. It has
+    the attention of all its members.
+
+    Reconstructed: no official code is public, and the paper is known here from its abstract and its reviews. Ours are
+    cover, most and threshold, that a product of two negative cosines counts as unlike, and that while decoding the
+    same happens whenever `every` entries have gathered beyond the budget.
+    """
+    if kernel % 2 == 0:
+        raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")
+    if window < 1:
+        raise OptionError(f"ems: window={window} must be at least 1")
+    return Policy(
+        score=GlobalAndLocal(window, kernel),
+        protect=Protect(sinks=sinks, recent=window),
+        every_step=decode == "merge",
+        merge=IntoClasses(threshold, cover, most, sinks),
+        mass_bias=mass_bias,
+        merge_every=merge_steps("ems", every, decode == "merge"),
+    )

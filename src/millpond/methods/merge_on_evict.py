@@ -1,0 +1,41 @@
+"""Merge on evict: what any other method drops is merged into what it keeps (after MergingPress of kvpress)."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from millpond.errors import OptionError
+from millpond.methods import method
+from millpond.methods._base import based_on, merge_steps
+from millpond.policy.merge_nearest import IntoNearest
+from millpond.policy.policy import Policy
+
+
+@method("merge_on_evict")
+def merge_on_evict(
+    score: Annotated[str, "the method that chooses what leaves: snapkv, h2o, ada/score=snapkv, ..."] = "snapkv",
+    threshold: Annotated[
+        float, "entries whose key has a smaller cosine with every kept one are dropped; 0 or more"
+    ] = 0.0,
+    mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
+    every: Annotated[int, "where the method evicts while decoding: entries that gather before they are merged"] = 1,
+) -> Policy:
+    """Merge the values of entries that leave into the kept entries whose keys point most alike; keys stay as they are.
+
+    Entry e goes to c(e) = argmax_c cos(k_e, k_c), per KV head. With u_e the cosine and
+    w_e = u_e ||v_e|| / (||v_e|| + ||v_c||), v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e). What stays, and where, is
+    what `score` keeps, which goes on from the scores of the kept entries. With mass_bias an entry that stands for m
+    weighs m times, and log m is added to its logit: merging equal entries is then without loss.
+
+    Departs from the code that it follows: merging goes on while decoding, where `score` evicts then (each step then
+    ends with a plan, and is slow; `every` spreads the cost, and up to every - 1 entries lie beyond the budget). The
+    sinks that `score` protects take nothing in.
+    """
+    base = based_on("merge_on_evict", score)
+    if base.merge is not None:
+        raise OptionError(f"merge_on_evict: score={score!r} merges already; name one that drops")
+    return replace(
+        base,
+        merge=IntoNearest(threshold, base.protect.sinks),
+        mass_bias=mass_bias,
+        merge_every=merge_steps("merge_on_evict", every, base.every_step),
+    )

@@ -1,0 +1,208 @@
+"""`bench methods`: who takes part, what each may cost, what is timed, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import millpond as mp
+from millpond.bench import methods as bench
+from millpond.bench import plan_clock
+from millpond.bench.candidates import ModelShape, draw_prompts
+from millpond.bench.clock import Stopwatch
+from millpond.bench.entrant import Entrant, Reading
+from millpond.bench.methods import QUICK, Plan, enter, step_s
+from millpond.bench.plan_clock import PlanClock
+from millpond.bench.report import methods_markdown
+from millpond.cli.app import app
+from millpond.errors import OptionError
+from millpond.methods import METHODS
+from millpond.policy.policy import Policy
+
+TINY = replace(
+    QUICK, shape=ModelShape(layers=2, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
+    prompt=200, new_tokens=6, repeats=2,
+)  # fmt: skip
+
+
+def picked(*names: str, **plan: Any) -> Plan:
+    return replace(TINY, methods=tuple((name, {}) for name in names), **plan)
+
+
+# ---------------------------------------------------------------------- who takes part
+
+
+def test_nobody_is_left_out_today() -> None:
+    entrants, left_out = enter(QUICK)
+    assert left_out == []
+    assert [e.name for e in entrants] == METHODS.names()
+    assert {e.name for e in entrants if e.given} >= {"fastgen", "kvzip"}
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two methods that cannot be built as they are."""
+    monkeypatch.setattr(METHODS, "_entries", {name: METHODS.get(name) for name in METHODS.names()})
+
+    @METHODS.register("needy")
+    def needy(table: str) -> Policy:
+        """It needs a table."""
+        return METHODS.get("h2o")()
+
+    @METHODS.register("grumpy")
+    def grumpy() -> Policy:
+        """It refuses."""
+        raise RuntimeError("not today")
+
+
+def test_a_method_that_cannot_be_built_is_left_out_with_the_reason(odd: None) -> None:
+    entrants, left_out = enter(QUICK)
+    assert {e.name for e in entrants} == set(METHODS.names()) - {"needy", "grumpy"}
+    reasons = {method["name"]: method["reason"] for method in left_out}
+    assert reasons == {"grumpy": "not today", "needy": "needy has no default for table; name it, as needy:table=..."}
+    given = enter(replace(TINY, methods=(("needy", {"table": "1"}),)))[0]
+    assert [(e.name, e.setting) for e in given] == [("snapkv", ""), ("needy", "table=1")]
+
+
+def test_what_is_asked_for_by_name_is_not_left_out(odd: None) -> None:
+    with pytest.raises(OptionError, match="needy has no default for table"):
+        enter(picked("needy"))
+    with pytest.raises(OptionError, match="did you mean 'snapkv'"):
+        enter(picked("snapvk"))
+
+
+def test_the_anchor_takes_part_once() -> None:
+    assert [e.name for e in enter(picked("h2o"))[0]] == ["snapkv", "h2o"]
+    assert [e.name for e in enter(picked("h2o", "snapkv"))[0]] == ["h2o", "snapkv"]
+    other = enter(replace(TINY, methods=(("snapkv", {"decode": "evict"}),)))[0]
+    assert [e.setting for e in other] == ["", "decode=evict"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("full", {}, ("keeps everything", None)),
+        ("snapkv", {}, ("grows", 1.05)),
+        ("kvmerger", {}, ("grows", 1.05)),
+        ("h2o", {}, ("evicts", 1.15)),
+        ("elastic", {}, ("evicts", 1.15)),
+        ("strided", {}, ("plans at each step", 1.15)),
+        ("cam", {}, ("merges", 1.3)),
+        ("kvmerger", {"decode": "merge", "every": "4"}, ("merges every 4 steps", 1.3)),
+    ],
+)
+def test_what_a_method_may_cost_follows_from_its_policy(name: str, options: dict[str, str], kind: object) -> None:
+    assert Entrant.of(name, options, 64).kind == kind
+
+
+# ---------------------------------------------------------------------- what is timed
+
+
+def test_a_step_carries_its_part_of_what_comes_every_few_steps() -> None:
+    steps = [1.0, 1.0, 10.0, 1.0, 1.0, 10.0, 1.0]
+    assert step_s(steps, 1) == step_s(steps, 0) == 1
+    assert step_s(steps, 3) == 4
+    assert step_s(steps, 100) == sum(steps) / 7
+
+
+@pytest.mark.parametrize(
+    ("name", "late"), [("full", 0), ("h2o", 0), ("strided", 0), ("cam", 0), ("kvzip", 0), ("simlayerkv", 2)]
+)
+def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
+    name: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock ticks once per look, so that each plan takes one second: one for each of the two layers."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(plan_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    model, policy = TINY.shape.build(), Entrant.of(name, {}, 64).policy
+    prompt = draw_prompts(TINY.shape, 1, 300, 0)
+    with torch.inference_mode(), mp.compress(model, policy, None if policy.keeps_all else "40%") as cache:
+        watch = Stopwatch()
+        with PlanClock(model, cache, watch) as clock:
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=watch,
+                max_new_tokens=5, min_new_tokens=5, do_sample=False,
+            )  # fmt: skip
+        assert not any("_plan" in vars(core) for core in cache.cores)
+    assert (clock.plan_s, clock.late_s) == (0 if name == "full" else 2, late)
+    assert clock.passes == (2 if name == "kvzip" else 1)
+
+
+def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
+    data = bench.run(picked("streaming", "snapkv", budget="16"))
+    streaming, snapkv = data["results"]
+    assert len(streaming["readings"]) == 2
+    assert streaming["decode_ratio"] is None
+    assert streaming["decode_holds"] is None
+    assert snapkv["failure"].startswith("BudgetError: ")
+    text = methods_markdown({**data, "command": "test"})
+    assert f"| `snapkv` | grows | {snapkv['failure']} |" in text
+    assert "Failed: 1." in text
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def entrant(name: str, *readings: tuple[float, float, float], **options: str) -> Entrant:
+    made = Entrant.of(name, options, 64)
+    made.readings = [Reading(prefill, plan, decode, 1000, 1) for prefill, plan, decode in readings]
+    return made
+
+
+def test_medians_ratios_and_bounds() -> None:
+    anchor = entrant("snapkv", (2, 0.1, 10), (4, 0.1, 20), (2, 0.2, 10))
+    slow = entrant("h2o", (3, 0.3, 12), (3, 0.3, 12), (9, 0.9, 99)).as_dict(anchor)
+    assert (slow["prefill_s"], slow["prefill_ratio"]) == (3, 1.5)
+    assert slow["plan_share"] == pytest.approx(0.1)
+    assert (slow["decode_ms"], slow["decode_ratio"], slow["decode_bound"]) == (12, 1.2, 1.15)
+    assert (slow["plan_holds"], slow["decode_holds"]) == (False, False)
+    own = anchor.as_dict(anchor)
+    assert (own["plan_share"], own["plan_holds"]) == (0.05, True)
+    assert (own["decode_ratio"], own["decode_holds"]) == (1, True)
+    assert entrant("cam", (1, 0, 12)).as_dict(anchor)["decode_holds"] is True
+    assert entrant("full", (1, 0, 99)).as_dict(anchor)["decode_holds"] is None
+
+
+def test_the_command_writes_both_files(tmp_path: Path) -> None:
+    arguments = ["--quick", "--methods", "h2o:recent=0.25,kvzip,fastgen", "--repeats", "1", "--new-tokens", "4"]
+    result = CliRunner().invoke(app, ["bench", "methods", *arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "methods-quick.json").read_text())
+    rows = {row["name"]: row for row in data["results"]}
+    assert list(rows) == ["snapkv", "h2o", "kvzip", "fastgen"]
+    assert not any("failure" in row for row in rows.values())
+    assert rows["snapkv"]["prefill_ratio"] == rows["snapkv"]["decode_ratio"] == 1
+    assert [rows[name]["extra_passes"] for name in rows] == [0, 0, 1, 0]
+    full = 2 * 2 * 515 * 2 * 32 * 2  # layers x (key, value) x entries x KV heads x head_dim x bytes
+    assert all(0.15 * full < row["kv_bytes"] < 0.35 * full for row in rows.values())
+    assert all(0 < row["plan_share"] < 1 for row in rows.values())
+    text = (tmp_path / "methods-quick.md").read_text()
+    assert data["command"].startswith("millpond")
+    assert data["hardware"] in text
+    assert "here they check the machinery" in text
+    assert "| `h2o:recent=0.25` | evicts |" in text
+    assert "the prompt is repeated: 1 extra pass; 5 ids ask for the repetition |" in text
+    assert "1 id is special, 32 of 512 are punctuation |" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("4x1024", "must read"), ("4x0x16/4x64", "must read"), ("4x64x6/4x16", "multiple"), ("4x64x8/4x15", "even")],
+)
+def test_shapes_that_cannot_be(text: str, reason: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "methods", "--shape", text])
+    assert result.exit_code == 2
+    assert reason in result.output
+
+
+def test_a_shape_is_read() -> None:
+    from millpond.cli.bench import _shape
+
+    assert _shape("4x1024x16/4x64") == Plan().shape
