@@ -40,6 +40,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[_Parts, dict[str, Any]]] = we
 class _Parts(NamedTuple):
     """A layer taken apart. Weights are read anew at each pass, so that new ones count."""
 
+    config: Any
     gate: Gate
     modules: tuple[nn.Module, ...]  # all inside: what must have no hooks
     weighted: tuple[nn.Module, ...]  # those that have weights
@@ -68,7 +69,8 @@ def forward(
 
 def _ready(parts: _Parts, x: Tensor) -> bool:
     """Whether the kernels take this pass, and nothing watches or replaces a module that would not be called."""
-    return rows.fits(x, _weights(parts.weighted)) and not any(
+    known = parts.config._attn_implementation in AttentionInterface._global_mapping
+    return known and rows.fits(x, _weights(parts.weighted)) and not any(
         m._forward_hooks or m._forward_pre_hooks or m.training for m in parts.modules
     )
 
@@ -102,7 +104,8 @@ def _run(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
         k, v = cache.update(k, v, attn.layer_idx)
-    out, _ = attention(attn, q, k, v, mask, **settings)
+    attend = AttentionInterface._global_mapping[parts.config._attn_implementation]
+    out, _ = attend(attn, q, k, v, mask, dropout=0.0, **settings)
     x = native.linears(out.reshape(*x.shape[:-1], -1), (_part(attn.o_proj),), residual=x)[0]
     inner = native.linears(
         x, (_part(mlp.gate_proj), _part(mlp.up_proj)), norm=after.weight, eps=after.variance_epsilon, gate=parts.gate
@@ -175,7 +178,7 @@ def _take_apart(layer: Any) -> _Parts | None:
         return None
     if any("forward" in m.__dict__ for m in (attn, mlp, *norms)) or any(_is_replaced(m) for m in linears):
         return None
-    return _Parts(gate, modules, (*linears, *norms), set(inside) >= _HEAD_NORMS)
+    return _Parts(attn.config, gate, modules, (*linears, *norms), set(inside) >= _HEAD_NORMS)
 
 
 def _is_replaced(linear: nn.Module) -> bool:
