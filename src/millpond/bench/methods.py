@@ -132,7 +132,7 @@ def _take(entrant: Entrant, model: PreTrainedModel, prompt: Tensor, plan: Plan) 
 @torch.inference_mode()
 def measure(model: Any, policy: Policy, prompt: Tensor, new_tokens: int, budget: str) -> Reading:
     """Unmodified generate() under one policy."""
-    with compress(model, policy, None if policy.keeps_all else budget) as cache:
+    with compress(model, policy, budget if policy.takes_budget else None) as cache:
         watch = Stopwatch()
         with PlanClock(model, cache, watch) as clock:
             model.generate(

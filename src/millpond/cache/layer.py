@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.focus import focus_of
 from millpond.cache.growth import grow
 from millpond.cache.headwise import Headwise
 from millpond.cache.parts import AttentionShape, Candidates, LayerState, by_position
@@ -78,6 +79,7 @@ class LayerCache:
         self._nan: Tensor | None = None  # whether attention was NaN since the last check
         self._rolling = Rolling(rotation, policy.protect.sinks) if rotation is not None else None
         self._headwise = Headwise(policy) if isinstance(policy, NestedPolicy) else None
+        self._focus = focus_of(policy, index)
 
     # ------------------------------------------------------------------ what others may ask
 
@@ -226,6 +228,10 @@ class LayerCache:
 
     def _decode(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
+        if self._focus is not None and not self._shape.window:
+            found = self._focus.decode(table, q, k, v, q_pos, self._shape, self.rope)
+            if found is not None:
+                return found
         out, lse, _ = ops.decode(
             q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, self._rule,
             **self._shape.kwargs,
@@ -322,6 +328,9 @@ class LayerCache:
         past_log_masses: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, with its column sums: `ops.prefill`."""
+        if self._focus is not None and not self._shape.window:
+            budget = self._budget(self._require_table(), sequence, int(q_pos[-1]) + 1)
+            return *self._focus.attend(sequence, q, k, v, q_pos, budget, self._shape, self.rope), None
         return ops.prefill(
             q, k, v, q_pos, past_pos, colsum=reduce, past_log_masses=past_log_masses, **self._shape.kwargs
         )
@@ -527,13 +536,16 @@ class LayerCache:
                 self._rolling.select(sequences)
             if self._headwise is not None:
                 self._headwise = self._headwise.copy(sequences)
+            if self._focus is not None:
+                self._focus = self._focus.copy(sequences)
 
     # ------------------------------------------------------------------ going back
 
     @property
     def truncatable(self) -> bool:
         """Whether the newest entries can simply be cut off: nothing ever left."""
-        return self.policy.keeps_all and not self._shape.window
+        follows = self._focus is None or self._focus.truncatable
+        return self.policy.keeps_all and not self._shape.window and follows
 
     def truncate(self, columns: int, tokens: np.ndarray) -> None:
         """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region of a sequence."""
@@ -547,8 +559,9 @@ class LayerCache:
         table = self._table.fork() if self._table is not None else None
         rolling = self._rolling.copy() if self._rolling is not None else None
         headwise = self._headwise.copy() if self._headwise is not None else None
+        focus = self._focus.copy() if self._focus is not None else None
         memories = dict(self._memories)  # replaced, never written to
-        return LayerState(table, self.columns, self._pending, self._queries.copy(), memories, rolling, headwise)
+        return LayerState(table, self.columns, self._pending, self._queries.copy(), memories, rolling, headwise, focus)
 
     def restore(self, state: LayerState) -> None:
         """Go back to a forked state, which is used up."""
@@ -557,7 +570,7 @@ class LayerCache:
         self._table, state.table = state.table, None
         self.columns, self._pending = state.columns, state.pending
         self._queries, self._memories = state.queries, state.memories
-        self._rolling, self._headwise = state.rolling, state.headwise
+        self._rolling, self._headwise, self._focus = state.rolling, state.headwise, state.focus
 
     def reset(self) -> None:
         """Give back every page and forget every token."""
@@ -571,5 +584,6 @@ class LayerCache:
         self.columns = 0
         if self._headwise is not None:
             self._headwise = self._headwise.copy([])
+        self._focus = focus_of(self.policy, self.index)
         if self._rolling is not None:
             self._rolling.reset()

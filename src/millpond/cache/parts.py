@@ -13,6 +13,7 @@ from millpond.cache.rolling import Rolling
 from millpond.cache.table import RegionTable
 
 if TYPE_CHECKING:
+    from millpond.cache.focus import Focus
     from millpond.cache.headwise import Headwise
 
 
@@ -52,6 +53,7 @@ class LayerState:
     memories: dict[int, Tensor]
     rolling: Rolling | None
     headwise: Headwise | None
+    focus: Focus | None
 
     def release(self) -> None:
         """Let go of the pages."""

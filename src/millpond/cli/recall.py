@@ -88,8 +88,8 @@ def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> 
     of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
     pass, in which nothing has been evicted yet: every method would be right.)
     """
-    keeps_all = METHODS.get(method)().keeps_all
-    with compress(model, method, None if keeps_all else budget, tokenizer=load_tokenizer("pond-recall")) as cache:
+    takes_budget = METHODS.get(method)().takes_budget
+    with compress(model, method, budget if takes_budget else None, tokenizer=load_tokenizer("pond-recall")) as cache:
         model(task.context, past_key_values=cache, logits_to_keep=1)
         held = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))

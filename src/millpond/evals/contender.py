@@ -73,12 +73,12 @@ class Compressed:
 
     @property
     def keeps_all(self) -> bool:
-        return METHODS.get(self.method)(**self.options).keeps_all
+        return not METHODS.get(self.method)(**self.options).takes_budget
 
     @property
     def default_budget(self) -> str:
         policy = METHODS.get(self.method)(**self.options)
-        return "" if policy.keeps_all or isinstance(policy, NestedPolicy) else DEFAULT_BUDGET
+        return DEFAULT_BUDGET if policy.takes_budget and not isinstance(policy, NestedPolicy) else ""
 
     def check(self, budget: str, codec: str) -> None:
         storage_dtype(codec)

@@ -45,7 +45,8 @@ def compress(
         model: any transformers decoder that uses the attention interface.
         method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
-            out, 20 % of the prompt; `full` takes none, and `fastgen` needs none.
+            out, 20 % of the prompt; `full` and `minference` take none, and `fastgen` needs none. Of `infllm`, which
+            stores everything, it is what is attended to.
         codec: how entries are stored; "auto" stores what the model computes.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two.
@@ -84,7 +85,8 @@ def compress(
     cache = MillpondCache(
         model, policy, chosen,
         n_layers=n_layers(config), storage=storage_dtype(codec), page_slots=page_slots, memory_limit=limit,
-        between_chunks=between_chunks, rotation=rotation, croppable=policy.keeps_all and not sliding,
+        between_chunks=between_chunks, rotation=rotation,
+        croppable=policy.keeps_all and not policy.takes_budget and not sliding,
     )  # fmt: skip
     show_outputs(model, cache.cores)
     cache.on_close(_switch(model))
@@ -104,14 +106,20 @@ def _policy(method: str | Policy, options: dict[str, Any]) -> Policy:
 
 
 def _budget(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
-    if policy.keeps_all:
+    if not policy.takes_budget:
         if budget is not None:
             named = f"method {method!r}" if isinstance(method, str) else "this policy"
             raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
         return None
     if budget is None and isinstance(policy, NestedPolicy):
         return None
-    return Budget.parse("20%" if budget is None else budget)
+    chosen = Budget.parse("20%" if budget is None else budget)
+    if policy.keeps_all and chosen.kind == "bytes":
+        raise BudgetError(
+            f"budget {chosen}: this method keeps everything, and its budget is what is attended to; give tokens or a "
+            "share, and memory_limit for the bytes"
+        )
+    return chosen
 
 
 #: Configurations whose attention is switched: id -> (caches that use it, the implementation before the first).

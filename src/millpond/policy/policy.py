@@ -114,6 +114,11 @@ class Policy:
         return self.score is None
 
     @property
+    def takes_budget(self) -> bool:
+        """A budget has a meaning: of what is kept, or where everything is, of what is attended to (`RecallPolicy`)."""
+        return not self.keeps_all
+
+    @property
     def observes_all(self) -> bool:
         """The prompt's column sums over all queries are needed."""
         return self.score is not None and self.score.queries in ("all", "both")
