@@ -71,13 +71,10 @@ def test_against_a_plain_computation() -> None:
 
 @pytest.mark.parametrize("method", METHODS.names())
 def test_no_loss_exceeds_its_bound(method: str) -> None:
-    if method == "full":
-        found = losses("full", budget=None)
-        assert not any(t.any() for t in (found.loss, found.evicted, found.bound, found.layer_loss))
-        return
-    found = losses(method)
+    policy = METHODS.get(method)(**OPTIONS.get(method, {}))
+    found = losses(method, budget=BUDGET if policy.takes_budget else None)
     assert found.loss.shape == (2, 8)
-    if isinstance(METHODS.get(method)().layers, PromptLayers):  # nothing leaves before the first token after the prompt
+    if policy.keeps_all or isinstance(policy.layers, PromptLayers):  # or before the first token after the prompt
         assert not any(t.any() for t in (found.loss, found.evicted, found.bound, found.layer_loss))
         return
     assert (found.evicted > 0).all()

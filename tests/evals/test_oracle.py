@@ -161,6 +161,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kvzip": {"ask": "5;6"},
     "fastgen": {"threshold": 1.0, "special": "1", "punctuation": "2;3"},
     "lagkv": {"lag": 6},
+    "infllm": {"sinks": 1, "local": 4, "block": 2, "representatives": 1},
     "finch": {"window": 4},
     "dms": {"score": "snapkv/window=4/kernel=3", "window": 4},
     "duo_attention": {"score": "snapkv/window=4/kernel=3", "sinks": 1, "recent": 4},

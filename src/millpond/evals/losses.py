@@ -67,7 +67,10 @@ def method_losses(
     codec: str = "auto",
     **options: Any,
 ) -> AttentionLosses:
-    """The losses that a method causes when it compresses the first `opening` of `tokens` (n,): see `compress`."""
+    """The losses that a method causes when it compresses the first `opening` of `tokens` (n,): see `compress`.
+
+    What leaves the cache is lost; what is stored and passed over by a lookup counts as kept.
+    """
     with torch.inference_mode(), compress(model, method, budget, codec, **options) as cache:
         model(tokens[None, :opening], past_key_values=cache, logits_to_keep=1)
         kept = kept_positions(cache)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from millpond.hf.attention import attention
-from millpond.hf.linears import is_ours
+from millpond.hf.linears import STAND_IN as LINEARS
+from millpond.hf.stand_in import StandIn
 from millpond.kernels import native, rows
 from millpond.kernels.rows import Gate
 
@@ -31,9 +31,7 @@ _WATCH = "millpond_watch"
 #: Most relative difference between a layer's own outcome and ours on random rows, by dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-#: Layers that are switched, and by how many callers.
-_switched: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-#: Their parts, and the settings of their attention.
+#: The parts of layers that are switched, and the settings of their attention.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[_Parts, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +55,7 @@ def forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Stands in for the forward of a decoder layer. Of that name, so that a pickled model comes back with its own."""
+    """Stands in for the forward of a decoder layer."""
     parts, settings = _known.get(self, (None, {}))
     if parts is None or position_embeddings is None or past_key_values is None or not _ready(parts, hidden_states):
         return type(self).forward(
@@ -67,11 +65,16 @@ def forward(
     return _run(self, parts, settings, hidden_states, attention_mask, past_key_values, position_embeddings)
 
 
+_STAND_IN = StandIn(forward)
+
+
 def _ready(parts: _Parts, x: Tensor) -> bool:
     """Whether the kernels take this pass, and nothing watches or replaces a module that would not be called."""
     known = parts.config._attn_implementation in AttentionInterface._global_mapping
-    return known and rows.fits(x, _weights(parts.weighted)) and not any(
-        m._forward_hooks or m._forward_pre_hooks or m.training for m in parts.modules
+    return (
+        known
+        and rows.fits(x, _weights(parts.weighted))
+        and not any(m._forward_hooks or m._forward_pre_hooks or m.training for m in parts.modules)
     )
 
 
@@ -91,6 +94,7 @@ def _run(
 ) -> Tensor:
     """The layer: (B, Q, width) -> (B, Q, width). settings: of its attention, as the layer itself would pass them."""
     attn, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+    x = x.contiguous()
     heads = (*x.shape[:-1], -1, attn.head_dim)
     q, k, v = native.linears(
         x, (_part(attn.q_proj), _part(attn.k_proj), _part(attn.v_proj)), norm=before.weight,
@@ -132,34 +136,18 @@ def use_lean_layers(model: nn.Module) -> Callable[[], None]:
         parts = _take_apart(module)
         if parts is None:
             continue
-        if module not in _switched:
+        if not _STAND_IN.serves(module):
             settings = _try_out(module, parts)
             if settings is None:
                 continue
             _known[module] = parts, settings
-        _switched[module] = _switched.get(module, 0) + 1
-        module.forward = MethodType(forward, module)
-        ours.append(weakref.ref(module))
-
-    def undo() -> None:
-        for module in filter(None, (layer() for layer in ours)):
-            users = _switched.pop(module, 0)
-            if users > 1:
-                _switched[module] = users - 1
-            elif _is_ours(module):
-                del module.forward
-        ours.clear()
-
-    return undo
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+        ours.append(module)
+    return _STAND_IN.begin(ours)
 
 
 def _take_apart(layer: Any) -> _Parts | None:
     """The parts of a decoder layer as Llama has it; None if it is anything else."""
-    if {name for name, _ in layer.named_children()} != _LAYER or ("forward" in layer.__dict__ and not _is_ours(layer)):
+    if {name for name, _ in layer.named_children()} != _LAYER or not _STAND_IN.may_serve(layer):
         return None
     attn, mlp = layer.self_attn, layer.mlp
     inside, feeds = dict(attn.named_children()), dict(mlp.named_children())
@@ -176,13 +164,9 @@ def _take_apart(layer: Any) -> _Parts | None:
     modules = (attn, mlp, *linears, *norms, *(m for name, m in feeds.items() if name == "act_fn"))
     if any(set(m._parameters) != {"weight"} for m in norms):
         return None
-    if any("forward" in m.__dict__ for m in (attn, mlp, *norms)) or any(_is_replaced(m) for m in linears):
+    if any("forward" in m.__dict__ for m in (attn, mlp, *norms)) or not all(LINEARS.may_serve(m) for m in linears):
         return None
     return _Parts(attn.config, gate, modules, (*linears, *norms), set(inside) >= _HEAD_NORMS)
-
-
-def _is_replaced(linear: nn.Module) -> bool:
-    return "forward" in linear.__dict__ and not is_ours(linear)
 
 
 @torch.no_grad()
