@@ -77,9 +77,9 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
     with torch.no_grad(), mp.compress(model, "full") as cache:
         model(**one(5), past_key_values=cache)
         for core in cache.cores:
-            assert core.outputs is not None
-            maps = core.outputs()
-            linear = core.outputs.args[0]  # type: ignore[attr-defined]
+            assert core.attention.outputs is not None
+            maps = core.attention.outputs()
+            linear = core.attention.outputs.args[0]  # type: ignore[attr-defined]
             heads = torch.randn(7, *maps.shape[:2], generator=torch.Generator().manual_seed(0))
             expected = linear(heads.flatten(1)) - linear(torch.zeros(1, heads[0].numel()))
             assert torch.allclose(torch.einsum("nhd,hdo->no", heads, maps), expected, atol=1e-5)

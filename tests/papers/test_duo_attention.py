@@ -218,7 +218,7 @@ def test_sliding_layers(name: str, decode: str) -> None:
         for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
             assert model(part, past_key_values=cache).logits.isfinite().all()
         for core in cache.cores:
-            if cache.cores[core.index]._shape.window:
+            if cache.cores[core.index].attention.shape.window:
                 assert int(core.stored.max()) <= 12
         cache.check_integrity()
 

@@ -202,7 +202,7 @@ def check_unrotated(model: Any, monkeypatch: pytest.MonkeyPatch, has_rope: bool 
         turned = 0
         for core in cache.cores:
             queries = used[core.index]
-            if core.rope is not None:
+            if core.attention.rope is not None:
                 part = raw[turned]
                 turned += 1
                 queries = torch.cat([part, queries[..., part.shape[-1] :]], -1)
@@ -231,7 +231,7 @@ def test_layers_without_rope_are_left_as_they_are(
     assert hasattr(transformers, f"{config}Config")
     model = build(f"{config}Config", f"{config}ForCausalLM", **common, **options)
     with mp.compress(model, "expected_attention", 6) as cache:
-        assert [core.rope is not None for core in cache.cores] == [True, False]
+        assert [core.attention.rope is not None for core in cache.cores] == [True, False]
     check_unrotated(model, monkeypatch)
 
 

@@ -273,7 +273,7 @@ def test_sliding_layers_attend_as_ever(name: str) -> None:
             with mp.compress(model, "infllm", budget, **SMALL) as cache:
                 found = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, :30], ids[:, 30:])], 1)
                 assert found.isfinite().all()
-                if budget == 60 or all(core._shape.window for core in cache.cores):
+                if budget == 60 or all(core.attention.shape.window for core in cache.cores):
                     assert torch.allclose(found, expected, atol=1e-4)
 
 

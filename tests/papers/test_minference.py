@@ -270,7 +270,7 @@ def test_windows_and_latents(name: str) -> None:
         for numbers in ((1, 40), (2, 3)):
             with mp.compress(model, "minference", pattern="a_shape", vertical=numbers[0], slash=numbers[1]) as cache:
                 found = model(ids, past_key_values=cache).logits
-                windowed = all(core._shape.window for core in cache.cores)
+                windowed = all(core.attention.shape.window for core in cache.cores)
                 equal = torch.allclose(found, expected, atol=1e-4)
                 assert equal == (numbers == (1, 40) or windowed)
                 assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()

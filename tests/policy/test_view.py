@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.cache.layer import LayerCache
+from millpond.cache.attention import Attention
 from millpond.errors import NumericsError, UnsupportedModelError
 from millpond.kernels.rules import Evict, Signal
 from millpond.methods import METHODS
@@ -80,9 +80,9 @@ def test_empty_columns_are_zero_and_half_precision_is_widened() -> None:
 
 def test_no_copy_where_no_score_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    before = LayerCache._contents
-    monkeypatch.setattr(LayerCache, "_contents", lambda self, found, part, order: (
-        asked.append(part), before(self, found, part, order))[1])  # fmt: skip
+    before = Attention.contents
+    monkeypatch.setattr(Attention, "contents", lambda self, found, part: (
+        asked.append(part), before(self, found, part))[1])  # fmt: skip
     model, (ids, _) = llama(), prompts(1)
     for method, expected in (("h2o", []), ("knorm", ["keys"] * 2), ("lagkv", ["keys", "values"] * 2)):
         asked.clear()

@@ -33,7 +33,7 @@ class PlanClock:
 
     def __enter__(self) -> PlanClock:
         for core in self._cores:
-            core._plan = self._timed(core, core._plan)  # type: ignore[method-assign]
+            core.planner.plan = self._timed(core, core.planner.plan)  # type: ignore[method-assign]
         self._hook = self._decoder.register_forward_pre_hook(self._count)
         return self
 
@@ -42,7 +42,7 @@ class PlanClock:
     ) -> None:
         self._hook.remove()
         for core in self._cores:
-            del core._plan
+            del core.planner.plan
 
     def _count(self, *_: Any) -> None:
         self.passes += not self._watch.ticks

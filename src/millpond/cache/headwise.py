@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.by_sequence import BySequence
 from millpond.cache.gaps import close_gaps, rows_at, slots_of
 from millpond.cache.parts import AttentionShape
 from millpond.cache.table import RegionTable
@@ -32,9 +33,9 @@ class Asked(NamedTuple):
 class Headwise:
     """The queries of one layer's sequences, and the rules of their heads at each step."""
 
-    def __init__(self, policy: NestedPolicy, asked: dict[int, Asked] | None = None) -> None:
+    def __init__(self, policy: NestedPolicy, asked: BySequence[Asked] | None = None) -> None:
         self._policy = policy
-        self._asked = asked or {}
+        self._asked: BySequence[Asked] = BySequence() if asked is None else asked
 
     # ------------------------------------------------------------------ the prompt
 
@@ -117,6 +118,4 @@ class Headwise:
 
     def copy(self, sequences: list[int] | None = None) -> Headwise:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
-        if sequences is None:
-            return Headwise(self._policy, dict(self._asked))
-        return Headwise(self._policy, {i: self._asked[s] for i, s in enumerate(sequences) if s in self._asked})
+        return Headwise(self._policy, self._asked.copy(sequences))

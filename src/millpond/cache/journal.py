@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.companions import LayerState
 from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape, LayerState
+from millpond.cache.parts import AttentionShape
 from millpond.cache.timeline import Timeline
 from millpond.errors import CacheMismatchError
 

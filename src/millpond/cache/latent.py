@@ -7,74 +7,34 @@ position of its token, so plans, drafts and rewinds work as for every other laye
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from millpond.cache.expansion import ExpandedAttention, Expansion
 from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape, Candidates
-from millpond.cache.table import RegionTable
-from millpond.cache.timeline import Span
-from millpond.errors import UnsupportedModelError
-from millpond.kernels import ops, reference
-from millpond.kernels.observe import window_signal
-from millpond.kernels.rules import Evict, Reduce, Signal
-from millpond.policy.policy import REDUCE
-
-
-class Expansion:
-    """Per-head keys and values of one pass: of the kept tokens, then of the new ones.
-
-    Args:
-        keys: (S, H, N, key_dim). values: (S, H, N, value_dim). kept: (S, n) int32, positions of the first n columns.
-        start: columns that the layer had seen before this pass.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, kept: Tensor, start: int) -> None:
-        self.keys, self.values, self.start = keys, values, start
-        self._n_kept = kept.shape[1]
-        self._positions = torch.full((keys.shape[0], keys.shape[2]), -1, dtype=torch.int32, device=keys.device)
-        self._positions[:, : self._n_kept] = kept
-        self._order = self._sorted = self._positions
-
-    @property
-    def n_heads(self) -> int:
-        return self.keys.shape[1]
-
-    def place(self, span: Span) -> None:
-        """Learn the positions of the new tokens of (a part of) this pass."""
-        first = self._n_kept + span.start - self.start
-        self._positions[:, first : first + span.length] = span.grid()
-        self._sorted, self._order = self._positions.sort(1)
-
-    def of(self, sequence: slice, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (S, H, n, D) of the tokens at `positions` (S, n) of some sequences; anything where -1."""
-        found = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
-        columns = self._order[sequence].gather(1, found.clamp(max=self._order.shape[1] - 1))
-        index = columns[:, None, :, None]
-        keys, values = self.keys[sequence], self.values[sequence]
-        return (
-            keys.gather(2, index.expand(-1, self.n_heads, -1, keys.shape[-1])),
-            values.gather(2, index.expand(-1, self.n_heads, -1, values.shape[-1])),
-        )
+from millpond.cache.parts import AttentionShape
+from millpond.kernels import ops
 
 
 class LatentCache(LayerCache):
     """A `LayerCache` of latents of `latent_dim` and `rope_dim` numbers; entries of another shape are cached as ever."""
+
+    attention: ExpandedAttention
+    _attention_type = ExpandedAttention
 
     def __init__(self, *args: Any, latent_dim: int, rope_dim: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._dims = (latent_dim, rope_dim)
         self._offered: tuple[Tensor, Tensor] | None = None
         self._kept = torch.zeros(0, 0, dtype=torch.int32)
-        self._expansion: Expansion | None = None
 
     # ------------------------------------------------------------------ to the model and back
 
     def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The kept latents of all sequences (padded, in any order), then the new ones: (S, 1, n + Q, dim)."""
-        self._offered = self._expansion = None
+        self._offered = self.attention.expansion = None
         if (k.shape[-1], v.shape[-1]) != self._dims or k.shape[1] != 1:
             return k, v
         # what is attended to is what is stored, so that no split of a text into passes changes the result
@@ -92,145 +52,20 @@ class LatentCache(LayerCache):
         """The new latents; `k` and `v` (S, H, n + Q, D) are what the model made of all that it was offered."""
         if self._offered is None:
             return k, v
-        self._expansion = Expansion(k, v, self._kept, self.columns)
+        self.attention.expansion = Expansion(k, v, self._kept, self.columns)
         return self._offered
 
     def forget(self) -> None:
         """Drop the expanded keys of the last pass; only taking tokens back needs them."""
-        self._offered = self._expansion = None
+        self._offered = self.attention.expansion = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """As `LayerCache.attend`; k and v are latents, the output has the model's own value size."""
-        if self._expansion is not None:
+        if self.attention.expansion is not None:
             span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-            self._expansion.place(span)
+            self.attention.expansion.place(span)
         return super().attend(q, k, v, mask, shape)
 
     def reset(self) -> None:
         self.forget()
         super().reset()
-
-    # ------------------------------------------------------------------ attention over expanded keys
-
-    def _value_dim(self, v: Tensor) -> int:
-        return super()._value_dim(v) if self._expansion is None else self._expansion.values.shape[-1]
-
-    def _attend_many(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        past_pos: Tensor | None,
-        reduce: Reduce | None,
-        past_log_masses: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._expansion is None:
-            return super()._attend_many(sequence, q, k, v, q_pos, past_pos, reduce, past_log_masses)
-        positions = q_pos[None] if past_pos is None else torch.cat([past_pos, q_pos[None]], 1)
-        (keys,), (values,) = self._expansion.of(slice(sequence, sequence + 1), positions)
-        past = None if past_pos is None else past_pos.expand(len(keys), -1)
-        by_head = None if reduce is None else Reduce.SUM
-        out, lse, sums = super()._attend_many(sequence, q, keys, values, q_pos, past, by_head)
-        if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
-            found = Candidates(keys, values, positions, positions)
-            return out, lse, self._window_by_query(q, q_pos, found, reduce)
-        if sums is not None and reduce is Reduce.MEAN:
-            sums = sums / q.shape[0]
-        return out, lse, None if sums is None else sums.sum(0, keepdim=True)
-
-    def _contents(self, found: Candidates, part: Literal["keys", "values"], order: Tensor) -> Tensor:
-        """
-        Raises:
-            UnsupportedModelError: what is stored are latents.
-        """
-        if self._expansion is None:
-            return super()._contents(found, part, order)
-        raise UnsupportedModelError(
-            f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
-            "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
-        )
-
-    def _keys_of(self, sequence: int, found: Candidates) -> Tensor:
-        if self._expansion is None:
-            return super()._keys_of(sequence, found)
-        keys, _ = self._expansion.of(slice(sequence, sequence + 1), found.positions)
-        return keys[0]
-
-    def _look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates) -> Tensor:
-        if self._expansion is None:
-            return super()._look_back(sequence, q, q_pos, found)
-        (keys,), (values,) = self._expansion.of(slice(sequence, sequence + 1), found.positions)
-        expanded = Candidates(keys, values, found.positions, found.scores)
-        return self._window_by_query(q, q_pos, expanded, REDUCE[self.policy.reduce])
-
-    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
-        """(1, N): sum_i reduce_h A[h, i, j] over queries q (Hq, w, D) that share one set of entries."""
-        total = torch.zeros(found.positions.shape, device=q.device)
-        for i in range(q.shape[1]):
-            by_head = window_signal(
-                q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions.expand(len(found.keys), -1),
-                reduce=reduce, **self._shape.kwargs,
-            )  # fmt: skip
-            total += reference.reduce_group(by_head, reduce, 0)
-        return total
-
-    def _decode(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """`ops.decode` for entries whose keys lie in the expansion: the same scores, ties and protection."""
-        if self._expansion is None:
-            return super()._decode(table, q, k, v, q_pos)
-        stored = int(table.lengths().max(initial=0))
-        dense = ops.read(table.pool.arrays, table.pages, table.lens, stored)
-        positions = torch.cat([dense.positions, q_pos[:, None]], 1)
-        out, lse, p = self._attention(q, positions, q_pos[:, None])
-        received = reference.reduce_group(p, self._rule.reduce, 1).float()
-        self._store(table, k, v, q_pos[:, None], positions, dense, received)
-        return out, lse
-
-    def _attention(self, q: Tensor, positions: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Out (S, Hq, value_dim), log-sum-exp (S, Hq) and probabilities (S, Hq, n) over the tokens at `positions`."""
-        assert self._expansion is not None, "the model's attention came back before its update"
-        shape, n_seq, n_heads = self._shape, q.shape[0], self._expansion.n_heads
-        wide = reference.wide(q.dtype)
-        keys, values = (t.to(wide) for t in self._expansion.of(slice(None), positions))
-        visible = (positions >= 0) & (q_pos >= 0)
-        if shape.window:
-            visible &= q_pos - positions < shape.window
-        rows = q.to(wide).view(n_seq, n_heads, -1, q.shape[-1])
-        logits = reference.soft_cap(rows @ keys.transpose(-1, -2) * shape.scale, shape.softcap)
-        sink = None if shape.sink_logits is None else shape.sink_logits.to(wide).view(1, n_heads, -1, 1)
-        p, lse = reference.softmax_with_sink(logits, visible[:, None, None], sink)
-        out = (p @ values).flatten(1, 2)
-        return out.to(q.dtype), lse.flatten(1, 2).float(), p.flatten(1, 2)
-
-    def _store(
-        self,
-        table: RegionTable,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        positions: Tensor,
-        dense: ops.Dense,
-        received: Tensor,
-    ) -> None:
-        """Gather scores and put the new entry (the last column) behind the stored ones, or in the place of one."""
-        rule, lens, stored = self._rule, table.lens, positions.shape[1] - 1
-        active = q_pos[:, 0] >= 0
-        old = torch.nn.functional.pad(dense.scores, (0, 1))
-        new = {Signal.NONE: old, Signal.SUM: rule.decay * old + received, Signal.LAST: received}[rule.signal]
-        scores = torch.where(active[:, None], new, old)
-        grows = active & ((lens < table.caps) | (rule.evict is Evict.NEVER))
-        victim = reference.choose_victims(rule, scores, positions, q_pos, table.recent, self._shape.window, 1)
-        stores = grows | (active & (victim < stored))
-        slot = torch.where(grows, lens.long(), victim)
-        if rule.signal is Signal.NONE:  # nothing but the new entry changes
-            start, count = slot.int(), stores.int()
-            index = torch.full((len(lens), 1), stored, dtype=torch.int32, device=lens.device)
-        else:
-            start, count = torch.zeros_like(lens), lens + grows.int()
-            index = torch.arange(stored + 1, dtype=torch.int32, device=lens.device).repeat(len(lens), 1)
-            index[stores, slot[stores]] = stored
-        keys, values = (torch.cat([a, b.to(a.dtype)], 1) for a, b in ((dense.keys, k), (dense.values, v)))
-        ops.write(table.pool.arrays, table.pages, start, count, index, keys, values, positions, scores)
-        lens += grows.int()

@@ -1,20 +1,13 @@
-"""Values that one layer's step hands around: how it attends, what a plan chooses from, a state to go back to."""
+"""Values that one layer's step hands around: how it attends, new tokens, what a plan chooses from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from millpond.cache.queries import QueryMemory
-from millpond.cache.rolling import Rolling
-from millpond.cache.table import RegionTable
-
-if TYPE_CHECKING:
-    from millpond.cache.focus import Focus
-    from millpond.cache.headwise import Headwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +35,21 @@ class Candidates(NamedTuple):
     log_masses: Tensor | None = None  #: (H, N) float32; None where entries have no masses
 
 
-@dataclass(slots=True)
-class LayerState:
-    """A layer's state at one moment; its pages are shared with the layer until one of the two writes."""
+class Chunk(NamedTuple):
+    """Many new tokens of one sequence, and the entries that they attend to."""
 
-    table: RegionTable | None
-    columns: int
-    pending: frozenset[int]
-    queries: QueryMemory
-    memories: dict[int, Tensor]
-    rolling: Rolling | None
-    headwise: Headwise | None
-    focus: Focus | None
-
-    def release(self) -> None:
-        """Let go of the pages."""
-        if self.table is not None:
-            self.table.clear()
-            self.table = None
+    sequence: int
+    q: Tensor  #: (Hq, Q, key_dim)
+    q_pos: Tensor  #: (Q,) int32
+    found: Candidates  #: stored entries (padded), then those of the new tokens
+    budget: Callable[[], int]  #: entries per KV head that the sequence may keep behind this pass
 
 
 def by_position(positions: Tensor) -> Tensor:
     """(H, N) column order: ascending positions, -1 last."""
     return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)
+
+
+def columns_of(part: Tensor, order: Tensor) -> Tensor:
+    """Columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
+    return part.gather(1, order if part.ndim == 2 else order[..., None].expand(-1, -1, part.shape[-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.cache.by_sequence import BySequence
 from millpond.cache.rolling import Rotation
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import Policy
@@ -15,8 +16,8 @@ class QueryMemory:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}
-        self._moments: dict[int, QueryMoments] = {}
+        self._last: BySequence[tuple[Tensor, Tensor]] = BySequence()
+        self._moments: BySequence[QueryMoments] = BySequence()
 
     def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rope: Rotation | None) -> None:
         """Take in queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
@@ -53,7 +54,5 @@ class QueryMemory:
     def copy(self, sequences: list[int] | None = None) -> QueryMemory:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         other = QueryMemory(self._policy)
-        pairs = list(enumerate(sequences)) if sequences is not None else [(s, s) for s in {*self._last, *self._moments}]
-        other._last = {new: self._last[old] for new, old in pairs if old in self._last}
-        other._moments = {new: self._moments[old] for new, old in pairs if old in self._moments}
+        other._last, other._moments = self._last.copy(sequences), self._moments.copy(sequences)
         return other

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.by_sequence import BySequence
 from millpond.cache.gaps import rows_at
 from millpond.cache.parts import AttentionShape
 from millpond.cache.rolling import Rotation
@@ -54,9 +55,9 @@ class Recall:
 
     truncatable = False
 
-    def __init__(self, policy: RecallPolicy, known: dict[int, Blocks] | None = None) -> None:
+    def __init__(self, policy: RecallPolicy, known: BySequence[Blocks] | None = None) -> None:
         self._policy = policy
-        self._known = known or {}
+        self._known: BySequence[Blocks] = BySequence() if known is None else known
 
     def attend(
         self, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, budget: int, shape: AttentionShape,
@@ -96,9 +97,7 @@ class Recall:
 
     def copy(self, sequences: list[int] | None = None) -> Recall:
         """See `Focus.copy`."""
-        if sequences is None:
-            return Recall(self._policy, dict(self._known))
-        return Recall(self._policy, {i: self._known[s] for i, s in enumerate(sequences) if s in self._known})
+        return Recall(self._policy, self._known.copy(sequences))
 
     # ------------------------------------------------------------------ attention
 

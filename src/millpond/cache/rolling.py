@@ -42,27 +42,18 @@ class Rolling:
     def __init__(self, rotation: Rotation, sinks: int) -> None:
         self._rotation = rotation
         self._sinks = sinks
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
         self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
         self._values: Tensor | None = None  # (S, H, sinks, value_dim)
 
-    def copy(self) -> Rolling:
-        """A copy that changes on its own."""
+    def copy(self, sequences: list[int] | None = None) -> Rolling:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
         other = Rolling(self._rotation, self._sinks)
-        other._base = self._base.copy()
-        if self._keys is not None and self._values is not None:
-            other._keys, other._values = self._keys.clone(), self._values.clone()
+        if sequences == [] or self._keys is None or self._values is None:
+            return other
+        chosen = list(range(len(self._base))) if sequences is None else sequences
+        other._base, other._keys, other._values = self._base[chosen], self._keys[chosen], self._values[chosen]
         return other
-
-    def select(self, sequences: list[int]) -> None:
-        """Follow a choice of sequences."""
-        self._base = self._base[sequences]
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[sequences], self._values[sequences]
 
     def step(
         self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray

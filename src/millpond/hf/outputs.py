@@ -34,7 +34,7 @@ def show_outputs(model: PreTrainedModel, cores: Iterable[LayerCache]) -> None:
     found = output_projections(model)
     for core in cores:
         n_heads = int(text_config(model).num_attention_heads)
-        core.outputs = partial(output_maps, found.get(core.index), n_heads, type(model).__name__)
+        core.attention.outputs = partial(output_maps, found.get(core.index), n_heads, type(model).__name__)
 
 
 @torch.no_grad()

@@ -125,7 +125,7 @@ def show_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> None:
     rotations = {kind: ModelRotation.of(model, kind) for kind in set(types)}
     unrotated = _unrotated_layers(model)
     for core in cores:
-        core.rope = None if core.index in unrotated else rotations[types[core.index]]
+        core.attention.rope = None if core.index in unrotated else rotations[types[core.index]]
 
 
 def _unrotated_layers(model: PreTrainedModel) -> set[int]:

@@ -1,0 +1,79 @@
+"""Attention: how queries of one layer meet entries: many at once, one per sequence, and once more for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from millpond.cache.companions import Companions
+from millpond.cache.parts import AttentionShape, Candidates, Chunk
+from millpond.cache.rolling import Rotation
+from millpond.cache.table import RegionTable
+from millpond.kernels import ops
+from millpond.kernels.observe import window_signal
+from millpond.kernels.rules import DecodeRule, Reduce
+
+
+class Attention:
+    """The attention of one layer, to what is stored or as far as its `Focus` looks.
+
+    Attributes:
+        index: of the layer.
+        shape: what it does besides softmax(q k / sqrt d), as the last pass said.
+        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
+        outputs: see `View.outputs`. Set by whoever knows the model.
+    """
+
+    def __init__(self, index: int, companions: Companions) -> None:
+        self.index = index
+        self.shape = AttentionShape(1.0)
+        self.rope: Rotation | None = None
+        self.outputs: Callable[[], Tensor] | None = None
+        self._companions = companions
+
+    def value_dim(self, v: Tensor) -> int:
+        """Numbers per output head."""
+        return v.shape[-1]
+
+    def chunk(self, chunk: Chunk, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
+        sequence, q, q_pos, found, budget = chunk
+        focus = self._companions.focus
+        if focus is not None and not self.shape.window:
+            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
+        n_past = found.positions.shape[1] - len(q_pos)
+        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
+        return ops.prefill(
+            q, found.keys, found.values, q_pos, past, colsum=reduce, past_log_masses=masses, **self.shape.kwargs
+        )
+
+    def step(
+        self, table: RegionTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
+        focus = self._companions.focus
+        if focus is not None and not self.shape.window:
+            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
+            if found is not None:
+                return found
+        out, lse, _ = ops.decode(
+            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule,
+            **self.shape.kwargs,
+        )  # fmt: skip
+        return out, lse
+
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
+        """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `window_signal`."""
+        return window_signal(
+            q, found.keys, q_pos, found.positions, reduce=reduce, log_masses=found.log_masses, **self.shape.kwargs
+        )
+
+    def keys(self, sequence: int, found: Candidates) -> Tensor:
+        """(H, N, key_dim): the keys that queries meet."""
+        return found.keys
+
+    def contents(self, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
+        """(H, N, dim): the keys or the values of candidates, for a score that looks at them."""
+        return found.keys if part == "keys" else found.values

@@ -1,0 +1,17 @@
+"""BySequence: a value for some sequences of a batch, which follows them when they are chosen anew."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class BySequence(dict[int, T]):
+    """Values by sequence: replaced, never written to, so that a copy shares them."""
+
+    def copy(self, sequences: list[int] | None = None) -> BySequence[T]:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        if sequences is None:
+            return BySequence(self)
+        return BySequence({new: self[old] for new, old in enumerate(sequences) if old in self})

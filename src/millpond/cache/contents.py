@@ -1,0 +1,72 @@
+"""The entries of one sequence as a whole: read, put in order, joined by new ones, added to and written anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.cache.parts import Candidates, by_position, columns_of
+from millpond.cache.table import RegionTable
+from millpond.kernels import ops
+
+
+def read(table: RegionTable, sequence: int) -> Candidates:
+    """All entries that a sequence holds, one row per KV head, padded at the end, in any order."""
+    rows = table.rows(sequence)
+    width = int(table.lengths()[sequence].max(initial=0))
+    return Candidates(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+
+
+def in_order(found: Candidates) -> ops.Dense:
+    """Entries in the order of their positions, padding at the end."""
+    order = by_position(found.positions)
+    return ops.Dense(
+        columns_of(found.keys, order), columns_of(found.values, order), columns_of(found.positions, order),
+        columns_of(found.scores, order), None if found.log_masses is None else columns_of(found.log_masses, order),
+    )  # fmt: skip
+
+
+def join(past: Candidates, k: Tensor, v: Tensor, q_pos: Tensor) -> Candidates:
+    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), behind them."""
+    n_new = k.shape[1]
+    positions = q_pos.expand(k.shape[0], -1)
+    if not past.positions.shape[1]:
+        return Candidates(k, v, positions, torch.zeros(positions.shape, device=k.device))
+    return Candidates(
+        torch.cat([past.keys.to(k.dtype), k], 1),
+        torch.cat([past.values.to(v.dtype), v], 1),
+        torch.cat([past.positions, positions], 1),
+        F.pad(past.scores, (0, n_new)),
+        None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
+    )
+
+
+def append(table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
+    """Store all new entries behind the stored ones."""
+    rows = table.rows(sequence)
+    n_heads, n_new = k.shape[:2]
+    table.privatise(whole=False)
+    start = table.lens[rows].clone()
+    after = table.lengths()[sequence] + n_new
+    table.reserve(sequence, after)
+    index = torch.arange(n_new, dtype=torch.int32, device=k.device).expand(n_heads, -1).contiguous()
+    count = torch.full((n_heads,), n_new, dtype=torch.int32, device=k.device)
+    ops.write(table.pool.arrays, table.pages[rows], start, count, index, k, v, q_pos.expand(n_heads, -1))
+    table.set_lengths(sequence, after)
+
+
+def rewrite(table: RegionTable, sequence: int, found: Candidates, keep: Tensor) -> None:
+    """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages."""
+    order = by_position(torch.where(keep, found.positions, -1))
+    counts = keep.sum(1)
+    lens = counts.cpu().numpy().astype(np.int32)
+    rows = table.rows(sequence)
+    table.renew(sequence, lens)
+    index = order[:, : int(lens.max(initial=0))].int().contiguous()
+    ops.write(
+        table.pool.arrays, table.pages[rows], torch.zeros_like(counts).int(), counts.int(), index,
+        found.keys, found.values, found.positions, found.scores, found.log_masses,
+    )  # fmt: skip
+    table.set_lengths(sequence, lens)

@@ -1,0 +1,175 @@
+"""Planner: when one layer plans, under which budget, and how a plan is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache import contents
+from millpond.cache.attention import Attention
+from millpond.cache.companions import Companions
+from millpond.cache.parts import Candidates, Chunk, by_position
+from millpond.cache.peek import Peek
+from millpond.cache.table import RegionTable
+from millpond.cache.timeline import Timeline
+from millpond.cache.views import Views
+from millpond.errors import OptionError
+from millpond.kernels.rules import UNBOUNDED
+from millpond.policy.merge import Merged
+from millpond.policy.nested import NestedPlan
+from millpond.policy.policy import Plan, Policy
+from millpond.policy.view import View
+
+
+class Planner:
+    """The plans of one layer's sequences: what they need is gathered, what they leave is kept for the next.
+
+    Args:
+        entries, timeline: see `LayerCache`.
+
+    Attributes:
+        views: what the policy sees.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        entries: Callable[[RegionTable, int, int], int],
+        timeline: Timeline,
+        attention: Attention,
+        companions: Companions,
+    ) -> None:
+        self.views = Views(policy, timeline, attention, companions)
+        self._policy = policy
+        self._entries = entries
+        self._attention = attention
+        self._companions = companions
+
+    # ------------------------------------------------------------------ budgets
+
+    def budget(self, table: RegionTable, sequence: int, seen: int) -> int:
+        """Entries per KV head that a sequence of `seen` tokens may keep."""
+        budget, window = self._entries(table, sequence, seen), self._attention.shape.window
+        return min(budget, window) if window else budget
+
+    def set_budget(self, table: RegionTable, sequence: int, budget: int, caps: Tensor | None = None) -> None:
+        """Hold a sequence to `budget` entries per KV head from now on, or to `caps` (H,) of each."""
+        numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
+        if self._attention.shape.window:
+            numbers = np.minimum(numbers, self._attention.shape.window)
+        newest = 0 if self._policy.keeps_all else self._policy.protect.newest(budget)
+        table.set_budget(sequence, numbers.astype(np.int32), newest)
+
+    def _nothing_to_choose(self, table: RegionTable, sequence: int, seen: int) -> bool:
+        """Whether all is kept, or the budget holds all that a sliding window shows."""
+        window = self._attention.shape.window
+        return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
+
+    # ------------------------------------------------------------------ what comes before a plan
+
+    def take_in(
+        self, table: RegionTable, chunk: Chunk, lse: Tensor, sums: Tensor | None, *, defer: bool = False
+    ) -> None:
+        """Plan with the tokens of one pass, or `defer` the plan to `settle` and hold all of them until then.
+
+        Args:
+            lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
+        """
+        sequence, q, q_pos, found, _ = chunk
+        self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
+        if self._companions.headwise is not None:
+            self._companions.headwise.remember(sequence, q, lse, q_pos)
+        found = found if sums is None else found._replace(scores=found.scores + sums)
+        seen = int(q_pos[-1]) + 1
+        if defer:
+            self._companions.pending[sequence] = seen
+            contents.rewrite(table, sequence, found, found.positions >= 0)
+        else:
+            self.plan(table, sequence, found, seen)
+
+    def settle(self, table: RegionTable, found: Peek | None = None) -> None:
+        """Plan what waits for the end of the prompt; scores rise to what was `found`."""
+        pending = self._companions.pending
+        if not pending:
+            return
+        if found is None and self._policy.repeats_prompt:
+            raise OptionError(
+                "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
+                "with it"
+            )
+        for sequence, seen in sorted(pending.items()):
+            entries = contents.read(table, sequence)
+            if found is not None:
+                seen_again = found.at(sequence, entries.positions)
+                entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
+            self.plan(table, sequence, entries, seen)
+        pending.clear()
+
+    def stepped(self, table: RegionTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
+        """After a step, evict or merge what no kernel rule could: sequences go back to the budget of their last plan.
+
+        Policies that merge let `merge_every` entries gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,);
+        `positions` (S,): the same on the host, -1 where a sequence had no token.
+        """
+        active = positions >= 0
+        if self._policy.window > 0 or self._policy.sums_queries:
+            for s in np.flatnonzero(active).tolist():
+                self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
+        caps = table.budgets().astype(np.int64)
+        due = active & (table.lengths() - caps >= self._policy.merge_every).any(1)
+        for s in np.flatnonzero(due).tolist():
+            budget = int(caps[s].sum()) // table.n_kv_heads
+            self.plan(table, s, contents.read(table, s), int(positions[s]) + 1, budget)
+
+    # ------------------------------------------------------------------ plan and apply
+
+    def plan(self, table: RegionTable, sequence: int, found: Candidates, seen: int, budget: int | None = None) -> None:
+        """Choose what stays of one sequence and make it so; without a `budget` under that of `seen` tokens."""
+        alive = found.positions >= 0
+        window = self._attention.shape.window
+        if window:  # what no later query can see
+            alive &= seen - found.positions < window
+        plan: Plan | None = None
+        known = budget is not None and self._policy.waits  # only the first plan asks what the prompt decided
+        if not known and self._nothing_to_choose(table, sequence, seen):
+            contents.rewrite(table, sequence, found, alive)
+            self.set_budget(table, sequence, UNBOUNDED)
+        else:
+            budget = self.budget(table, sequence, seen) if budget is None else budget
+            plan = self._choose(table, sequence, found, alive, seen, budget)
+            self.set_budget(table, sequence, budget, plan.caps)
+        if self._companions.headwise is not None:
+            assert plan is None or isinstance(plan, NestedPlan)
+            self._companions.headwise.settle(table, sequence, plan)
+
+    def _choose(
+        self, table: RegionTable, sequence: int, found: Candidates, alive: Tensor, seen: int, budget: int
+    ) -> Plan:
+        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps."""
+        found = self.views.signal(sequence, found)
+        positions = torch.where(alive, found.positions, -1)
+        order = by_position(positions)
+        view = self.views.of(sequence, found, positions, order, seen)
+        plan = self._policy.plan(view, budget)
+        if plan.merged is None:
+            contents.rewrite(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
+        else:
+            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep)
+        return plan
+
+    def _hold_merged(self, table: RegionTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor) -> None:
+        """Hold what a plan has merged, in fresh pages."""
+        masses = merged.log_masses if self._policy.mass_bias else None
+        found = Candidates(merged.keys, merged.values, positions, merged.scores, masses)
+        contents.rewrite(table, sequence, found, keep)
+        if merged.memory is not None:
+            self._companions.memories[sequence] = merged.memory
+
+    def measure(self, table: RegionTable, sequence: int, of: Callable[[View], float]) -> float:
+        """A number `of` one sequence as a plan would see it now."""
+        found = self.views.signal(sequence, contents.read(table, sequence))
+        order = by_position(found.positions)
+        return of(self.views.of(sequence, found, found.positions, order, int(found.positions.max()) + 1))
