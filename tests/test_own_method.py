@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.view import View
 from tests.matrix import test_invariance as matrix
+from tests.matrix.checks import CHECKS
 from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
 
@@ -74,19 +75,10 @@ def test_the_score_by_hand(vatp: ModuleType) -> None:
     assert vatp.AttentionTimesValue().score(view, 0).tolist() == [[2.0, 1.0, 3.0]]
 
 
-CHECKS: dict[str, Callable[..., None]] = {
-    "batch": matrix.test_batch_and_padding,
-    "ratio": matrix.test_ratio_is_of_each_sequence_alone,
-    "sizes": matrix.test_sizes_at_every_step,
-    "bytes": matrix.test_bytes_are_real_and_freed,
-    "everything": matrix.test_budget_of_everything_equals_full,
-    "pages": lambda method: matrix.test_page_size(method, 4),
-    "chunks": lambda method: matrix.test_chunks_without_eviction_between_them(method, 7),
-    "second turn": lambda method: matrix.test_second_turn(method, "gqa"),
-}
+APPLY = ("batch", "ratio", "sizes", "bytes", "everything", "pages", "chunks", "second turn")
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", APPLY)
 def test_matrix(check: str, vatp: ModuleType) -> None:
     CHECKS[check]("vatp")
 

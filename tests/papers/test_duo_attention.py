@@ -21,9 +21,9 @@ from millpond.policy.retrieval import DividedHeads, RetrievalHeads, RetrievalLay
 from millpond.policy.view import View
 from tests.hf.families import one, shared_model
 from tests.matrix import test_invariance as matrix
+from tests.matrix.checks import CHECKS
 from tests.matrix.hidden import equals_a_mask
 from tests.matrix.models import llama, prompts
-from tests.papers.test_keys_in_the_matrix import CHECKS
 
 duo_attention = METHODS.get("duo_attention")
 SINKS, RECENT, BUDGET, STEPS = 2, 4, 14, 10

@@ -23,6 +23,7 @@ from millpond.policy.pattern import Pattern, PatternPolicy, Prompt
 from millpond.policy.patterns import AShape, BlockSparse, VerticalSlash
 from tests.hf.families import shared_model, text
 from tests.matrix import test_invariance as matrix
+from tests.matrix.checks import CHECKS
 from tests.matrix.models import llama, prompts
 from tests.matrix.oracle import Oracle, Rule, running
 
@@ -220,13 +221,7 @@ def test_equals_a_mask_over_the_full_cache(pattern: Pattern, heads: str) -> None
         cache.check_integrity()
 
 
-CHECKS: dict[str, Callable[[str], None]] = {
-    "batch": matrix.test_batch_and_padding,
-    "pages": lambda method: matrix.test_page_size(method, 4),
-    "reset": matrix.test_a_second_prompt_equals_a_fresh_cache,
-    "bytes": matrix.test_bytes_are_real_and_freed,
-    "turn of one": lambda method: matrix.test_a_turn_of_one_token_beside_a_longer_one(method, False),
-}
+APPLY = ("batch", "pages", "reset", "bytes", "turn of one")
 
 
 def in_matrix(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +229,7 @@ def in_matrix(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "budget_of", lambda method, budget=None: {})
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", APPLY)
 @pytest.mark.parametrize("pattern", [VerticalSlash(8, 5, last=16), AShape(3, 9)], ids=["vs", "a"])
 def test_matrix(pattern: Pattern, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_matrix(pattern, monkeypatch)

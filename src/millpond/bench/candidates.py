@@ -53,6 +53,10 @@ class ModelShape:
         return model
 
 
+#: For a check of the machinery, not for a result.
+TINY = ModelShape(layers=2, width=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512)
+
+
 @dataclass(frozen=True)
 class Reading:
     """One run of one candidate."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from millpond.bench.candidates import Candidate, ModelShape, Reading, default_candidates, draw_prompts
+from millpond.bench.candidates import TINY, Candidate, ModelShape, Reading, default_candidates, draw_prompts
 from millpond.bench.machine import describe_machine
 from millpond.bench.peer import Peer
 
@@ -38,7 +38,7 @@ class Plan:
 
 
 QUICK = Plan(
-    shape=ModelShape(layers=2, width=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512),
+    shape=TINY,
     cells=((1, 256), (2, 192)),
     new_tokens=8,
     repeats=2,

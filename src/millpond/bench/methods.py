@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.candidates import ModelShape, draw_prompts
+from millpond.bench.candidates import TINY, ModelShape, draw_prompts
 from millpond.bench.clock import Stopwatch
 from millpond.bench.entrant import PLAN_BOUND, Entrant, Reading
 from millpond.bench.machine import describe_machine
@@ -47,7 +47,7 @@ class Plan:
 
 
 QUICK = Plan(
-    shape=ModelShape(layers=2, width=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512),
+    shape=TINY,
     prompt=512,
     new_tokens=8,
     repeats=2,

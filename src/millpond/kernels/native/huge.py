@@ -20,7 +20,7 @@ PAGE = 2**21
 def use_huge_pages(tensors: Iterable[Tensor], seconds: float = 5.0) -> int:
     """Ask the system for huge pages under CPU tensors; what they hold and where does not change.
 
-    A hint: where the system has none to give, nothing happens. Most of the time goes into copying (0.8 ms for a MiB).
+    A hint: where the system has none to give, nothing happens. What it takes is the time of a copy.
 
     Args:
         tensors: read as a whole, contiguous.
