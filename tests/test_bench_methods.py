@@ -17,8 +17,9 @@ from millpond.bench import methods as bench
 from millpond.bench import plan_clock
 from millpond.bench.candidates import ModelShape, draw_prompts
 from millpond.bench.clock import Stopwatch
+from millpond.bench.course import Course, step_s
 from millpond.bench.entrant import Entrant, Reading
-from millpond.bench.methods import QUICK, Plan, enter, step_s
+from millpond.bench.methods import QUICK, Plan, enter
 from millpond.bench.plan_clock import PlanClock
 from millpond.bench.report import methods_markdown
 from millpond.cli.app import app
@@ -93,7 +94,9 @@ def test_the_anchor_takes_part_once() -> None:
         ("kvmerger", {}, ("grows", 1.05)),
         ("h2o", {}, ("evicts", 1.15)),
         ("elastic", {}, ("evicts", 1.15)),
-        ("strided", {}, ("plans at each step", 1.15)),
+        ("strided", {}, ("evicts", 1.15)),
+        ("rkv", {}, ("plans every 128 steps", 1.15)),
+        ("rkv", {"buffer": 1}, ("plans at each step", 1.15)),
         ("cam", {}, ("merges", 1.3)),
         ("kvmerger", {"decode": "merge", "every": "4"}, ("merges every 4 steps", 1.3)),
     ],
@@ -150,24 +153,54 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
 # ---------------------------------------------------------------------- the report
 
 
-def entrant(name: str, *readings: tuple[float, float, float], **options: str) -> Entrant:
+def entrant(name: str, *readings: tuple[float, float, float, float], **options: str) -> Entrant:
     made = Entrant.of(name, options, 64)
-    made.readings = [Reading(prefill, plan, decode, 1000, 1) for prefill, plan, decode in readings]
+    made.readings = [Reading(prefill, plan, decode, 1000, 1, beside) for prefill, plan, decode, beside in readings]
     return made
 
 
 def test_medians_ratios_and_bounds() -> None:
-    anchor = entrant("snapkv", (2, 0.1, 10), (4, 0.1, 20), (2, 0.2, 10))
-    slow = entrant("h2o", (3, 0.3, 12), (3, 0.3, 12), (9, 0.9, 99)).as_dict(anchor)
+    """A step is compared with the anchor's in the same rounds: 12 / 10, 36 / 30, 99 / 90."""
+    anchor = entrant("snapkv", (2, 0.1, 10, 10), (4, 0.1, 20, 20), (2, 0.2, 10, 10))
+    slow = entrant("h2o", (3, 0.3, 12, 10), (3, 0.3, 36, 30), (9, 0.9, 99, 90)).as_dict(anchor)
     assert (slow["prefill_s"], slow["prefill_ratio"]) == (3, 1.5)
     assert slow["plan_share"] == pytest.approx(0.1)
-    assert (slow["decode_ms"], slow["decode_ratio"], slow["decode_bound"]) == (12, 1.2, 1.15)
+    assert (slow["decode_ms"], slow["decode_ratio"], slow["decode_bound"]) == (36, 1.2, 1.15)
     assert (slow["plan_holds"], slow["decode_holds"]) == (False, False)
     own = anchor.as_dict(anchor)
     assert (own["plan_share"], own["plan_holds"]) == (0.05, True)
     assert (own["decode_ratio"], own["decode_holds"]) == (1, True)
-    assert entrant("cam", (1, 0, 12)).as_dict(anchor)["decode_holds"] is True
-    assert entrant("full", (1, 0, 99)).as_dict(anchor)["decode_holds"] is None
+    assert entrant("cam", (1, 0, 12, 10)).as_dict(anchor)["decode_holds"] is True
+    assert entrant("full", (1, 0, 99, 10)).as_dict(anchor)["decode_holds"] is None
+
+
+def test_a_course_goes_on_where_it_stopped() -> None:
+    """Two rounds of nine tokens behind the first are what generate() makes in one go."""
+    model, policy = TINY.shape.build(), Entrant.of("h2o", {}, 64).policy
+    prompt = draw_prompts(TINY.shape, 1, 60, 0)
+    with Course(model, policy, prompt, "50%") as course:
+        course.prefill()
+        course.go_on(8)
+        course.go_on(8)
+        reading = course.reading(1.0)
+        assert len(course._steps) == 16
+    with torch.inference_mode(), mp.compress(model, policy, "50%") as cache:
+        once = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=19,
+            min_new_tokens=19, do_sample=False,
+        )  # fmt: skip
+        assert course._ids.tolist() == once.tolist()
+        assert reading.kv_bytes == cache.stats().kv_bytes
+    assert (reading.passes, reading.beside_ms) == (1, 1.0)
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1", 8), ("5", 10), ("16", 16)])
+def test_a_round_holds_what_comes_every_few_steps_equally_often(every: str, steps: int) -> None:
+    model, policy = TINY.shape.build(), Entrant.of("kvmerger", {"decode": "merge", "every": every}, 64).policy
+    with Course(model, policy, draw_prompts(TINY.shape, 1, 40, 0), "50%") as course:
+        course.prefill()
+        course.go_on(8)
+        assert len(course._steps) == steps
 
 
 def test_the_command_writes_both_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kernels.prompts import Prompt, prompts
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.native import library
-from millpond.kernels.observe import window_signal
+from millpond.kernels.ops import window_signal
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 

@@ -17,7 +17,7 @@ from millpond.errors import OptionError
 from millpond.kernels import native, ops, reference
 from millpond.kernels.native import calls, library
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -42,6 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
     rule = DecodeRule(
         draw(st.sampled_from(Signal)), draw(st.sampled_from(Reduce)), draw(st.sampled_from(Evict)),
         draw(st.sampled_from([1.0, 0.9])), draw(st.sampled_from([0, 4])), shared, draw(st.integers(0, 2**32)),
+        Spacing(draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 1])), draw(st.sampled_from([0, 3, 4]))),
     )  # fmt: skip
     return Case(
         lens, n_seq, n_kv_heads, draw(st.integers(1, 9)), draw(DIMS), draw(DIMS),
@@ -240,7 +241,7 @@ def op_arguments(call: Call) -> tuple[object, ...]:
     pool.append(int(pages.masses))
     return (
         call.q, call.k_new, call.v_new, pages.bases, call.table, call.lens, call.caps, call.recent, call.q_pos,
-        call.sink_logits, pool, [0, 0, 0, 0, 0, 0], 0, 0.25, 0.0, 1.0,
+        call.sink_logits, pool, [0, 0, 0, 0, 0, 0, 1, 0, 0], 0, 0.25, 0.0, 1.0,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.make import Call, Case
 from millpond.kernels import ops, reference
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 LN2 = math.log(2.0)
 
@@ -97,6 +97,26 @@ def test_ties_leave_oldest_first() -> None:
     assert call.run(reference)[2].tolist() == [4]
 
 
+def test_the_highest_score_leaves_where_the_rule_is_turned_round() -> None:
+    call = tiny([0, 1, 2], [1.0, 0.1, 2.0], DecodeRule(Signal.SUM, evict=Evict.HEAVIEST), 3, 3, recent=[1])
+    assert call.run(reference)[2].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("spacing", "positions", "gone"),
+    [
+        (Spacing(), [0, 4, 6, 8, 5], 5),  # worth 2**31, 4, 2, 8, 1
+        (Spacing(), [0, 4, 6, 8, 12], 6),
+        (Spacing(stride=4), [4, 8, 6, 2, 0], 2),  # 1, 1, 0, 0, 1: the older of two
+        (Spacing(width=2, shift=1), [6, 7, 14, 10, 2], 2),  # units 4, 4, 8, 6, 2 are worth 4, 4, 8, 2, 2
+        (Spacing(width=2, shift=1), [6, 7, 14, 15, 8], 8),  # unit 5
+    ],
+)
+def test_a_pattern_of_positions(spacing: Spacing, positions: list[int], gone: int) -> None:
+    call = tiny(positions, [0.0] * 5, DecodeRule(evict=Evict.SPACED, spacing=spacing), 5, 16, recent=[1])
+    assert call.run(reference)[2].tolist() == [gone]
+
+
 def test_mean_score_divides_by_the_queries_that_saw_the_entry() -> None:
     # at query 9: 3.75 + 0.25 over 10 queries = 0.4; 0.25 + 0.25 over 2 = 0.25; the new one 0.25 over 1
     rule = DecodeRule(Signal.SUM, evict=Evict.ACC_MEAN)
@@ -140,7 +160,7 @@ def test_an_inactive_sequence_is_left_alone() -> None:
     assert stored(call) == before
 
 
-@pytest.mark.parametrize("evict", [Evict.ACC, Evict.RANDOM, Evict.OLDEST, Evict.ACC_MEAN])
+@pytest.mark.parametrize("evict", [e for e in Evict if e is not Evict.NEVER])
 def test_shared_heads_drop_the_same_entry(evict: Evict) -> None:
     rule = DecodeRule(Signal.SUM, evict=evict, shared=True, seed=2**32 - 1)
     call = Case([6, 6, 6], 1, 3, caps=[6] * 3, rule=rule, same_slots=True).build()

@@ -16,7 +16,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels import ops, reference
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
@@ -105,6 +105,7 @@ rules = st.builds(
     sinks=st.sampled_from((0, 2, 5)),
     shared=st.booleans(),
     seed=st.sampled_from((0, 1, 12345, 2**40 + 7)),
+    spacing=st.sampled_from((Spacing(), Spacing(3, 1, 0), Spacing(2, 0, 4))),
 )
 
 

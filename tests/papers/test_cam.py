@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from millpond.kernels.merging import spread
 from millpond.methods import METHODS
-from millpond.policy.merge_next import IntoNext, NewestStay, spread
+from millpond.policy.merge_next import IntoNext, NewestStay
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.score import AccumulatedAttention
@@ -55,15 +56,17 @@ def test_ranges_that_begin_and_end_anywhere() -> None:
     gives = ~keep & (torch.rand(2, 40, generator=make) < 0.8)
     begin = keep.cumsum(1)
     end = torch.minimum(begin + 4, begin[:, -1:])
-    found = spread(x, gives, begin, end, keep)
+    weight = gives * torch.rand(2, 40, generator=make, dtype=torch.float64)
+    by_rank, weights = spread(x, weight, begin, end, int(begin[:, -1].max()))
     for h in range(2):
         kept = keep[h].nonzero()[:, 0].tolist()
-        expected = torch.zeros(40, 3, dtype=torch.float64)
+        expected = torch.zeros(40, 4, dtype=torch.float64)
         for i in gives[h].nonzero()[:, 0].tolist():
             for j in [j for j in kept if j > i][:4]:
-                expected[j] += x[h, i]
-        assert torch.allclose(found[h], expected, atol=1e-12)
-        assert (found[h][(expected == 0).all(1)] == 0).all()
+                expected[j] += weight[h, i] * torch.cat([x[h, i], torch.ones(1, dtype=torch.float64)])
+        found = torch.cat([by_rank[h], weights[h, :, None]], 1)[: len(kept)]
+        assert torch.allclose(found, expected[kept], atol=1e-12)
+        assert (found[(expected[kept] == 0).all(1)] == 0).all()
 
 
 def test_expectation_is_exact_for_what_is_summed() -> None:

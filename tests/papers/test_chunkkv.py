@@ -77,7 +77,7 @@ def test_a_window_moves_on_with_the_text() -> None:
     logits[:, :20, [3, 12]] = 9.0
     logits[:, 20:, 12] = 9.0
     keys = torch.eye(40, dtype=torch.float64)[None]
-    policy = chunkkv(score="rkv", chunk=4, decode="evict")
+    policy = chunkkv(score="rkv/buffer=1", chunk=4, decode="evict")
     before = sets(run(policy, 20, logits[:, :20], keys[:, :20], keys[:, :20]))[0]
     after = sets(run(policy, 20, logits, keys, keys, prompt=20))[0]
     assert before == list(range(20))

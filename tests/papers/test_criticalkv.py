@@ -12,10 +12,12 @@ import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.outputs import output_maps
 from millpond.methods import METHODS
+from millpond.policy.allocate import Ada, Uniform
 from millpond.policy.critical import CriticalValues, output_norms
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.score import AccumulatedAttention
+from millpond.policy.select import keep_best
 from millpond.policy.view import View
 from tests.hf.families import one, shared_model
 from tests.matrix.models import llama, prompts
@@ -68,6 +70,20 @@ def test_norms_against_loops() -> None:
                 for h in (2 * g, 2 * g + 1)
             ]
             assert float(found[g, j]) == pytest.approx(sum(sums) / 2, rel=1e-5)
+
+
+def test_plans_are_those_of_the_plain_number_of_every_entry() -> None:
+    for seed in range(20):
+        make = torch.Generator().manual_seed(seed)
+        attention = torch.rand(3, 200, generator=make) ** 4 * torch.tensor([[1.0], [0.3], [2.0]])
+        values, maps = torch.randn(3, 200, 8, generator=make), torch.randn(6, 8, 30, generator=make)
+        look = replace(view(values, values, signal=attention), outputs=lambda maps=maps: maps)
+        first = keep_best(attention, look.valid, ~look.valid, torch.full((3,), 20))
+        number = torch.where(first, 1e6 + attention, (attention + 1e-4) * output_norms(values, maps))
+        for heads in (Uniform(), Ada(0.2)):
+            plan = Policy(score=CriticalValues(AccumulatedAttention()), heads=heads).plan(look, 40)
+            counts = heads.keep_counts(number, look.valid, ~look.valid, 40)
+            assert torch.equal(plan.keep, keep_best(number, look.valid, ~look.valid, counts))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "gemma2", "phi"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
+from millpond.kernels.merging import follow
 from millpond.methods import METHODS
 from millpond.policy.density import AttentionDensity
 from millpond.policy.layers import split_budget
@@ -79,13 +80,12 @@ def test_a_variance_of_thousands_is_no_overflow() -> None:
 
 def test_the_threshold_follows_the_mean() -> None:
     """Means .8, .6, .9 at a rate of .7: .8, .66, .828."""
-    merge, tau = RecallNearest(0.7), None
+    tau = nothing = torch.tensor([torch.nan], dtype=torch.float64)
     for likeness, expected in (([0.7, 0.9], 0.8), ([0.6], 0.66), ([0.9, float("-inf")], 0.828)):
-        tau = merge.threshold(torch.tensor([likeness], dtype=torch.float64), tau)
-        assert tau is not None
+        tau = follow(torch.tensor([likeness], dtype=torch.float64), tau, 0.7)
         assert float(tau) == pytest.approx(expected)
-    assert merge.threshold(torch.tensor([[float("-inf")]]), tau) is tau
-    assert merge.threshold(torch.tensor([[float("-inf")]]), None) is None
+    assert torch.equal(follow(torch.tensor([[float("-inf")]]), tau, 0.7), tau)
+    assert follow(torch.tensor([[float("-inf")]]), nothing, 0.7).isnan().all()
 
 
 def take(merge: RecallNearest, cosines: list[float], tau: float | None = None, masses: list[float] | None = None):  # type: ignore[no-untyped-def]

@@ -255,7 +255,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         elastic(distance=0)
     with pytest.raises(OptionError, match="no mass tells what they stand for"):
         elastic(official_code=True, mass_bias=True)
-    with pytest.raises(OptionError, match="mass_bias and merge_every belong to a policy that merges"):
+    with pytest.raises(OptionError, match="mass_bias belongs to a policy that merges"):
         elastic(merge="none", mass_bias=True)
     with pytest.raises(BudgetError, match=r"budget 3 is smaller than sinks 3 \+ recent 1"):
         mp.compress(llama(), "elastic", 3, sinks=3)

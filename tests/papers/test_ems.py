@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.merging import Entries, middle
 from millpond.methods import METHODS
 from millpond.policy.global_local import GlobalAndLocal
 from millpond.policy.merge import Merged
@@ -94,7 +95,9 @@ def test_which_entries_matter(cover: float, most: float, expected: int) -> None:
     """Of 100 the first n hold 40, 70, 80, 86, 91, 95, 98 and 100; two are kept."""
     score = torch.tensor([[40.0, 30, 10, 6, 5, 4, 3, 2]])
     keep = torch.arange(8)[None] < 2
-    found = IntoClasses(cover=cover, most=most).middle(view(torch.ones(1, 8, 1), signal=score), keep, score)
+    rows, masses = torch.ones(1, 8, 1), torch.ones(1, 8, dtype=torch.float64)
+    entries = Entries(rows, rows, torch.arange(8, dtype=torch.int32)[None], score, masses)
+    found = middle(IntoClasses(cover=cover, most=most).rule, entries, keep, score)
     assert found[0].tolist() == [2 <= j < 2 + expected for j in range(8)]
 
 

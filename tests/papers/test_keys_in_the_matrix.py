@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunkkv": {"score": "h2o", "chunk": 3, "decode": "evict"},
     "compactor": {"sinks": 2, "recent": 2, "sketch": 5, "decode": "evict"},
     "criticalkv": {"score": "h2o", "decode": "evict"},
-    "rkv": {"window": 4, "kernel": 3, "decode": "evict"},
+    "rkv": {"window": 4, "kernel": 3, "buffer": 1},
     "expected_attention": {"future": 9, "sinks": 2, "recent": 1, "decode": "evict"},
     "qfilters": {"recent": 2, "decode": "evict"},
     "finch": {"window": 4, "chunk": 9, "decode": "evict"},

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy import redundancy
 from millpond.policy.redundancy import ImportanceAndRedundancy, mean_similarity
 from tests.papers.keyed import best, cosine, run, sets, text, view
 
@@ -46,9 +45,7 @@ def test_redundancy_by_hand() -> None:
 
 
 @pytest.mark.parametrize("spared", [0, 1, 3])
-@pytest.mark.parametrize("block", [1, 7, 256])
-def test_redundancy_against_loops(block: int, spared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redundancy, "BLOCK", block)
+def test_redundancy_against_loops(spared: int) -> None:
     _, k, _ = text(n=30)
     found = mean_similarity(k, valid(k), 0.5, spared)
     for h in range(2):
@@ -88,10 +85,11 @@ def test_blend_by_hand() -> None:
     assert sets(run(policy, 10, q, k, v)) == [best([*value, 0, 0, 0, 0], 10, {16, 17, 18, 19})]
 
 
-def test_decoding_plans_with_the_newest_queries() -> None:
-    """Step by step: the last two queries over what is kept, redundancy among what is kept."""
+@pytest.mark.parametrize("buffer", [1, 5])
+def test_decoding_plans_with_the_newest_queries(buffer: int) -> None:
+    """When the buffer is full: the last two queries over what is kept, redundancy among what is kept."""
     q, k, v = text(heads=1, n=30)
-    cache = run(rkv(window=2, kernel=1, blend=0.5), 8, q, k, v, prompt=16)
+    cache = run(rkv(window=2, kernel=1, blend=0.5, buffer=buffer), 8, q, k, v, prompt=16)
 
     def plan(places: list[int], t: int) -> list[int]:
         attention = [0.0] * len(places)
@@ -106,7 +104,9 @@ def test_decoding_plans_with_the_newest_queries() -> None:
 
     held = plan(list(range(16)), 15)
     for t in range(16, 30):
-        held = plan([*held, t], t)
+        held = [*held, t]
+        if len(held) - 8 == buffer:
+            held = plan(held, t)
     assert sets(cache) == [held]
 
 
@@ -122,6 +122,8 @@ def test_grows_when_told_to() -> None:
         ({"kernel": 4}, "kernel=4 must be odd"),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"spared": -1}, "spared=-1 must not be negative"),
+        ({"buffer": 0}, "buffer=0 must be at least 1"),
+        ({"buffer": 4, "decode": "grow"}, "nothing leaves while decoding"),
     ],
 )
 def test_options_out_of_range(options: dict[str, float], message: str) -> None:

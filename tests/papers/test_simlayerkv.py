@@ -117,7 +117,7 @@ def test_assisted_generation_is_refused() -> None:
         ({"threshold": 1.5}, "threshold=1.5 is a share of the attention"),
         ({"score": "window"}, "watches no attention"),
         ({"score": "h2o/prefill=greedy"}, "need a score that plans once at its end"),
-        ({"score": "no_heavy"}, "need a score that plans once at its end"),
+        ({"score": "rkv"}, "need a score that plans once at its end"),
     ],
 )
 def test_what_cannot_be_decided_is_refused(options: dict[str, Any], message: str) -> None:

@@ -25,6 +25,26 @@ def test_pinned_come_first_and_the_absent_last() -> None:
     assert keep_best(value, valid, pinned & valid, torch.tensor([4])).tolist() == [[True, True, True, False]]
 
 
+@settings(max_examples=200, deadline=None)
+@given(heads=st.integers(1, 3), n=st.integers(1, 40), seed=st.integers(0, 999))
+def test_against_a_plain_sort(heads: int, n: int, seed: int) -> None:
+    """Few values, so that many tie; zeros of both signs are one."""
+    gen = torch.Generator().manual_seed(seed)
+    choice = torch.tensor([-float("inf"), -2.0, -0.0, 0.0, 1e-30, 3.0, float("inf")])
+    value = choice[torch.randint(0, len(choice), (heads, n), generator=gen)]
+    valid, pinned = (torch.rand(heads, n, generator=gen) < p for p in (0.8, 0.2))
+    pinned &= valid
+    ranks, counts = rank_by_value(value, valid, pinned), torch.randint(0, n + 2, (heads,), generator=gen)
+    keep = keep_best(value, valid, pinned, counts)
+    for h in range(heads):
+        order = sorted(range(n), key=lambda j, h=h: (not valid[h, j], not pinned[h, j], -float(value[h, j]), -j))  # type: ignore[misc]
+        there = order[: int(valid[h].sum())]
+        pins = sorted((j for j in there if pinned[h, j]), key=lambda j: int(ranks[h, j]))
+        ranked = [*pins, *(j for j in there if not pinned[h, j])]
+        assert ranks[h, ranked].tolist() == list(range(len(there)))
+        assert keep[h].nonzero()[:, 0].tolist() == sorted(ranked[: int(counts[h])])
+
+
 SCORES = [
     AccumulatedAttention(), AccumulatedAttention(True), LastAttention(), Recency(), RandomPriority(),
     WindowAttention(4, 3),

@@ -28,6 +28,7 @@ class Reading:
         decode_ms: of a step, the median; a share of what is done every few steps is in it.
         kv_bytes: held at the end.
         passes: of the model before the first token.
+        beside_ms: of a step of the anchor in the same rounds; None where it took no part.
     """
 
     prefill_s: float
@@ -35,6 +36,7 @@ class Reading:
     decode_ms: float
     kv_bytes: int
     passes: int
+    beside_ms: float | None = None
 
 
 @dataclass
@@ -69,22 +71,28 @@ class Entrant:
         policy = self.policy
         if policy.keeps_all:
             return "keeps everything", None
-        if policy.replans and policy.merge is not None:
-            return "merges" + (f" every {policy.merge_every} steps" if policy.merge_every > 1 else ""), 1.3
         if policy.replans:
-            return "plans at each step", 1.15
+            at = f"every {policy.merge_every} steps" if policy.merge_every > 1 else ""
+            if policy.merge is not None:
+                return f"merges {at}".rstrip(), 1.3
+            return f"plans {at or 'at each step'}", 1.15
         return ("evicts", 1.15) if policy.every_step else ("grows", 1.05)
 
     def median(self, of: Callable[[Reading], float]) -> float | None:
         """The median of a number over the repetitions."""
         return statistics.median(map(of, self.readings)) if self.readings else None
 
+    def _beside(self) -> float | None:
+        """The median ratio of a decoding step to one of the anchor in the same rounds."""
+        ratios = [r.decode_ms / r.beside_ms for r in self.readings if r.beside_ms]
+        return statistics.median(ratios) if ratios else None
+
     def as_dict(self, anchor: Entrant) -> dict[str, Any]:
         """For JSON: medians, ratios to the anchor, bounds and whether they hold, and every reading."""
         kind, bound = self.kind
         prefill, decode = self.median(lambda r: r.prefill_s), self.median(lambda r: r.decode_ms)
         share = self.median(lambda r: r.plan_s / r.prefill_s)
-        ratio = _ratio(decode, anchor.median(lambda r: r.decode_ms))
+        ratio = self._beside() if decode is not None else None
         return {
             "name": self.name, "setting": self.setting, "given": self.given, "kind": kind,
             "prefill_s": prefill, "prefill_ratio": _ratio(prefill, anchor.median(lambda r: r.prefill_s)),

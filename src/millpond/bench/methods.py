@@ -1,15 +1,15 @@
 """`millpond bench methods`: what each method costs beside snapkv, in prefill and in decoding, in turns in one run.
 
-Every repetition runs all methods once, in shuffled order and on the same prompt, so that a busy machine slows all of
-them alike; medians and their ratios are reported. What a method may cost follows from its policy (`Entrant.kind`).
+Every repetition runs all methods once, in shuffled order and on the same prompt. A few of them and snapkv hold their
+caches at once and decode in turns, some steps each, so that a busy machine slows all of them alike and a step is
+compared with those of snapkv right beside it. What a method may cost follows from its policy (`Entrant.kind`).
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +18,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.bench.candidates import TINY, ModelShape, draw_prompts
-from millpond.bench.clock import Stopwatch
-from millpond.bench.entrant import PLAN_BOUND, Entrant, Reading
+from millpond.bench.course import Course
+from millpond.bench.entrant import PLAN_BOUND, Entrant
 from millpond.bench.machine import describe_machine
-from millpond.bench.plan_clock import PlanClock
-from millpond.hf.compress import compress
 from millpond.methods import METHODS
-from millpond.policy.policy import Policy
 
 ANCHOR = "snapkv"
 WARM_UP = 512  #: tokens of the prompt before the clock runs
+ROUND = 8  #: decoding steps of one method before the next has its turn
+HEAT = 6  #: methods that decode in turns beside the anchor
 #: Settings of methods that by default do what another does: one weight is the same budget for every layer.
 SETTINGS: dict[str, dict[str, str]] = {"layer_table": {"table": "3;1"}}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. methods: (name, options) of each; None: all there are, in their default settings."""
+    """What is measured.
+
+    Attributes:
+        methods: (name, options) of each; None: all there are, in their default settings.
+        new_tokens: decoding steps that are timed, in whole rounds.
+    """
 
     shape: ModelShape = field(default_factory=lambda: ModelShape(layers=4))
     methods: tuple[tuple[str, dict[str, str]], ...] | None = None
@@ -63,7 +67,7 @@ def enter(plan: Plan) -> tuple[list[Entrant], list[dict[str, str]]]:
     vocab = plan.shape.vocab
     if plan.methods is not None:
         found = [Entrant.of(name, options, vocab) for name, options in plan.methods]
-        if not any((e.name, e.setting) == (ANCHOR, "") for e in found):
+        if not any(_is_anchor(e) for e in found):
             found.insert(0, Entrant.of(ANCHOR, {}, vocab))
         return found, []
     entrants, left_out = [], []
@@ -73,6 +77,10 @@ def enter(plan: Plan) -> tuple[list[Entrant], list[dict[str, str]]]:
         except Exception as error:  # a method may come from anywhere; the others go on
             left_out.append({"name": name, "reason": str(error)})
     return entrants, left_out
+
+
+def _is_anchor(entrant: Entrant) -> bool:
+    return (entrant.name, entrant.setting) == (ANCHOR, "")
 
 
 def run(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -90,7 +98,7 @@ def run(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> dict
         _turns(plan, model, entrants, progress)
     finally:
         torch.set_num_threads(threads)
-    anchor = next(e for e in entrants if (e.name, e.setting) == (ANCHOR, ""))
+    anchor = next(filter(_is_anchor, entrants))
     return {
         "benchmark": "methods",
         "machine": machine.as_dict(),
@@ -109,45 +117,52 @@ def _turns(plan: Plan, model: PreTrainedModel, entrants: Sequence[Entrant], prog
     warm_up = draw_prompts(plan.shape, 1, min(plan.prompt, WARM_UP), plan.seed)
     for entrant in entrants:
         progress(f"warming up: {entrant.name} {entrant.setting}")
-        with suppress(Exception):  # the first turn tells
-            measure(model, entrant.policy, warm_up, 4, plan.budget)
+        with suppress(Exception), Course(model, entrant.policy, warm_up, plan.budget) as course:  # the first turn tells
+            course.prefill()
+            course.go_on(1)
+    anchor = next(filter(_is_anchor, entrants))
+    others = [e for e in entrants if e is not anchor]
     for turn in range(plan.repeats):
         prompt = draw_prompts(plan.shape, 1, plan.prompt, plan.seed + turn)
-        for entrant in rng.sample(list(entrants), len(entrants)):
-            progress(f"turn {turn + 1} of {plan.repeats}: {entrant.name} {entrant.setting}")
-            _take(entrant, model, prompt, plan)
+        order = rng.sample(others, len(others))
+        for first in range(0, max(len(order), 1), HEAT):
+            chosen = [anchor, *order[first : first + HEAT]]
+            progress(f"turn {turn + 1} of {plan.repeats}: {', '.join(e.name for e in chosen)}")
+            _heat(plan, model, prompt, anchor, rng.sample(chosen, len(chosen)), rng)
 
 
-def _take(entrant: Entrant, model: PreTrainedModel, prompt: Tensor, plan: Plan) -> None:
-    """One reading. A method that fails is reported with its reason and not run again."""
+def _heat(
+    plan: Plan, model: PreTrainedModel, prompt: Tensor, anchor: Entrant, chosen: Sequence[Entrant], rng: random.Random
+) -> None:
+    """One reading of each. Prompts one after the other, then decoding in turns, a round each.
+
+    A method that fails is reported with its reason and not run again.
+    """
+    with ExitStack() as stack:
+        courses = {id(e): Course(model, e.policy, prompt, plan.budget) for e in chosen}
+
+        def begin(entrant: Entrant) -> None:
+            stack.enter_context(courses[id(entrant)]).prefill()
+
+        def go_on(entrant: Entrant) -> None:
+            courses[id(entrant)].go_on(min(ROUND, plan.new_tokens))
+
+        for entrant in chosen:
+            _attempt(entrant, begin)
+        for _ in range(-(-plan.new_tokens // ROUND)):
+            for entrant in rng.sample(chosen, len(chosen)):
+                _attempt(entrant, go_on)
+        beside = None if anchor.failure else courses[id(anchor)].decode_ms
+        for entrant in chosen:
+            _attempt(entrant, lambda e: e.readings.append(courses[id(e)].reading(beside)))
+
+
+def _attempt(entrant: Entrant, act: Callable[[Entrant], None]) -> None:
+    """Do something for an entrant that has not failed yet; if it fails now, that is its result."""
     if entrant.failure:
         return
     try:
-        entrant.readings.append(measure(model, entrant.policy, prompt, plan.new_tokens, plan.budget))
+        act(entrant)
     except Exception as error:  # a method may come from anywhere; the others go on
         entrant.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         entrant.readings.clear()
-
-
-@torch.inference_mode()
-def measure(model: Any, policy: Policy, prompt: Tensor, new_tokens: int, budget: str) -> Reading:
-    """Unmodified generate() under one policy."""
-    with compress(model, policy, budget if policy.takes_budget else None) as cache:
-        watch = Stopwatch()
-        with PlanClock(model, cache, watch) as clock:
-            model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=watch,
-                do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True,
-            )  # fmt: skip
-        kv_bytes = cache.stats().kv_bytes
-    steps = [watch.steps[0] - clock.late_s, *watch.steps[1:]]
-    decode_ms = 1e3 * step_s(steps, max(policy.merge_every, policy.rivals.every))
-    return Reading(watch.prefill_s + clock.late_s, clock.plan_s, decode_ms, kv_bytes, clock.passes)
-
-
-def step_s(steps: Sequence[float], period: int) -> float:
-    """Seconds of a decoding step: the median, of the mean of `period` steps where that many share some work."""
-    period = max(1, min(period, len(steps)))
-    return statistics.median(
-        statistics.fmean(steps[begin : begin + period]) for begin in range(0, len(steps) - period + 1, period)
-    )

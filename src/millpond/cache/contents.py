@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.cache.parts import Candidates, by_position, columns_of
+from millpond.cache.parts import Candidates, by_position
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
+from millpond.policy.view import columns_of
 
 
 def read(table: RegionTable, sequence: int) -> Candidates:

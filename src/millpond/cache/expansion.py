@@ -13,7 +13,6 @@ from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops, reference
-from millpond.kernels.observe import window_signal
 from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
 
 
@@ -108,7 +107,7 @@ class ExpandedAttention(Attention):
         """(1, N): sum_i reduce_h A[h, i, j] over queries q (Hq, w, D) that share one set of entries."""
         total = torch.zeros(1, found.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):
-            by_head = window_signal(
+            by_head = ops.window_signal(
                 q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions, reduce=reduce, **self.shape.kwargs
             )  # fmt: skip
             total += reference.reduce_group(by_head, reduce, 0)

@@ -24,6 +24,14 @@ def rows_at(arenas: list[Tensor], ids: Tensor) -> Tensor:
     return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else reference.gather(arenas, ids)
 
 
+def put_rows(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
+    """Write rows (n, ...) to flat slot ids (n,) of a list of arenas of their dtype."""
+    if len(arenas) == 1:
+        arenas[0].flatten(0, 1).index_copy_(0, ids, rows)
+    else:
+        reference.scatter(arenas, ids, rows)
+
+
 def close_gaps(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) -> None:
     """Move the last entries that stay of each region (R, N) into the slots of those that leave."""
     column = torch.arange(ids.shape[1], device=ids.device)

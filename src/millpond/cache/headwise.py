@@ -28,6 +28,7 @@ class Asked(NamedTuple):
     q: Tensor  #: (Hq, Q, key_dim)
     lse: Tensor  #: (Hq, Q) float32, the log of each softmax's denominator
     q_pos: Tensor  #: (Q,) int32
+    sums: Tensor | None  #: (Hq, N) float32, what all of them gave each entry, if they came in one pass that summed it
 
 
 class Headwise:
@@ -39,14 +40,20 @@ class Headwise:
 
     # ------------------------------------------------------------------ the prompt
 
-    def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor) -> None:
-        """Keep the queries of one pass behind those of the passes before it."""
-        if self._policy.threshold == 1:  # nothing is measured
+    @property
+    def measures(self) -> bool:
+        """Whether plans look at the attention of the query heads."""
+        return self._policy.threshold < 1
+
+    def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor, sums: Tensor | None = None) -> None:
+        """Keep the queries of one pass behind those of the passes before it; see `Asked`."""
+        if not self.measures:
             return
         old = self._asked.get(sequence)
         if old is not None:
             q, lse, q_pos = torch.cat([old.q, q], 1), torch.cat([old.lse, lse], 1), torch.cat([old.q_pos, q_pos])
-        self._asked[sequence] = Asked(q, lse, q_pos)
+            sums = None
+        self._asked[sequence] = Asked(q, lse, q_pos, sums)
 
     def received(
         self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, width: int
@@ -57,22 +64,20 @@ class Headwise:
             keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none,
                 the tokens of the queries among them.
         """
-        q, lse, q_pos = self._asked[sequence]
+        q, lse, q_pos, known = self._asked[sequence]
+        if known is not None and not width:
+            return known.view(n_kv_heads, -1, known.shape[1])
         n_heads, n_new = len(keys), len(q_pos)
         order = positions.argsort(dim=1, stable=True)  # holes, stored entries, then one entry for each query
         keys = keys.gather(1, order[..., None].expand_as(keys))
         past = positions.gather(1, order)[:, : positions.shape[1] - n_new]
         windows = [w for w in (shape.window, width) if w]
-        by_member = [
-            ops.colsum_from_lse(
-                q_own, keys, lse_own.contiguous(), q_pos, past if past.shape[1] else None,
-                scale=shape.scale, softcap=shape.softcap, window=min(windows, default=0), reduce=Reduce.SUM,
-            )
-            for q_own, lse_own in zip(
-                q.view(n_heads, -1, *q.shape[1:]).unbind(1), lse.view(n_heads, -1, n_new).unbind(1), strict=True
-            )
-        ]  # fmt: skip
-        sums = torch.stack(by_member, 1)  # (H, members, N)
+        members = len(q) // n_heads
+        sums = ops.colsum_from_lse(
+            q, keys.repeat_interleave(members, 0), lse, q_pos,
+            past.repeat_interleave(members, 0) if past.shape[1] else None,
+            scale=shape.scale, softcap=shape.softcap, window=min(windows, default=0), reduce=Reduce.SUM,
+        ).view(n_heads, members, -1)  # fmt: skip
         back = order[:, None].expand_as(sums)
         return torch.zeros_like(sums).scatter_(2, back, sums).view(n_kv_heads, -1, positions.shape[1])
 
@@ -90,25 +95,33 @@ class Headwise:
         """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves."""
         n_heads = table.n_kv_heads
         most = table.budgets().astype(np.int64).sum(1)
-        limited = (table.kinds.cpu().numpy().reshape(-1, n_heads) < Kind.FULL).any(1) | (most < UNBOUNDED)
+        limited = (table.rules() < Kind.FULL).any(1) | (most < UNBOUNDED)
         sequences = np.flatnonzero((positions >= 0) & (limited | bool(window)))
         if not len(sequences):
             return
         device = table.lens.device
+        chosen = torch.from_numpy(sequences).to(device)
+        seen = torch.from_numpy(positions[sequences] + 1).to(device)
+        together = torch.from_numpy(most[sequences]).to(device)
+        policy = self._policy
+        if ops.admit(
+            table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device), table.kinds,
+            table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks, window=window,
+        ):  # fmt: skip
+            table.trim()
+            return
         rows = torch.from_numpy((sequences[:, None] * n_heads + np.arange(n_heads)).ravel()).to(device)
         lengths = table.lengths()[sequences]
         ids, valid = slots_of(table, table.pages[rows], table.lens[rows], int(lengths.max()))
         arrays, by_head = table.pool.arrays, (len(sequences), n_heads, -1)
         here = torch.where(valid, rows_at(arrays.positions, ids), -1).view(by_head)
-        chosen = torch.from_numpy(sequences).to(device)
-        seen = torch.from_numpy(positions[sequences] + 1).to(device)
         heads = Heads(
             rows_at(arrays.scores, ids).view(by_head), here,
-            self._policy.classes_of(tokens.at(chosen, here), here), table.kinds[rows].view(by_head[:2]), seen,
-            table.recent[rows].view(by_head)[:, 0, 0], torch.from_numpy(most[sequences]).to(device),
+            policy.classes_of(tokens.at(chosen, here), here), table.kinds[rows].view(by_head[:2]), seen,
+            table.recent[rows].view(by_head)[:, 0, 0], together,
         )  # fmt: skip
         hidden = (here >= 0) & (seen[:, None, None] - here >= window) if window else torch.zeros_like(here).bool()
-        leave = hidden | self._policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
+        leave = hidden | policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
         close_gaps(arrays, ids, valid, leave.flatten(0, 1))
         left = leave.sum(-1).cpu().numpy()
         if left.any():

@@ -23,6 +23,7 @@ from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
 from millpond.errors import CacheMismatchError
 from millpond.kernels import ops
+from millpond.kernels.reference import reduce_group
 from millpond.kernels.rules import DecodeRule, Evict, Signal
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
@@ -189,10 +190,10 @@ class LayerCache:
         rivals = Rivals.of(table, self._rivals, positions)
         (rivals or table).make_room(always)
         if rolling is not None:
-            q, k = rolling.step(table, q, k, v, positions)
+            q, k = rolling.step(table, q, k, positions)
         out, lse = self.attention.step(table, rule, q, k, v, q_pos)
         table.stepped(always, positions >= 0)
-        if not always or headwise is not None:
+        if not always or headwise is not None or self.policy.replans:
             self._finite.check(lse, self.columns)
         if headwise is not None:
             assert self.timeline.tokens is not None, "token ids are kept for a policy that looks at them"
@@ -243,11 +244,17 @@ class LayerCache:
     def _prefill_one(self, table: RegionTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor) -> Tensor:
         """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
         if self.companions.rolling is not None:
-            q, k = self.companions.rolling.prefill(table, sequence, q, k, v, q_pos)
+            q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        out, lse, sums = self.attention.chunk(chunk, reduce)
+        sums: Tensor | None
+        by_head: Tensor | None = None
+        if reduce is not None and self._measures_heads:
+            out, lse, by_head = self.attention.chunk_by_head(chunk)
+            sums = reduce_group(by_head.view(len(found.keys), -1, by_head.shape[1]), reduce, 1)
+        else:
+            out, lse, sums = self.attention.chunk(chunk, reduce)
         if self.peek is not None:
             met = self.attention.keys(sequence, found)
             positions = found.positions.expand(len(met), -1)
@@ -255,8 +262,15 @@ class LayerCache:
         elif self.policy.keeps_all and not self.attention.shape.window:
             contents.append(table, sequence, k, v, q_pos)
         else:
-            self.planner.take_in(table, chunk, lse, sums, defer=not self._between_chunks)
+            self.planner.take_in(table, chunk, lse, sums, by_head, defer=not self._between_chunks)
         return out
+
+    @property
+    def _measures_heads(self) -> bool:
+        """Whether a plan that follows this pass at once looks at the attention of each query head."""
+        headwise = self.companions.headwise
+        asked = headwise is not None and headwise.measures and self._between_chunks and self.peek is None
+        return asked and self._attention_type is Attention and self.policy.reduce != "max"
 
     # ------------------------------------------------------------------ the batch, and going back
 

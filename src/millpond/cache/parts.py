@@ -48,8 +48,3 @@ class Chunk(NamedTuple):
 def by_position(positions: Tensor) -> Tensor:
     """(H, N) column order: ascending positions, -1 last."""
     return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)
-
-
-def columns_of(part: Tensor, order: Tensor) -> Tensor:
-    """Columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
-    return part.gather(1, order if part.ndim == 2 else order[..., None].expand(-1, -1, part.shape[-1]))

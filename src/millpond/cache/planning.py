@@ -13,6 +13,7 @@ from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions
 from millpond.cache.parts import Candidates, Chunk, by_position
 from millpond.cache.peek import Peek
+from millpond.cache.slot_merger import SlotMerger
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.cache.views import Views
@@ -20,7 +21,8 @@ from millpond.errors import OptionError
 from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.merge import Merged
 from millpond.policy.nested import NestedPlan
-from millpond.policy.policy import Plan, Policy
+from millpond.policy.policy import REDUCE, Plan, Policy
+from millpond.policy.slot_merge import slot_plan
 from millpond.policy.view import View
 
 
@@ -47,6 +49,8 @@ class Planner:
         self._entries = entries
         self._attention = attention
         self._companions = companions
+        slots = slot_plan(policy, attention.index)
+        self._merger = None if slots is None else SlotMerger(slots, REDUCE[policy.reduce], attention, companions)
 
     # ------------------------------------------------------------------ budgets
 
@@ -71,17 +75,25 @@ class Planner:
     # ------------------------------------------------------------------ what comes before a plan
 
     def take_in(
-        self, table: RegionTable, chunk: Chunk, lse: Tensor, sums: Tensor | None, *, defer: bool = False
+        self,
+        table: RegionTable,
+        chunk: Chunk,
+        lse: Tensor,
+        sums: Tensor | None,
+        by_head: Tensor | None = None,
+        *,
+        defer: bool = False,
     ) -> None:
         """Plan with the tokens of one pass, or `defer` the plan to `settle` and hold all of them until then.
 
         Args:
             lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
+            by_head: (Hq, N) float32, those of each query head, if made.
         """
         sequence, q, q_pos, found, _ = chunk
         self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
         if self._companions.headwise is not None:
-            self._companions.headwise.remember(sequence, q, lse, q_pos)
+            self._companions.headwise.remember(sequence, q, lse, q_pos, by_head)
         found = found if sums is None else found._replace(scores=found.scores + sums)
         seen = int(q_pos[-1]) + 1
         if defer:
@@ -109,17 +121,22 @@ class Planner:
         pending.clear()
 
     def stepped(self, table: RegionTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
-        """After a step, evict or merge what no kernel rule could: sequences go back to the budget of their last plan.
+        """After a step, evict or merge what the decode kernel could not: sequences go back to the budget of their plan.
 
-        Policies that merge let `merge_every` entries gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,);
-        `positions` (S,): the same on the host, -1 where a sequence had no token.
+        `merge_every` entries may gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,); `positions` (S,): the same
+        on the host, -1 where a sequence had no token.
         """
         active = positions >= 0
-        if self._policy.window > 0 or self._policy.sums_queries:
+        merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
+        if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
                 self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
         caps = table.budgets().astype(np.int64)
         due = active & (table.lengths() - caps >= self._policy.merge_every).any(1)
+        if merger is not None:
+            if due.any():
+                merger.merge(table, q_pos, due)
+            return
         for s in np.flatnonzero(due).tolist():
             budget = int(caps[s].sum()) // table.n_kv_heads
             self.plan(table, s, contents.read(table, s), int(positions[s]) + 1, budget)

@@ -10,6 +10,9 @@ from millpond.cache.rolling import Rotation
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import Policy
 
+#: Queries that are turned and summed at a time: few, so that they stay in the cache.
+BLOCK = 256
+
 
 class QueryMemory:
     """The last queries of each sequence, or sums over all of them; nothing where the score asks for neither."""
@@ -36,12 +39,14 @@ class QueryMemory:
 
     def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rope: Rotation | None) -> None:
         """Add queries to the moments of their sequence, without those of the sinks."""
-        counts = q_pos >= self._policy.protect.sinks
-        q, q_pos = q[:, counts], q_pos[counts]
-        if self._policy.unrotates and rope is not None and len(q_pos):
-            q = rope.rotate(q[None], q_pos[None].long(), inverse=True)[0]
-        found = QueryMoments.of(q)
-        self._moments[sequence] = self._moments[sequence] + found if sequence in self._moments else found
+        first = int((q_pos < self._policy.protect.sinks).sum())
+        found = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
+        for start in range(first, len(q_pos), BLOCK):
+            part = q[:, start : start + BLOCK]
+            if self._policy.unrotates and rope is not None:
+                part = rope.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
+            found = found + QueryMoments.of(part)
+        self._moments[sequence] = found
 
     def last(self, sequence: int) -> tuple[Tensor, Tensor]:
         """The last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""

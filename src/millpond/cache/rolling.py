@@ -4,6 +4,7 @@ Attention sees distances only. Recent entries and the query already have the rig
 sinks lie too far back once entries between them and the recent ones have left. So before each pass the sinks, kept
 unrotated beside the pages, are rotated to lie right before the oldest recent entry. To keep angles small in endless
 text, all frames move back by a whole number of positions now and then, and the stored keys are rotated by that much.
+While a sequence is decoded its sinks move by one place at each step, so their keys at the next places are made at once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.gaps import put_rows, slots_of
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
 
 #: Positions after which the frame moves back; angles in float32 stay accurate to about 1e-3 up to here.
 EPOCH = 8192
+#: Places for which the sinks' keys are made at once.
+AHEAD = 32
 
 
 class Rotation(Protocol):
@@ -44,44 +48,45 @@ class Rolling:
         self._sinks = sinks
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
         self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
-        self._values: Tensor | None = None  # (S, H, sinks, value_dim)
+        self._ready: Tensor | None = None  # (AHEAD, S, H, sinks, key_dim): at as many places in a row
+        self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
+        self._slots = (torch.zeros(0), torch.zeros(0))  # page ids of a table, and (S, H, sinks): where its sinks lie
 
     def copy(self, sequences: list[int] | None = None) -> Rolling:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         other = Rolling(self._rotation, self._sinks)
-        if sequences == [] or self._keys is None or self._values is None:
+        if sequences == [] or self._keys is None:
             return other
         chosen = list(range(len(self._base))) if sequences is None else sequences
-        other._base, other._keys, other._values = self._base[chosen], self._keys[chosen], self._values[chosen]
+        other._base, other._keys = self._base[chosen], self._keys[chosen]
         return other
 
-    def step(
-        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, table: RegionTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
 
         positions (S,): of the new tokens, -1 where a sequence has none.
         """
-        self._open(table, k, v)
-        for sequence in np.flatnonzero(positions - self._base >= self._epoch(table)):
-            self._rebase(table, int(sequence), int(positions[sequence]))
-        self._capture(k[:, :, None], v[:, :, None], positions[:, None])
-        self._place(table, positions, range(table.n_seq))
+        self._open(table, k)
+        if (positions - self._base).max() >= EPOCH:
+            for sequence in np.flatnonzero(positions - self._base >= self._epoch(table)):
+                self._rebase(table, int(sequence), int(positions[sequence]))
+        if positions.min() < self._sinks:
+            self._capture(k[:, :, None], positions[:, None])
+        self._place(table, positions)
         if not self._base.any():
             return q, k
-        framed = (self._to_frame(t[:, :, None], positions[:, None], self._base[:, None])[:, :, 0] for t in (q, k))
-        return next(framed), next(framed)
+        heads = torch.cat([q, k], 1)[:, :, None]
+        framed = self._to_frame(heads, positions[:, None], self._base[:, None])[:, :, 0]
+        return framed[:, : q.shape[1]], framed[:, q.shape[1] :]
 
-    def prefill(
-        self, table: RegionTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def prefill(self, table: RegionTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Before a pass of many tokens of one sequence: the same for queries and keys (heads, Q, D)."""
-        self._open(table, k[None].expand(table.n_seq, -1, -1, -1), v[None].expand(table.n_seq, -1, -1, -1))
+        self._open(table, k)
         positions = q_pos.cpu().numpy().astype(np.int64)
         if positions[0] - self._base[sequence] >= self._epoch(table):
             self._rebase(table, sequence, int(positions[0]))
-        self._capture(k[None], v[None], positions[None], sequence)
-        self._place(table, np.full(table.n_seq, positions[0]), [sequence])
+        self._capture(k[None], positions[None], sequence)
+        self._place(table, np.where(np.arange(table.n_seq) == sequence, positions[0], -1))
         base = self._base[sequence]
         if base == 0:
             return q, k
@@ -90,14 +95,15 @@ class Rolling:
 
     # ------------------------------------------------------------------ internal
 
-    def _open(self, table: RegionTable, k: Tensor, v: Tensor) -> None:
+    def _open(self, table: RegionTable, k: Tensor) -> None:
         if len(self._base) != table.n_seq:
             self._base = np.zeros(table.n_seq, dtype=np.int64)
         if self._keys is None:
-            shape = (table.n_seq, table.n_kv_heads, self._sinks)
-            wide = torch.promote_types(k.dtype, torch.float32)
-            self._keys = torch.zeros(*shape, k.shape[-1], dtype=wide, device=k.device)
-            self._values = torch.zeros(*shape, v.shape[-1], dtype=v.dtype, device=v.device)
+            shape = (table.n_seq, table.n_kv_heads, self._sinks, k.shape[-1])
+            self._keys = torch.zeros(shape, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+        if self._ready is None:
+            self._ready = torch.zeros(AHEAD, *self._keys.shape, dtype=table.pool.arrays.dtype, device=k.device)
+            self._ready_from = np.full(table.n_seq, -AHEAD)
 
     def _epoch(self, table: RegionTable) -> int:
         return max(EPOCH, 2 * int(table.lengths().max(initial=0)))
@@ -108,10 +114,9 @@ class Rolling:
         there = torch.from_numpy(np.maximum(positions - base, 0)).to(x.device)
         return self._rotation.rotate(self._rotation.rotate(x, here, inverse=True), there).to(x.dtype)
 
-    def _capture(self, k: Tensor, v: Tensor, positions: np.ndarray, sequence: int | None = None) -> None:
+    def _capture(self, k: Tensor, positions: np.ndarray, sequence: int | None = None) -> None:
         """Remember the sinks among new keys (B, H, n, D), unrotated."""
         assert self._keys is not None
-        assert self._values is not None
         for b, row in enumerate(positions):
             for column in np.flatnonzero((row >= 0) & (row < self._sinks)):
                 place = int(row[column])
@@ -120,27 +125,48 @@ class Rolling:
                 target = b if sequence is None else sequence
                 unrotated = self._rotation.rotate(key, at, inverse=True)[0, :, 0]
                 self._keys[target, :, place] = unrotated.to(self._keys.dtype)
-                self._values[target, :, place] = v[b, :, column]
+                self._ready_from[target] = -AHEAD  # made of other sinks
 
-    def _place(self, table: RegionTable, positions: np.ndarray, sequences: range | list[int]) -> None:
-        """Write the sinks of the given sequences where they belong before a query at `positions` (S,)."""
-        assert self._keys is not None
-        assert self._values is not None
+    def _place(self, table: RegionTable, positions: np.ndarray) -> None:
+        """Put the sinks' keys where they belong before queries at `positions` (S,), -1 for none."""
         held = table.lengths()[:, 0]
-        oldest_recent = positions - (held - self._sinks)
-        moved = [s for s in sequences if held[s] > self._sinks and oldest_recent[s] > self._sinks]
-        if not moved or not self._sinks:
-            return
-        n, h = len(moved), table.n_kv_heads
-        first = oldest_recent[moved] - self._sinks - self._base[moved]
-        frames = torch.from_numpy(first[:, None] + np.arange(self._sinks)).to(self._keys.device)
-        keys = self._rotation.rotate(self._keys[moved], frames).flatten(0, 1)
-        rows = torch.cat([torch.arange(table.rows(s).start, table.rows(s).stop) for s in moved])
-        pages = table.pages[rows]
-        index = torch.arange(self._sinks, dtype=torch.int32, device=keys.device).expand(n * h, -1).contiguous()
-        zero = torch.zeros(n * h, dtype=torch.int32, device=keys.device)
-        count = zero + self._sinks
-        ops.write(table.pool.arrays, pages, zero, count, index, keys, self._values[moved].flatten(0, 1), index)
+        first = positions - held  # where the first sink belongs, in the text
+        moved = np.flatnonzero((held > self._sinks) & (first > 0))
+        if self._sinks and len(moved):
+            keys = self._at(moved, (first - self._base)[moved])
+            slots = self._slots_of(table)
+            slots = slots if len(moved) == table.n_seq else slots[moved.tolist()]
+            put_rows(table.pool.arrays.keys, slots.flatten(), keys.flatten(0, 2))
+
+    def _slots_of(self, table: RegionTable) -> Tensor:
+        """(S, H, sinks) flat slot ids: the sinks came first and never left, so they lie in the first slots."""
+        if self._slots[0] is not table.pages:
+            ids, _ = slots_of(table, table.pages, torch.full_like(table.lens, self._sinks), self._sinks)
+            self._slots = table.pages, ids.view(table.n_seq, table.n_kv_heads, -1)
+        return self._slots[1]
+
+    def _at(self, sequences: np.ndarray, first: np.ndarray) -> Tensor:
+        """(n, H, sinks, key_dim): the sinks of some sequences (n,), at the places `first` (n,) and behind."""
+        assert self._ready is not None
+        place = first - self._ready_from[sequences]
+        missing = (place < 0) | (place >= AHEAD)
+        if missing.any():
+            self._make_ready(sequences[missing].tolist(), first[missing])
+            place[missing] = 0
+        if len(sequences) == self._ready.shape[1] == 1:
+            return self._ready[int(place[0])]
+        return self._ready[place.tolist(), sequences.tolist()]
+
+    def _make_ready(self, sequences: list[int], first: np.ndarray) -> None:
+        """Rotate the sinks of some sequences to `first` (n,) and to the AHEAD - 1 places after it."""
+        assert self._keys is not None
+        assert self._ready is not None
+        keys = self._keys[sequences][:, :, None].expand(-1, -1, AHEAD, -1, -1)  # (n, H, AHEAD, sinks, key_dim)
+        frames = first[:, None, None] + np.arange(AHEAD)[:, None] + np.arange(self._sinks)
+        places = torch.from_numpy(frames.reshape(len(first), -1)).to(keys.device)
+        turned = self._rotation.rotate(keys.flatten(2, 3), places)
+        self._ready[:, sequences] = turned.view(keys.shape).permute(2, 0, 1, 3, 4).to(self._ready.dtype)
+        self._ready_from[sequences] = first
 
     def _rebase(self, table: RegionTable, sequence: int, position: int) -> None:
         """Move a sequence's frame so that its oldest recent entry lies right behind the sinks."""

@@ -84,6 +84,10 @@ class RegionTable:
         """(n_seq, n_kv_heads) entries that each head may hold, on the host."""
         return self._caps.reshape(self.n_seq, self.n_kv_heads).copy()
 
+    def rules(self) -> npt.NDArray[np.int64]:
+        """(n_seq, n_kv_heads) the rule of each head, on the host."""
+        return self._kinds.reshape(self.n_seq, self.n_kv_heads).copy()
+
     def set_budgets(self, caps: Ints) -> None:
         """How many entries each head may hold, (n_seq, n_kv_heads)."""
         self._caps[:] = caps.ravel()
@@ -137,6 +141,23 @@ class RegionTable:
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._caps))
             self._lens += grew.astype(np.int32)
 
+    def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
+        """After regions of the sequences that are `due` (S,) went back to their caps from `before` (R,) entries.
+
+        Pages beyond them return to the pool.
+        """
+        gone = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._caps, 0), 0)
+        if self.lens.device.type != "cpu":
+            self._lens -= gone
+        keep = -(-self._lens // self.pool.slots)
+        spare = np.flatnonzero((self._owned > keep) & (gone > 0))
+        if len(spare):
+            self.pool.release(np.concatenate([self._ids[row, keep[row] : self._owned[row]] for row in spare]))
+            self._owned[spare] = keep[spare]
+            self._slack = 0
+        else:
+            self._slack += int(gone.min())
+
     def set_lengths(self, sequence: int, lens: Ints) -> None:
         """Entries now held by each head of a sequence; pages beyond them return to the pool."""
         rows = self.rows(sequence)
@@ -152,13 +173,19 @@ class RegionTable:
         """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._lens[regions] = lens.ravel()
-        keep = -(-self._lens // self.pool.slots)
-        for row in regions[self._owned[regions] > keep[regions]]:
-            self.pool.release(self._ids[row, keep[row] : self._owned[row]])
-            self._owned[row] = keep[row]
-        self._slack = 0
         if self.lens.device.type != "cpu":
             self._publish(ids=False)
+        self.trim()
+
+    def trim(self) -> None:
+        """Give back the pages that no entry needs, after lengths fell."""
+        keep = -(-self._lens // self.pool.slots)
+        spare = self._owned > keep
+        if spare.any():
+            for row in np.flatnonzero(spare):
+                self.pool.release(self._ids[row, keep[row] : self._owned[row]])
+                self._owned[row] = keep[row]
+            self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
         """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be written anew.

@@ -51,6 +51,11 @@ class TokenIds:
         """Where the ids are."""
         return self._ids.device
 
+    @property
+    def all(self) -> Tensor:
+        """(S, n) int64, n above every position: the id at each position, any number where there was none yet."""
+        return self._ids
+
     def at(self, sequences: Tensor, positions: Tensor) -> Tensor:
         """The ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""
         rows = sequences.view(-1, *[1] * (positions.ndim - 1))

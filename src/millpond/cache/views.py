@@ -10,12 +10,12 @@ from torch import Tensor
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions
 from millpond.cache.headwise import Headwise
-from millpond.cache.parts import Candidates, columns_of
+from millpond.cache.parts import Candidates
 from millpond.cache.timeline import Timeline
 from millpond.errors import CacheMismatchError
 from millpond.policy.moments import QueryMoments, QueryView
 from millpond.policy.policy import REDUCE, Policy
-from millpond.policy.view import View
+from millpond.policy.view import View, columns_of
 
 
 class Views:

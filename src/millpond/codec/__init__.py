@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from millpond.codec.presets import preset
+from millpond.codec.spec import Codec
 from millpond.errors import unknown
+
+__all__ = ["DTYPES", "Codec", "codecs", "preset", "storage_dtype"]
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -130,14 +130,16 @@ class Entropies:
         assert ids is not None, "a pass without ids was refused when it began"
         span = timeline.span(start, timeline.columns - start, timeline.n_seq, None, logits.device)
         entropies = self._predictions.entropies(logits.detach(), ids.to(logits.device), span)
-        if len(self._decoded) != timeline.n_seq:
-            self._decoded = np.zeros(timeline.n_seq, dtype=bool)
-        began = (span.after > span.before) & ~span.decoding
-        another_round = began & self._decoded
-        self._decoded = (self._decoded & ~began) | span.decoding
-        if span.length == 1 and span.decoding.all():
+        decoding = span.decoding
+        if span.length == 1 and decoding.all():
+            self._decoded = decoding
             self._wait(cache, span, entropies)
             return
+        if len(self._decoded) != timeline.n_seq:
+            self._decoded = np.zeros(timeline.n_seq, dtype=bool)
+        began = (span.after > span.before) & ~decoding
+        another_round = began & self._decoded
+        self._decoded = (self._decoded & ~began) | decoding
         self.tell()
         factors = np.where(another_round, self._policy.decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)

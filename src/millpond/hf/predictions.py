@@ -7,8 +7,8 @@ from torch import Tensor
 
 from millpond.cache.timeline import Span
 
-#: Numbers of logits that are widened to float32 at a time.
-BLOCK = 2**24
+#: Numbers of logits that are widened to float32 at a time: a few MB, which stay in the cache of a core.
+BLOCK = 2**19
 
 
 class Predictions:
@@ -42,9 +42,11 @@ class Predictions:
         place = place - place.masked_fill(~starts, 0).cummax(0).values
         out = torch.full((n_seq, width), torch.inf, device=logits.device)
         later = (~starts).nonzero()[:, 0]
-        for tokens in torch.split(later, max(1, BLOCK // vocabulary)):
-            predicted = logits[rows[tokens - 1], columns[tokens - 1]]
-            out[rows[tokens], place[tokens]] = surprise(predicted, own[tokens])
+        found = [
+            surprise(logits[rows[tokens - 1], columns[tokens - 1]], own[tokens])
+            for tokens in torch.split(later, max(1, BLOCK // vocabulary))
+        ]
+        out[rows[later], place[later]] = torch.cat(found) if found else out[:0, 0]
         known = torch.from_numpy(span.before > 0).to(rows.device)[rows] & starts
         before = logits.new_zeros(n_seq, vocabulary) if self._next is None else self._next.clone()
         out[rows[known], 0] = surprise(before[rows[known]], own[known])
@@ -56,7 +58,7 @@ class Predictions:
 
 def surprise(logits: Tensor, ids: Tensor) -> Tensor:
     """(n,) float32: -log P(id) of ids (n,) under logits (n, vocabulary), in float32 or wider; inf for ids beyond it."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = torch.promote_types(logits.dtype, torch.float32)
     inside = ids.clamp(max=logits.shape[-1] - 1)
-    found = wide.logsumexp(-1) - wide.gather(-1, inside[:, None])[:, 0]
+    found = -logits.log_softmax(-1, dtype=wide).gather(-1, inside[:, None])[:, 0]
     return found.masked_fill(ids != inside, torch.inf).float()

@@ -79,7 +79,7 @@ class ModelRotation:
             cos, sin = cos / norm, -sin / norm
         n = cos.shape[-1] * self._per_angle
         head, rest = wide[..., :n], wide[..., n:]
-        turned, _ = self._apply(head, head, cos, sin)
+        turned, _ = self._apply(head, head[:, :1], cos, sin)  # the second one is turned as well
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 

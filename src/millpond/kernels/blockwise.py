@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.reference import INF, reduce_group, wide
+from millpond.kernels.reference import INF, absolute_sums, newest_alike, reduce_group, wide, window_signal
 from millpond.kernels.rules import Reduce
+
+__all__ = ["absolute_sums", "colsum_from_lse", "newest_alike", "prefill", "window_signal"]
 
 
 def block_rows(group: int) -> int:

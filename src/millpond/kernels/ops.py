@@ -19,6 +19,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, reference
+from millpond.kernels.merge_rule import MergeRule
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Reduce
 
@@ -65,8 +66,14 @@ def backend(pages_dtype: torch.dtype, device: torch.device) -> ModuleType:
     return native if native is not None and fits else reference
 
 
+def native_for(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """The native kernels where they serve this dtype and device; None elsewhere."""
+    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    return _load_native() if wanted and dtype in NATIVE_DTYPES and device.type == "cpu" else None
+
+
 def _dense_backend(q: Tensor) -> ModuleType:
-    """The implementation that serves `prefill` and `colsum_from_lse`, which see no pages.
+    """The implementation that serves `prefill`, `colsum_from_lse` and `window_signal`, which see no pages.
 
     Where the page ops fall back to the reference (another dtype or device, no native kernels), these run in blocks
     of torch operations, unless the reference is asked for by name.
@@ -210,6 +217,81 @@ def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> Dense:
     return Dense(*backend(pages.dtype, table.device).read(pages, table, lens, width))
 
 
+def merge_slots(
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    memory: Tensor,
+    leave: DecodeRule,
+    rule: MergeRule,
+    local: Tensor | None = None,
+) -> None:
+    """Bring regions back to their caps: the entries of lowest value leave, and are taken into those that stay.
+
+    Behind a decoding step, over the same pages, table, lens, caps, recent and q_pos as `decode` has. Of region r
+    lens[r] - caps[r] entries leave, none if that is not above 0. Value and protection are those of `decode`; of equal
+    ones the oldest leaves. What the entries that stay take in: see `MergeRule`; they keep their positions. The last
+    ones of a region move into the slots that were left.
+
+    Args:
+        pages, lens: written. q_pos: (S,) int32, the newest position of each sequence; -1: it takes no part.
+        memory: (S,) float64, the threshold of each sequence that a rule moves, NaN for none; written.
+        leave: what leaves. Its signal, reduce, decay and shared mean nothing here.
+        rule: what becomes of it.
+        local: (R, n) float32 or None, by slot: the attention of the latest queries. The value of an entry is then
+            max(acc, local * sum acc / sum local), with the sums over the region, whatever `leave` says.
+    """
+    native = native_for(pages.dtype, table.device)
+    if native is not None:
+        native.merge_slots(pages, table, lens, caps, recent, q_pos, memory, leave, rule, local)
+        return
+    from millpond.kernels import slots  # it stands on what this module chooses
+
+    slots.merge_slots(pages, table, lens, caps, recent, q_pos, memory, leave, rule, local)
+
+
+def admit(
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    sequences: Tensor,
+    ids: Tensor,
+    classes: Tensor,
+    kinds: Tensor,
+    local: Tensor,
+    seen: Tensor,
+    quota: Tensor,
+    most: Tensor,
+    *,
+    sinks: int,
+    window: int,
+) -> bool:
+    """Let the entries leave that no nested rule keeps, and close the gaps: `NestedPolicy.leaving` after a step.
+
+    Args:
+        pages: written. table: (R, n) int32 page ids. lens: (R,) int32, written.
+        sequences: (n,) int64, which to look at. ids: (S, width) int64, the token id at each position.
+        classes: (c,) int8, the class of each token id, the last for all ids beyond.
+        kinds: (R,) int64, the rule of each region. local: (R,) int32, newest positions that a local rule keeps.
+        seen, quota, most: (n,) int64, of each sequence the tokens so far, the frequent entries of a head, and the
+            entries of all heads together.
+        sinks: positions below count as special. window: 0 or w: what is w behind the next query leaves.
+
+    Returns:
+        False where there is no native kernel for these pages: then nothing was done.
+    """
+    native = _load_native()
+    if native is None or backend(pages.dtype, lens.device) is not native:
+        return False
+    native.admit(
+        pages, table, lens, sequences, ids, classes, kinds, local, seen, quota, most, sinks=sinks, window=window
+    )
+    return True
+
+
 def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
     """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
     reference.copy_pages(pages, source, target)
@@ -246,6 +328,63 @@ def colsum_from_lse(
         past_log_masses=past_log_masses,
     )  # fmt: skip
     return result
+
+
+def window_signal(
+    q: Tensor,
+    k: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    reduce: Reduce = Reduce.MEAN,
+    log_masses: Tensor | None = None,
+) -> Tensor:
+    """sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer than itself.
+
+    Args:
+        q: (Hq, w, key_dim). k: (Hkv, N, key_dim) in any order. q_pos: (w,) int32. k_pos: (Hkv, N) int32, -1 for none.
+        scale, softcap, window, sink_logits: as in `decode`.
+        log_masses: (Hkv or 1, N) float32 or None, added to the logits of the entries.
+
+    Returns:
+        (Hkv, N) float32; a query that sees nothing adds nothing.
+    """
+    signal: Tensor = _dense_backend(q).window_signal(
+        q, k, q_pos, k_pos, scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, reduce=reduce,
+        log_masses=log_masses,
+    )  # fmt: skip
+    return signal
+
+
+def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
+    """sum_m |x_j . y_m| of each entry j with all vectors m of its head; none of the products is kept.
+
+    Args:
+        x: (H, N, dim). y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
+
+    Returns:
+        (H, N) float32.
+    """
+    sums: Tensor = _dense_backend(x).absolute_sums(x, y)
+    return sums
+
+
+def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+    """For each key the last other ones of its head whose cosine with it is above the threshold.
+
+    Args:
+        keys: (H, N, dim). lens: (H,) int32, the first lens[h] of head h are there. most: of them, for each key.
+
+    Returns:
+        their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
+        none.
+    """
+    found: tuple[Tensor, Tensor] = _dense_backend(keys).newest_alike(keys, lens, threshold, most)
+    return found
 
 
 #: Rows of a `linear` that memory bounds; with more, torch's matrix product is the faster one.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 INF = float("inf")
+#: Rows of a matrix of cosines that are held at a time.
+ROWS = 256
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -155,6 +157,14 @@ def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
     return (h >> 8).float()
 
 
+def spaced_value(spacing: Spacing, positions: Tensor) -> Tensor:
+    """What positions are worth in a pattern, as float32: the value of `Evict.SPACED`."""
+    unit = positions.long().clamp(min=0) // spacing.width + spacing.shift
+    if spacing.stride:
+        return (unit % spacing.stride == 0).float()
+    return torch.where(unit == 0, 2**31, unit & -unit).float()
+
+
 def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int) -> Tensor:
     """The value (R, n) by which entries leave, lowest first. q_pos: (R, 1)."""
     if rule.evict is Evict.OLDEST:
@@ -163,7 +173,10 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
         head = torch.arange(positions.shape[0], device=positions.device)[:, None] % n_kv_heads
         head = head * 0 if rule.shared else head  # all heads drop the same entry
         return hash_priority(rule.seed, head, positions)
+    if rule.evict is Evict.SPACED:
+        return spaced_value(rule.spacing, positions)
     value = scores / (q_pos - positions + 1).clamp(min=1) if rule.evict is Evict.ACC_MEAN else scores
+    value = -value if rule.evict is Evict.HEAVIEST else value
     if rule.shared:
         value = (
             value.view(-1, n_kv_heads, value.shape[-1]).mean(1, keepdim=True).expand(-1, n_kv_heads, -1).flatten(0, 1)
@@ -331,3 +344,59 @@ def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
     finite = lse.masked_fill(lse == -INF, 0.0)
     weight_a, weight_b = torch.exp(lse_a - finite)[..., None], torch.exp(lse_b - finite)[..., None]
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+
+
+def window_signal(
+    q: Tensor,
+    k: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    reduce: Reduce = Reduce.MEAN,
+    log_masses: Tensor | None = None,
+) -> Tensor:
+    n_kv_heads = k.shape[0]
+    dtype = wide(q.dtype)
+    rows = q.to(dtype).view(n_kv_heads, -1, *q.shape[1:])  # (Hkv, group, w, D)
+    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = with_masses(logits, log_masses)
+    distance = q_pos[None, :, None] - k_pos[:, None, :]
+    visible = (k_pos[:, None, :] >= 0) & (distance >= 0)
+    if window:
+        visible &= distance < window
+    sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
+    p, _ = softmax_with_sink(logits, visible[:, None], sink)
+    return reduce_group(p, reduce, 1).sum(1).float()
+
+
+# ---------------------------------------------------------------------------------------------- entries and others
+
+
+def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
+    dtype, sets = wide(x.dtype), len(y) // max(len(x), 1)
+    sums = [
+        sum((own.to(dtype) @ other.to(dtype).T).abs().sum(-1) for other in y[h * sets : (h + 1) * sets])
+        for h, own in enumerate(x)
+    ]
+    return torch.stack([torch.as_tensor(row) for row in sums]).float()
+
+
+def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+    unit = torch.nn.functional.normalize(keys.to(wide(keys.dtype)), dim=-1)
+    n = keys.shape[1]
+    column = torch.arange(n, device=keys.device)
+    there = column < lens[:, None]
+    at = torch.full((*keys.shape[:2], most), -1, dtype=torch.int32, device=keys.device)
+    cosines = torch.zeros(at.shape, dtype=unit.dtype, device=keys.device)
+    for begin in range(0, n, ROWS):
+        rows = slice(begin, begin + ROWS)
+        cosine = unit[:, rows] @ unit.transpose(1, 2)
+        alike = (cosine > threshold) & there[:, None] & there[:, rows, None] & (column != column[rows, None])
+        last = torch.where(alike, column, -1).topk(min(most, n), -1).values
+        found = cosine.gather(2, last.clamp(min=0))
+        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, found, 0)
+    return at, cosines

@@ -30,6 +30,26 @@ class Evict(IntEnum):
     ACC_MEAN = 2  #: the accumulator over the number of queries that saw the entry, acc / (query_pos - pos + 1)
     OLDEST = 3  #: the position
     RANDOM = 4  #: a hash of (seed, region head, position): a uniform sample that no batch or order changes
+    HEAVIEST = 5  #: the accumulator turned round: the highest goes
+    SPACED = 6  #: the worth of the position in a pattern, see `Spacing`
+
+    @property
+    def by_score(self) -> bool:
+        """Whether the accumulator says it."""
+        return self in (Evict.ACC, Evict.ACC_MEAN, Evict.HEAVIEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    """A pattern of positions: unit n holds positions (n - shift) * width .. (n - shift + 1) * width - 1.
+
+    A position is worth 1 where its unit's number is a multiple of `stride` and 0 elsewhere; with stride 0 it is worth
+    the largest power of two that divides that number, and 2**31 where the number is 0.
+    """
+
+    width: int = 1
+    shift: int = 0
+    stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,7 @@ class DecodeRule:
         sinks: entries with position < sinks never leave.
         shared: all KV heads of a sequence drop the same entry: the value is averaged over the KV heads first.
             Their regions must hold the same positions in the same slots.
-        seed: of `Evict.RANDOM`.
+        seed: of `Evict.RANDOM`. spacing: of `Evict.SPACED`.
     """
 
     signal: Signal = Signal.NONE
@@ -54,6 +74,7 @@ class DecodeRule:
     sinks: int = 0
     shared: bool = False
     seed: int = 0
+    spacing: Spacing = Spacing()
 
 
 #: Keep everything, gather nothing.

@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from millpond.errors import OptionError
-from millpond.methods import METHODS, method
+from millpond.methods import method
+from millpond.methods._base import based_on
 from millpond.policy.chunk import ChunkMean
 from millpond.policy.policy import Policy
 
 
 @method("chunkkv", paper="arXiv:2502.00299")
 def chunkkv(
-    score: Annotated[str, "the method whose score and protection are used: snapkv, h2o, knorm, ..."] = "snapkv",
+    score: Annotated[str, "the method whose score and protection are used: snapkv, h2o, knorm/sinks=4, ..."] = "snapkv",
     chunk: Annotated[int, "positions of a chunk"] = 10,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
 ) -> Policy:
@@ -25,7 +25,6 @@ def chunkkv(
     time and not memory. The paper's score is not pooled; score="snapkv" brings its pool. decode="evict" keeps the
     budget while decoding: the worst chunk leaves entry by entry. Each step ends with a plan, and is slow.
     """
-    base = METHODS.get(score)()
-    if base.score is None:
-        raise OptionError(f"chunkkv: score={score!r} keeps everything, so there is nothing to choose chunks by")
+    base = based_on("chunkkv", score)
+    assert base.score is not None, "a base has a score"
     return replace(base, score=ChunkMean(base.score, chunk), every_step=decode == "evict")

@@ -26,9 +26,9 @@ def merge_on_evict(
     what `score` keeps, which goes on from the scores of the kept entries. With mass_bias an entry that stands for m
     weighs m times, and log m is added to its logit: merging equal entries is then without loss.
 
-    Departs from the code that it follows: merging goes on while decoding, where `score` evicts then (each step then
-    ends with a plan, and is slow; `every` spreads the cost, and up to every - 1 entries lie beyond the budget). The
-    sinks that `score` protects take nothing in.
+    Departs from the code that it follows: merging goes on while decoding, where `score` evicts then (with `every` up to
+    every - 1 entries lie beyond the budget; a score that no kernel continues, as one pooled over a window or shared by
+    the heads, makes each such step a plan, and slow). The sinks that `score` protects take nothing in.
     """
     base = based_on("merge_on_evict", score)
     if base.merge is not None:

@@ -17,6 +17,6 @@ def no_heavy(
     """Evict the entries that have gathered most attention: what H2O would lose without its heavy hitters.
 
     H2O turned round: s_j = - sum_i A_ij, and the recent window as there. A budget of 95 % evicts just the 5 % that
-    are heaviest. For study: each step ends with a plan instead of the kernel's eviction, and is slow.
+    are heaviest. For study.
     """
     return Policy(score=LeastAttention(), protect=Protect(sinks=sinks, recent=recent), reduce=reduce)

@@ -19,7 +19,8 @@ def rkv(
     spared: Annotated[int, "newest keys like a given one that do not count as redundant to it"] = 1,
     reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "max",
     sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[Literal["evict", "grow"], "after the prompt: evict at each step, or grow"] = "evict",
+    buffer: Annotated[int, "while decoding: entries that gather beyond the budget before they are compressed"] = 128,
+    decode: Annotated[Literal["evict", "grow"], "after the prompt: evict what the buffer holds, or grow"] = "evict",
 ) -> Policy:
     """Keep what the last queries attend to, unless other keys of the head say the same.
 
@@ -27,18 +28,25 @@ def rkv(
     R is the softmax over j of the mean over i of cos(k_i, k_j), without the diagonal and, for each key i, without the
     `spared` newest keys j whose cosine with it is above the threshold, so that the newest of a family stays.
 
+    While decoding `buffer` entries gather; then the newest `window` queries choose again, and the budget is met. So up
+    to buffer - 1 entries are held beyond it; buffer=1 never exceeds the budget, and is slow.
+
     Departs from the paper: attention is the model's own, over all that the queries see (the official code leaves the
-    window out of its softmax). A key to which none is similar spares none (there position 0). The paper lets 128
-    decoded tokens gather before it compresses; here each step ends with a plan by the newest `window` queries, which
-    never exceeds the budget, and is slow. decode="grow" plans at the end of prompts alone.
+    window out of its softmax). A key to which none is similar spares none (there position 0). decode="grow" plans at
+    the end of prompts alone.
     """
     if kernel % 2 == 0:
         raise OptionError(f"rkv: kernel={kernel} must be odd, so that the pool keeps its place")
     if window < 1:
         raise OptionError(f"rkv: window={window} must be at least 1")
+    if buffer < 1:
+        raise OptionError(f"rkv: buffer={buffer} must be at least 1")
+    if decode == "grow" and buffer != 128:
+        raise OptionError(f"rkv: buffer={buffer}, but nothing leaves while decoding; leave it out")
     return Policy(
         score=ImportanceAndRedundancy(WindowAttention(window=window, kernel=kernel), blend, threshold, spared),
         protect=Protect(sinks=sinks, recent=window),
         reduce=reduce,
         every_step=decode == "evict",
+        merge_every=buffer if decode == "evict" else 1,
     )

@@ -23,7 +23,7 @@ def strided(
     stride=0 s is a power of two that doubles as the text grows. Where a stride leaves more than fits, the oldest
     leave; where it leaves room, the newest fill it.
 
-    For study: each step ends with a plan instead of the kernel's eviction, and is slow.
+    For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
     return _pattern("strided", EvenlySpaced(stride=_natural("strided", "stride", stride), heavy=heavy), recent, sinks)
 
@@ -41,7 +41,7 @@ def fixed(
     Departs from the paper: the block that is being read is the recent window here. With block=0 its length is
     width times a power of two, which doubles as the text grows.
 
-    For study: each step ends with a plan instead of the kernel's eviction, and is slow.
+    For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
     if width < 1 or _natural("fixed", "block", block) % width:
         raise OptionError(f"fixed: block={block} must be a multiple of width={width}, and width at least 1")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.policy.select import rank_by_value
+from millpond.policy.select import keep_best, priority
 
 
 class HeadAllocation(Protocol):
@@ -78,17 +78,14 @@ class Ada:
         n_heads = value.shape[0]
         protected = (pinned & valid).sum(1)
         floor = torch.minimum(self.floor(protected, budget), valid.sum(1))
-        rank = rank_by_value(value, valid, pinned)
-        secured = valid & (rank < floor[:, None])
+        secured = keep_best(value, valid, pinned, floor)
         left = min(n_heads * budget, int(valid.sum())) - int(secured.sum())
         if left <= 0:
             return secured.sum(1)
-        open_value = torch.where(valid & ~secured, value.double(), float("-inf")).flatten()
-        # a stable sort over (head, newest first) decides ties the same way every time
-        order = torch.sort(open_value.view(n_heads, -1).flip(1).flatten(), descending=True, stable=True).indices[:left]
-        chosen = torch.zeros_like(secured).flatten()
-        chosen[order] = True
-        return secured.sum(1) + chosen.view(n_heads, -1).sum(1)
+        others = valid & ~secured
+        highest = priority(value, others, torch.zeros_like(pinned)).flatten().topk(left).indices
+        chosen = torch.zeros_like(secured).flatten().index_fill_(0, highest, True).view_as(secured)
+        return secured.sum(1) + chosen.sum(1)
 
 
 #: A key that no entry has: it leaves after all others.

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels import ops
 from millpond.kernels.rules import Evict
 from millpond.policy.over import OverScore
-from millpond.policy.select import rank_by_value
-from millpond.policy.view import View
+from millpond.policy.select import keep_best
+from millpond.policy.view import View, columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +36,17 @@ class CriticalValues(OverScore):
 
     def score(self, view: View, seed: int) -> Tensor:
         attention = self.base.score(view, seed)
-        value = (attention + self.eps) * output_norms(view.values, view.output_maps)
         room = (view.budget - (view.valid & ~view.free).sum(1)).clamp(min=0)
-        first = torch.tensor([math.floor(self.first * n) for n in room.tolist()], device=value.device)
-        rank = rank_by_value(attention, view.free, torch.zeros_like(view.free))
-        chosen = view.free & (rank < first[:, None])
+        first = torch.tensor([math.floor(self.first * n) for n in room.tolist()], device=room.device)
+        chosen = keep_best(attention, view.free, torch.zeros_like(view.free), first)
+        # only the others need their norms, at the cost of the whole output projection
+        columns = (~chosen).int().topk(int((~chosen).sum(1).max()), dim=1).indices
+        norms = output_norms(columns_of(view.stored("values"), columns), view.output_maps).to(attention.dtype)
+        value = torch.zeros_like(attention).scatter_(1, columns, (attention.gather(1, columns) + self.eps) * norms)
         above = torch.where(view.free, value, 0).amax()
         return torch.where(chosen, 1 + above + attention, value)
 
 
 def output_norms(values: Tensor, maps: Tensor) -> Tensor:
     """(H, N): mean over the group of ||v_j W_h||_1, values (H, N, D), maps (H * group, D, hidden size)."""
-    n_heads = len(values)
-    norms = values.new_zeros(values.shape[:2])
-    for index, matrix in enumerate(maps):
-        head = index * n_heads // len(maps)
-        norms[head] += (values[head] @ matrix.to(values.dtype)).abs().sum(-1)
-    return norms * n_heads / len(maps)
+    return ops.absolute_sums(values, maps.transpose(1, 2)) * len(values) / len(maps)

@@ -15,6 +15,8 @@ from millpond.policy.moments import mean_rotation, moments_of
 from millpond.policy.score import Queries
 from millpond.policy.view import View
 
+#: Keys that are looked at together: few, so that their products stay in the cache.
+BLOCK = 512
 _REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX}
 
 
@@ -56,12 +58,21 @@ class ExpectedAttentionScore:
         n_heads, _, dim = keys.shape
         turn = mean_rotation(shown.rotate, dim, view.seen, self.future, keys.device)
         mean = (moments.mean @ turn.T).to(keys.dtype).view(n_heads, -1, dim)
-        spread = (turn @ moments.covariance @ turn.T).to(keys.dtype).view(n_heads, -1, dim, dim)
-        heads = []
-        for query in range(mean.shape[1]):  # one query head of every group at a time
-            logits = shown.scale * (keys @ mean[:, query, :, None])[..., 0]
-            if self.covariance:
-                logits = logits + shown.scale**2 / 2 * ((keys @ spread[:, query]) * keys).sum(-1)
-            p = torch.softmax(logits.masked_fill(~view.free, float("-inf")), -1)
-            heads.append(torch.where(view.free, p, 0))  # a head without free entries has no softmax
-        return reduce_group(torch.stack(heads, 1), _REDUCE[self.reduce], 1)
+        logits = shown.scale * (mean @ keys.transpose(1, 2))  # (H, group, N)
+        if self.covariance:
+            spread = (turn @ moments.covariance @ turn.T).to(keys.dtype).view(n_heads, -1, dim, dim)
+            logits += shown.scale**2 / 2 * quadratic_forms(keys, spread)
+        free = view.free[:, None]
+        p = torch.softmax(logits.masked_fill(~free, float("-inf")), -1)
+        return reduce_group(torch.where(free, p, 0), _REDUCE[self.reduce], 1)  # without free entries no softmax
+
+
+def quadratic_forms(keys: Tensor, matrices: Tensor) -> Tensor:
+    """(H, group, N): k_j^T M k_j of keys (H, N, D) and the matrices (H, group, D, D) of their head."""
+    n_heads, group, dim, _ = matrices.shape
+    side_by_side = matrices.transpose(1, 2).reshape(n_heads, dim, group * dim)
+    parts = []
+    for rows in torch.split(keys, BLOCK, 1):
+        products = (rows @ side_by_side).view(n_heads, -1, group, dim)
+        parts.append((products * rows[:, :, None]).sum(-1))
+    return torch.cat(parts, 1).transpose(1, 2)

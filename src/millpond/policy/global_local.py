@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.slots import blend
 from millpond.policy.score import Queries
 from millpond.policy.view import View
 
@@ -30,8 +30,7 @@ class GlobalAndLocal:
     def score(self, view: View, seed: int) -> Tensor:
         assert view.signal is not None, "the cache hands over the signal that a score declares"
         overall, local = (x.masked_fill(~view.valid, 0) for x in (view.signal, view.window_signal))
-        factor = overall.double().sum(1, keepdim=True) / local.double().sum(1, keepdim=True)
-        best = torch.maximum(overall, (local * factor).float())
+        best = blend(overall, local)
         if self.kernel == 1:
             return best
         return F.max_pool1d(best[None], self.kernel, stride=1, padding=self.kernel // 2)[0]

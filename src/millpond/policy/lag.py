@@ -9,6 +9,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.rules import Evict, Signal
+from millpond.policy.chunks import Chunks
 from millpond.policy.score import Queries
 from millpond.policy.view import View
 
@@ -40,48 +41,40 @@ class LagRelative:
 
     def score(self, view: View, seed: int) -> Tensor:
         newest = 1 + view.positions / max(view.seen, 1)
-        chunk = torch.div(view.positions.long() - self.sinks, self.lag, rounding_mode="floor")
         n_chunks = (view.seen - self.sinks) // self.lag  # full ones
         if n_chunks < 2:
             return newest
-        scored = view.valid & (chunk >= 0) & (chunk < n_chunks - 1)
-        chunk = torch.where(view.valid & (chunk >= 0) & (chunk < n_chunks), chunk, n_chunks)
-        spread = (lag_relative(view.keys, chunk, n_chunks) + lag_relative(view.values, chunk, n_chunks)) / 2
+        chunks = Chunks.of(view.positions, self.sinks, self.lag, n_chunks)
+        spread = (lag_relative(view.keys, chunks) + lag_relative(view.values, chunks)) / 2
         # NaN stays NaN, for the plan to report
-        value = spread if self.across else 0 * spread - place_in_chunk(spread, chunk) / self.lag
-        return torch.where(scored, value, newest).float()
+        value = spread if self.across else 0 * spread - chunks.ranks(spread) / self.lag
+        measured = Chunks(chunks.columns[:, :-1], chunks.present[:, :-1])
+        return measured.put(value[:, :-1].float(), newest)
 
 
-def lag_relative(x: Tensor, chunk: Tensor, n_chunks: int) -> Tensor:
-    """(H, N): the softmax over its chunk of the spread of each x (H, N, D); the chunk n_chunks means none."""
-    size = (x.shape[0], n_chunks + 1, x.shape[2])
-    index = chunk[..., None].expand_as(x)
-    low = x.new_full(size, float("inf")).scatter_reduce(1, index, x, "amin")
-    high = x.new_full(size, float("-inf")).scatter_reduce(1, index, x, "amax")
-    behind = next_filled(chunk, n_chunks).gather(1, chunk)[..., None].expand_as(x)
-    low, high = low.gather(1, behind), high.gather(1, behind)
-    has_range = (high > low) & (behind < n_chunks)
-    spread = torch.where(has_range, (x - low) / torch.where(has_range, high - low, 1), 0).std(-1)
-    flat = size[:2]
-    top = spread.new_full(flat, float("-inf")).scatter_reduce(1, chunk, spread, "amax")
-    weight = (spread - top.gather(1, chunk)).exp()
-    return weight / weight.new_zeros(flat).scatter_add(1, chunk, weight).gather(1, chunk)
+def lag_relative(x: Tensor, chunks: Chunks) -> Tensor:
+    """(H, n, width): the softmax over its chunk of the spread of each x (H, N, D)."""
+    rows, present = chunks.take(x), chunks.present
+    if bool(present.all()):
+        low, high = rows.amin(2), rows.amax(2)
+    else:
+        none = ~present[..., None]
+        low, high = rows.masked_fill(none, float("inf")).amin(2), rows.masked_fill(none, float("-inf")).amax(2)
+    behind = next_filled(present.any(-1))[..., None]
+    place = behind.clamp(max=len(low[0]) - 1).expand_as(low)
+    low, high = low.gather(1, place), high.gather(1, place)
+    has_range = (high > low) & (behind < len(low[0]))
+    away = rows - torch.where(has_range, low, 0)[:, :, None]
+    scaled = away.div_(torch.where(has_range, high - low, float("inf"))[:, :, None])
+    varied = scaled.sub_(scaled.mean(-1, keepdim=True))
+    spread: Tensor = torch.linalg.vector_norm(varied, dim=-1) / (x.shape[-1] - 1) ** 0.5
+    return spread.masked_fill(~present, float("-inf")).softmax(-1)
 
 
-def next_filled(chunk: Tensor, n_chunks: int) -> Tensor:
-    """(H, n_chunks + 1): for each chunk the first later one that has entries; n_chunks where none has."""
-    number = torch.arange(n_chunks + 1, device=chunk.device).expand(len(chunk), -1)
-    filled = torch.zeros_like(number).scatter(1, chunk, 1).bool()
-    later = torch.where(filled, number, n_chunks)[:, 1:]
-    first = later.flip(1).cummin(1).values.flip(1)
-    return torch.cat([first, number[:, -1:]], 1)
-
-
-def place_in_chunk(value: Tensor, chunk: Tensor) -> Tensor:
-    """(H, N): behind how many of its own chunk an entry ranks, ties to the newest. Columns ascend in position."""
-    order = value.shape[1] - 1 - torch.sort(value.flip(1), dim=1, descending=True, stable=True).indices
-    order = order.gather(1, torch.sort(chunk.gather(1, order), dim=1, stable=True).indices)
-    sorted_chunk = chunk.gather(1, order)
-    place = torch.arange(value.shape[1], device=value.device).expand_as(order)
-    first = torch.searchsorted(sorted_chunk, sorted_chunk)
-    return torch.empty_like(order).scatter_(1, order, place - first)
+def next_filled(filled: Tensor) -> Tensor:
+    """(H, n): for each chunk the first later one that is filled (H, n); n where none is."""
+    n = filled.shape[1]
+    number = torch.arange(n, device=filled.device).expand_as(filled)
+    later = torch.where(filled, number, n).roll(-1, 1)
+    later[:, -1] = n
+    return later.flip(1).cummin(1).values.flip(1)

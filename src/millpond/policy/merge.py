@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from millpond.kernels import merging
+from millpond.kernels.links import Links, sums
+from millpond.kernels.merge_rule import MergeRule
+from millpond.kernels.merging import Entries
 from millpond.policy.view import View
-
-#: How alike the entries in columns (H, a) and (H, b) are: (H, a, b).
-Likeness = Callable[[Tensor, Tensor], Tensor]
-#: Sources that are compared with all targets at a time; the whole matrix is never made.
-BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class Merged:
     """The columns of a view as they are after merging; only those that stay are stored, at their own positions.
 
     Attributes:
-        keys: (H, N, key_dim). values: (H, N, value_dim), float32 or wider.
+        keys: (H, N, key_dim). values: (H, N, value_dim), as they are stored or wider.
         log_masses: (H, N) float32, the log of how many entries a slot stands for.
         scores: (H, N) float32, the accumulators.
         memory: what the next merge of this sequence wants to know of this one; None for nothing.
@@ -49,45 +46,29 @@ class Merge(Protocol):
         ...
 
 
-class Links(NamedTuple):
-    """Which entries are taken in, and by which."""
-
-    into: Tensor  #: (H, N) int64, the column that takes an entry in; its own where none does
-    leaves: Tensor  #: (H, N) bool, the entries that are taken in
+@runtime_checkable
+class SlotMerge(Merge, Protocol):
+    """A merge that `ops.merge_slots` can carry on while decoding, without a plan."""
 
     @property
-    def grows(self) -> Tensor:
-        """(H, N) bool: the entries that take others in."""
-        return sums(self.leaves.float(), self) > 0
+    def rule(self) -> MergeRule | None:
+        """What the kernel does; None: in this setting it cannot, and each step ends with a plan."""
+        ...
 
 
-def sums(x: Tensor, links: Links) -> Tensor:
-    """(H, N) or (H, N, D): for each column the sum of x over the entries that it takes in, without its own."""
-    n_heads, n = links.into.shape
-    chosen = links.leaves.flatten().nonzero()[:, 0]
-    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
-    flat = x.flatten(0, 1)
-    index = into if x.ndim == 2 else into[:, None].expand(-1, x.shape[2])
-    return torch.zeros_like(flat).scatter_add_(0, index, flat[chosen]).view(x.shape)
-
-
-def mean(x: Tensor, weight: Tensor, links: Links, own: Tensor | None = None) -> Tensor:
-    """(H, N, D): x, where entries take others in their mean, weighted by `weight` (H, N) > 0, else unchanged.
-
-    own: (H, N), the weight that an entry has when it takes others in; None: that of `weight`.
-    """
-    weight = weight.to(x.dtype)
-    own = weight if own is None else own.to(x.dtype)
-    total = own + sums(weight, links)
-    mixed = (own[..., None] * x + sums(weight[..., None] * x, links)) / total[..., None]
-    return torch.where(links.grows[..., None], mixed, x)
+def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
+    """What `rule` makes of a view. value: see `merging.merge`."""
+    entries = Entries(view.stored("keys"), view.stored("values"), view.positions, own_scores(view), view.masses)
+    before = torch.full((1,), torch.nan, dtype=torch.float64, device=keep.device)
+    before = before if view.memory is None else view.memory.double().view(1)
+    keys, values, log_masses, scores, memory = merging.merge(rule, entries, keep, value, before, seed)
+    remembers = rule.moves and not bool(memory.isnan())
+    return Merged(keys, values, log_masses, scores, memory[0] if remembers else None)
 
 
 def joined_masses(view: View, links: Links) -> Tensor:
     """(H, N) float32: the log of each mass, with that of the entries taken in."""
-    masses = view.masses
-    together = (masses + sums(masses, links)).log()
-    return torch.where(links.grows, together, masses.log()).float()
+    return merging.joined_masses(view.masses, links)
 
 
 def joined_scores(view: View, links: Links) -> Tensor:
@@ -99,55 +80,3 @@ def joined_scores(view: View, links: Links) -> Tensor:
 def own_scores(view: View) -> Tensor:
     """(H, N) float32: the accumulators as they are."""
     return torch.zeros(view.positions.shape, device=view.positions.device) if view.signal is None else view.signal
-
-
-def cosines(x: Tensor) -> Likeness:
-    """The cosines between rows of x (H, N, D)."""
-    unit = F.normalize(x, dim=-1)
-
-    def between(a: Tensor, b: Tensor) -> Tensor:
-        return rows(unit, a) @ rows(unit, b).transpose(1, 2)
-
-    return between
-
-
-def rows(x: Tensor, columns: Tensor) -> Tensor:
-    """(H, n, D): the rows of x (H, N, D) in columns (H, n)."""
-    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def nearest(alike: Likeness, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """For each source the target that is most like it, ties to the oldest.
-
-    Args:
-        sources, targets: (H, N) bool.
-
-    Returns:
-        columns (H, N) int64 and likeness (H, N); where there is no source, or no target for it, the own column and
-        -inf. Memory: H * BLOCK * (targets of a head) numbers.
-    """
-    from_, is_source = packed(sources)
-    to, is_target = packed(targets)
-    into = torch.arange(sources.shape[1], device=sources.device).expand_as(sources).clone()
-    best = torch.full(sources.shape, float("-inf"), dtype=torch.float64, device=sources.device)
-    if not to.shape[1]:
-        return into, best
-    ragged = not bool(is_target.all())
-    for begin in range(0, from_.shape[1], BLOCK):
-        some = from_[:, begin : begin + BLOCK]
-        found = alike(some, to)
-        if ragged:
-            found = found.masked_fill(~is_target[:, None], float("-inf"))
-        place = found.argmax(2)
-        high = found.gather(2, place[..., None])[..., 0]
-        real = is_source[:, begin : begin + BLOCK] & (high > float("-inf"))
-        into.scatter_(1, some, torch.where(real, to.gather(1, place), some))
-        best.scatter_(1, some, high.double().masked_fill(~real, float("-inf")))
-    return into, best
-
-
-def packed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen columns of each head in front: (H, n) int64, and which of them are chosen, n the most of any head."""
-    width = int(chosen.sum(1).max())
-    columns = torch.sort(chosen.int(), dim=1, descending=True, stable=True).indices[:, :width]
-    return columns, chosen.gather(1, columns)

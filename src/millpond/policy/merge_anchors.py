@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millpond.policy.merge import Links, Merged, joined_masses, mean, own_scores
-from millpond.policy.view import View
+from millpond.kernels.links import Links, mean
+from millpond.policy.merge import Merged, joined_masses, own_scores
+from millpond.policy.view import PARTS, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class IntoAnchors:
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
         links = self.links(view, keep)
-        keys, values = (mean(x, view.masses, links) for x in (view.keys, view.values))
+        keys, values = (mean(view.stored(part), view.masses, view.masses, links) for part in PARTS)
         return Merged(keys, values, joined_masses(view, links), own_scores(view))
 
     def links(self, view: View, keep: Tensor) -> Links:

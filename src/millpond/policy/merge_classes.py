@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from millpond.errors import OptionError
-from millpond.policy.merge import Likeness, Links, Merged, cosines, joined_masses, joined_scores, mean, nearest
-from millpond.policy.select import rank_by_value
+from millpond.kernels.merge_rule import MergeRule, Weigh
+from millpond.policy.merge import Merged, by_rule
 from millpond.policy.view import View
 
 
@@ -41,34 +39,12 @@ class IntoClasses:
         if not self.threshold >= -1:
             raise OptionError(f"threshold={self.threshold} must be at least -1")
 
+    @property
+    def rule(self) -> MergeRule:
+        """See `SlotMerge`."""
+        return MergeRule(
+            Weigh.SCORE, closed=self.sinks, threshold=self.threshold, cover=self.cover, most=self.most
+        )  # fmt: skip
+
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-        targets = keep & (view.positions >= self.sinks)
-        into, alike = nearest(in_both(view), self.middle(view, keep, value), targets)
-        links = Links(into, alike > self.threshold)
-        weight = value.double().clamp(min=torch.finfo(torch.float32).tiny)
-        values = mean(view.values, weight, links)
-        lengths = torch.linalg.vector_norm(view.keys, dim=-1, keepdim=True)
-        direction = F.normalize(mean(F.normalize(view.keys, dim=-1), weight, links), dim=-1)
-        keys = torch.where(links.grows[..., None], direction * mean(lengths, weight, links), view.keys)
-        return Merged(keys, values, joined_masses(view, links), joined_scores(view, links))
-
-    def middle(self, view: View, keep: Tensor, value: Tensor) -> Tensor:
-        """(H, N) bool: the entries that leave and still matter."""
-        ordered = value.double().masked_fill(~view.valid, 0).sort(1, descending=True).values
-        enough = self.cover * ordered.sum(1, keepdim=True)
-        relevant = (ordered.cumsum(1) < enough).sum(1) + 1
-        kept = keep.sum(1)
-        count = torch.minimum((relevant - kept).clamp(min=0), (self.most * kept).long())
-        gone = view.valid & ~keep
-        return gone & (rank_by_value(value, gone, torch.zeros_like(gone)) < count[:, None])
-
-
-def in_both(view: View) -> Likeness:
-    """The product of the cosines of keys and of values where both are positive, else -1."""
-    of_keys, of_values = cosines(view.keys), cosines(view.values)
-
-    def between(a: Tensor, b: Tensor) -> Tensor:
-        x, y = of_keys(a, b), of_values(a, b)
-        return torch.where((x > 0) & (y > 0), x * y, -1)
-
-    return between
+        return by_rule(self.rule, view, keep, value, seed)

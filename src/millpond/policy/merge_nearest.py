@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.policy.merge import Links, Merged, cosines, joined_masses, mean, nearest, own_scores
+from millpond.kernels.merge_rule import MergeRule, Weigh
+from millpond.policy.merge import Merged, by_rule
 from millpond.policy.view import View
 
 
@@ -32,12 +32,10 @@ class IntoNearest:
                 f"threshold={self.threshold} must not be negative, or weights would be; above 1 drops all"
             )
 
+    @property
+    def rule(self) -> MergeRule:
+        """See `SlotMerge`."""
+        return MergeRule(Weigh.NORMS, closed=self.sinks, threshold=self.threshold)
+
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-        targets = keep & (view.positions >= self.sinks)
-        into, alike = nearest(cosines(view.keys), view.valid & ~keep, targets)
-        links = Links(into, alike >= self.threshold)
-        norms = torch.linalg.vector_norm(view.values, dim=-1).double()
-        both = norms + norms.gather(1, into)
-        weight = torch.where(links.leaves & (both > 0), alike * norms / both, 0)
-        values = mean(view.values, view.masses * weight, links, own=view.masses)
-        return Merged(view.keys, values, joined_masses(view, links), own_scores(view))
+        return by_rule(self.rule, view, keep, value, seed)

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import OptionError
+from millpond.kernels.links import Links, beside, distances, mean
 from millpond.kernels.rules import Evict
-from millpond.policy.merge import Links, Merged, joined_masses, joined_scores, mean, rows
+from millpond.policy.merge import Merged, joined_masses, joined_scores
 from millpond.policy.over import OverScore
 from millpond.policy.score import AccumulatedAttention, Score
 from millpond.policy.select import rank_by_value
-from millpond.policy.view import View
+from millpond.policy.view import PARTS, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class RunPivots(OverScore):
         alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
         free = free & ~alone
         joinable = free & F.pad(free[:, :-1], (1, 0))
-        unit = F.normalize(view.keys, dim=-1)
-        alike = self._across(F.pad((unit[:, 1:] * unit[:, :-1]).sum(-1), (1, 0)))
+        alike = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
         if self.eps is not None:
             joins = joinable & (alike > self.eps)
         else:
@@ -91,9 +91,9 @@ class GaussianRuns:
         attention = self.pivots.attention(view, seed)
         into = leaders(attention, self.pivots.runs(view, attention), keep)
         links = Links(into.clamp(min=0), view.valid & ~keep & (into >= 0))
-        distance = (rows(view.keys, links.into) - view.keys).double().square().sum(-1)
+        distance = distances(view.stored("keys"), links)
         weight = view.masses * (-distance / (2 * self.sigma**2)).exp()
-        keys, values = (mean(x, weight, links, own=view.masses) for x in (view.keys, view.values))
+        keys, values = (mean(view.stored(part), weight, view.masses, links) for part in PARTS)
         return Merged(keys, values, joined_masses(view, links), joined_scores(view, links))
 
 

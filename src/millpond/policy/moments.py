@@ -18,7 +18,7 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryMoments:
-    """Sums over the queries of one sequence in one layer, in float64, so that chunks of any size add up to the same.
+    """Sums over the queries of one sequence in one layer, added up in float64, so that any chunks give the same.
 
     Attributes:
         count: how many queries. total: (Hq, D), their sum. outer: (Hq, D, D), the sum of q q^T.
@@ -30,9 +30,9 @@ class QueryMoments:
 
     @classmethod
     def of(cls, queries: Tensor) -> QueryMoments:
-        """The moments of queries (Hq, n, D)."""
-        q = queries.double()
-        return cls(q.shape[1], q.sum(1), q.transpose(1, 2) @ q)
+        """The moments of some hundred queries (Hq, n, D), whose products are summed in float32 or wider."""
+        q = queries.to(torch.promote_types(queries.dtype, torch.float32))
+        return cls(q.shape[1], q.sum(1).double(), (q.transpose(1, 2) @ q).double())
 
     def __add__(self, other: QueryMoments) -> QueryMoments:
         return QueryMoments(self.count + other.count, self.total + other.total, self.outer + other.outer)

@@ -134,6 +134,10 @@ class NestedPolicy(Policy):
             shares.append(recovered.sum(-1) / total.sum(-1))
         return torch.stack(shares, -1)
 
+    def quota(self, seen: Tensor) -> Tensor:
+        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        return torch.tensor([_share(self.frequent, n) for n in seen.tolist()], device=seen.device)
+
     def leaving(self, heads: Heads) -> Tensor:
         """(S, H, N) bool: the entries that their head does not keep.
 
@@ -149,7 +153,7 @@ class NestedPolicy(Policy):
         age = heads.seen[:, None, None] - heads.positions
         near = valid & (age <= heads.local[:, None, None]) & (kind >= Kind.LOCAL)
         rest = valid & ~fixed & ~near & (kind < Kind.FULL)
-        quota = torch.tensor([_share(self.frequent, n) for n in heads.seen.tolist()], device=kind.device)
+        quota = self.quota(heads.seen)
         spare = rest.sum(-1) - quota[:, None] * (heads.kinds >= Kind.FREQUENT)
         leave = _lowest(heads, rest, spare)
         counts = (valid & ~leave).sum(-1)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.policy.allocate import HeadAllocation, Uniform
 from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
@@ -16,6 +16,7 @@ from millpond.policy.merge import Merge, Merged
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
 from millpond.policy.select import keep_best
+from millpond.policy.spaced import EvenlySpaced
 from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
@@ -54,7 +55,7 @@ class Policy:
             recent entries by exact rotation, so that no distance exceeds the cache.
         merge: how entries that leave are taken into those that stay; None drops them.
         mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
-        merge_every: while decoding as many entries gather beyond the budget before a plan merges them.
+        merge_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
         seed: of random scores and random merges.
     """
 
@@ -91,8 +92,10 @@ class Policy:
         if self.merge_every < 1:
             raise OptionError(f"merge_every={self.merge_every} must be at least 1 step")
         if self.merge is None:
-            if self.mass_bias or self.merge_every != 1:
-                raise OptionError("mass_bias and merge_every belong to a policy that merges; leave them out")
+            if self.mass_bias:
+                raise OptionError("mass_bias belongs to a policy that merges; leave it out")
+            if self.merge_every != 1 and (self.score is None or self.score.evict is not None):
+                raise OptionError("merge_every belongs to a policy that merges or plans while decoding; leave it out")
             return
         if self.score is None:
             raise OptionError("a policy that keeps everything has nothing to merge")
@@ -178,6 +181,7 @@ class Policy:
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),
+            spacing=self.score.spacing if isinstance(self.score, EvenlySpaced) else Spacing(),
         )
 
     def plan(self, view: View, budget: int) -> Plan:

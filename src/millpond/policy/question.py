@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.rules import Evict, Signal
-from millpond.policy.lag import place_in_chunk
+from millpond.policy.chunks import Chunks
 from millpond.policy.score import Queries
 from millpond.policy.view import View
 
@@ -38,9 +37,7 @@ class QuestionAttention:
         value = view.signal / (view.seen - view.positions).clamp(1, self.window)
         if not self.chunk:
             return value
-        n_chunks = -(-view.seen // self.chunk)
-        chunk = torch.where(view.free, view.positions.long() // self.chunk, n_chunks)
-        none = value.new_zeros(len(value), n_chunks + 1)
-        entries = none.scatter_add(1, chunk, torch.ones_like(value))
+        chunks = Chunks.of(view.positions, 0, self.chunk, -(-view.seen // self.chunk)).only(view.free)
+        entries = chunks.present.sum(-1, keepdim=True).clamp(min=1)
         # NaN stays NaN, for the plan to report
-        return 0 * value - place_in_chunk(value, chunk) / entries.gather(1, chunk)
+        return chunks.put(0 * chunks.take(value) - chunks.ranks(chunks.take(value)) / entries, value)

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import OptionError
+from millpond.kernels import ops
 from millpond.kernels.rules import Evict
 from millpond.policy.over import OverScore
 from millpond.policy.score import Score, WindowAttention
 from millpond.policy.view import View
-
-#: Columns of the similarity matrix that are looked at together; the matrix as a whole is never made.
-BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class ImportanceAndRedundancy(OverScore):
             raise OptionError(f"spared={self.spared} must not be negative")
 
     def score(self, view: View, seed: int) -> Tensor:
-        likeness = mean_similarity(view.keys, view.valid, self.threshold, self.spared)
+        likeness = mean_similarity(view.stored("keys"), view.valid, self.threshold, self.spared)
         redundancy = likeness.masked_fill(~view.valid, float("-inf")).softmax(1)
         return self.blend * self.base.score(view, seed) - (1 - self.blend) * redundancy
 
@@ -48,22 +46,13 @@ class ImportanceAndRedundancy(OverScore):
 def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) -> Tensor:
     """(H, N): mean_i S_ij over the valid entries i of keys (H, N, D), ascending in position, 0 where invalid.
 
-    The sums of whole columns are dot products with the sum of all keys; only what is spared needs the cosines
-    themselves, from the newest columns on until every key has found its own. Memory: H * N * BLOCK numbers.
+    The sums of whole columns are dot products with the sum of all keys; what is spared is then taken out of them.
     """
-    unit = F.normalize(keys, dim=-1)
-    total = (unit * (unit.sum(1, keepdim=True) - unit)).sum(-1)  # without the diagonal
-    wanted = torch.where(valid, spared, 0)
-    for stop in range(keys.shape[1], 0, -BLOCK):
-        if not bool((wanted > 0).any()):
-            break
-        start = max(0, stop - BLOCK)
-        cosine = unit @ unit[:, start:stop].transpose(1, 2)
-        similar = (cosine > threshold) & valid[:, None, start:stop]
-        similar.diagonal(-start, 1, 2).fill_(False)
-        rows = similar.any(2) & (wanted > 0)
-        hits = similar[rows]
-        is_newest = hits & (hits.int().flip(1).cumsum(1).flip(1) <= wanted[rows][:, None])
-        total[:, start:stop].index_add_(0, rows.nonzero()[:, 0], torch.where(is_newest, -cosine[rows], 0))
-        wanted[rows] -= hits.sum(1)
+    unit = F.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
+    if not bool(valid.all()):
+        unit = unit.masked_fill(~valid[..., None], 0)
+    total = (unit @ unit.sum(1)[..., None] - unit.square().sum(-1, keepdim=True))[..., 0]  # without the diagonal
+    if spared:
+        at, cosines = ops.newest_alike(keys, valid.sum(1).int(), threshold, spared)
+        total = total.scatter_add(1, at.clamp(min=0).long().flatten(1), -cosines.to(total.dtype).flatten(1))
     return total / valid.sum(1, keepdim=True).clamp(min=1)

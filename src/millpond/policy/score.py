@@ -71,7 +71,7 @@ class LeastAttention:
     queries: Queries = "all"
     window: int = 0
     signal: Signal = Signal.SUM
-    evict: Evict | None = None
+    evict: Evict = Evict.HEAVIEST
 
     def score(self, view: View, seed: int) -> Tensor:
         return -_signal(view)

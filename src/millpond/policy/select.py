@@ -5,23 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Bits of a priority below its value: which entry it is.
+_ENTRY_BITS = 31
 
-def rank_by_value(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
-    """The rank (H, N) of each entry in its head: pinned first, then by value, ties to the newest; 0 is kept longest.
+
+def priority(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
+    """(H, N) int64, no two alike, higher is kept longer: pinned first, then by value, the newest, the first head.
+
+    What is not valid comes last. Values are compared as float32.
 
     Args:
         value: (H, N), higher is kept. valid, pinned: (H, N) bool. Columns ascend in position.
     """
-    key = value.double().masked_fill(pinned, float("inf")).masked_fill(~valid, float("-inf"))
-    order = torch.sort(key.flip(1), dim=1, descending=True, stable=True).indices
-    order = value.shape[1] - 1 - order
-    # an invalid column may tie with a valid one of value -inf: push it behind
-    behind = torch.gather(~valid, 1, order)
-    order = order.gather(1, torch.sort(behind.int(), dim=1, stable=True).indices)
+    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
+    ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
+    ascending = ascending.masked_fill(pinned, 1 << 31).masked_fill(~valid, -(1 << 31) - 1)
+    entry = torch.arange(value.numel(), device=value.device).view(value.shape).flip(0)
+    return (ascending << _ENTRY_BITS) + entry
+
+
+def rank_by_value(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
+    """The rank (H, N) of each entry in its head by `priority`; 0 is kept longest."""
+    order = priority(value, valid, pinned).argsort(dim=1, descending=True)
     ranks = torch.arange(value.shape[1], device=value.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
 
 
 def keep_best(value: Tensor, valid: Tensor, pinned: Tensor, counts: Tensor) -> Tensor:
     """(H, N) bool: the `counts[h]` best valid entries of each head."""
-    return valid & (rank_by_value(value, valid, pinned) < counts[:, None])
+    most = min(int(counts.max()), value.shape[1])
+    if most <= 0:
+        return torch.zeros_like(valid)
+    key = priority(value, valid, pinned)
+    best = key.topk(most, dim=1).values
+    lowest = best.gather(1, (counts[:, None] - 1).clamp(0, most - 1))
+    return valid & (key >= lowest) & (counts[:, None] > 0)

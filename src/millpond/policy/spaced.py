@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.reference import spaced_value
+from millpond.kernels.rules import Evict, Signal, Spacing
 from millpond.policy.score import Queries
 from millpond.policy.select import rank_by_value
 from millpond.policy.view import View
@@ -40,7 +41,16 @@ class EvenlySpaced:
     ends: Literal["first", "last"] = "first"
     heavy: float = 0.0
     window: int = 0
-    evict: Evict | None = None
+
+    @property
+    def evict(self) -> Evict | None:
+        """Positions alone decide, unless there are heavy hitters to rank."""
+        return None if self.heavy else Evict.SPACED
+
+    @property
+    def spacing(self) -> Spacing:
+        """The pattern as the decode kernel knows it."""
+        return Spacing(self.width, int(self.ends == "last"), self.stride)
 
     @property
     def queries(self) -> Queries:
@@ -51,11 +61,7 @@ class EvenlySpaced:
         return Signal.SUM if self.heavy else Signal.NONE
 
     def score(self, view: View, seed: int) -> Tensor:
-        unit = view.positions.long().clamp(min=0) // self.width + (1 if self.ends == "last" else 0)
-        if self.stride:
-            worth = (unit % self.stride == 0).double()
-        else:
-            worth = torch.where(unit == 0, 2**31, unit & -unit).double()
+        worth = spaced_value(self.spacing, view.positions)
         if not self.heavy:
             return worth
         assert view.signal is not None, "the cache hands over the signal that a score declares"
@@ -63,4 +69,4 @@ class EvenlySpaced:
         free = view.valid & ~view.pinned
         rank = rank_by_value(view.signal, free, torch.zeros_like(free))
         is_heavy = free & (rank < math.floor(self.heavy * view.budget))
-        return torch.where(is_heavy, _HEAVY + view.signal.double(), worth)
+        return torch.where(is_heavy, _HEAVY + view.signal.double(), worth.double())

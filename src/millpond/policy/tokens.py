@@ -34,10 +34,14 @@ class TokenClasses:
 
     def of(self, ids: Tensor) -> Tensor:
         """The class of each id, int8 of the same shape."""
+        table = self.table(ids.device)
+        return table[ids.clamp(0, len(table) - 1)]
+
+    def table(self, device: torch.device) -> Tensor:
+        """(c,) int8: the class of each id, the last for all ids beyond."""
         assert self.special is not None, "the classes are known before a cache uses them"
         assert self.punctuation is not None, "the classes are known before a cache uses them"
-        table = _table(self.special, self.punctuation, ids.device)
-        return table[ids.clamp(0, len(table) - 1)]
+        return _table(self.special, self.punctuation, device)
 
 
 def parse_ids(name: str, text: str) -> frozenset[int] | None:

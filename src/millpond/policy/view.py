@@ -9,8 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Part = Literal["keys", "values"]
+PARTS: tuple[Part, Part] = ("keys", "values")
 #: Hands over the stored keys (H, N, key_dim) or values (H, N, value_dim) of a view, at the cost of a copy.
-Read = Callable[[Literal["keys", "values"]], Tensor]
+Read = Callable[[Part], Tensor]
+
+
+def columns_of(part: Tensor, order: Tensor) -> Tensor:
+    """Columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
+    if part.ndim == 2:
+        return part.gather(1, order)
+    n_heads, n, dim = part.shape
+    rows = order + n * torch.arange(n_heads, device=order.device)[:, None]
+    return part.reshape(n_heads * n, dim).index_select(0, rows.flatten()).view(*order.shape, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +104,16 @@ class View:
         assert self.look is not None, "the cache keeps the queries for a policy that looks at them"
         return self.look(width)
 
-    def _part(self, part: Literal["keys", "values"]) -> Tensor:
+    def stored(self, part: Part) -> Tensor:
+        """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
         assert self.read is not None, "the cache hands over what it stores"
-        entries = self.read(part)
-        wide = torch.promote_types(entries.dtype, torch.float32)
-        return entries.to(wide).masked_fill(~self.valid[..., None], 0)
+        return self.read(part)
+
+    def _part(self, part: Part) -> Tensor:
+        entries = self.stored(part)
+        entries = entries.to(torch.promote_types(entries.dtype, torch.float32))
+        valid = self.valid
+        return entries if bool(valid.all()) else entries.masked_fill(~valid[..., None], 0)
 
     @property
     def valid(self) -> Tensor:

@@ -112,12 +112,13 @@ def decode(
 
     n_chunks = triton.cdiv(width, TUNING.chunk)
     lowest = (scratch(n_regions, n_chunks), *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device))
-    shared = rule.shared and rule.evict in (Evict.ACC, Evict.ACC_MEAN) and n_kv_heads > 1
+    shared = rule.shared and rule.evict.by_score and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, window, seed - (1 << 32) if seed >> 31 else seed)
     flags = {
         "SIGNAL": int(rule.signal), "REDUCE": int(rule.reduce), "EVICT": int(rule.evict), "SHARED": shared,
         "HASH_HEADS": 1 if rule.shared else n_kv_heads,
+        "WIDTH": rule.spacing.width, "SHIFT": rule.spacing.shift, "STRIDE": rule.spacing.stride,
     }  # fmt: skip
     chooses = rule.evict is not Evict.NEVER
     # a shared value reads the accumulators of the other heads, so they are all updated first

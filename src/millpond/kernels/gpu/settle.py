@@ -27,6 +27,8 @@ NEVER = tl.constexpr(int(Evict.NEVER))
 ACC_MEAN = tl.constexpr(int(Evict.ACC_MEAN))
 OLDEST = tl.constexpr(int(Evict.OLDEST))
 RANDOM = tl.constexpr(int(Evict.RANDOM))
+HEAVIEST = tl.constexpr(int(Evict.HEAVIEST))
+SPACED = tl.constexpr(int(Evict.SPACED))
 
 LAST_INT = tl.constexpr(2**31 - 1)
 CHUNKS = tl.constexpr(64)  # chunk minima that `settle` loads at once
@@ -53,12 +55,28 @@ def ranked(value, position, here, recent, sinks, window, HAS_WINDOW: tl.constexp
 
 
 @triton.jit
-def plain_value(scores, position, here, head, seed, EVICT: tl.constexpr):
+def spaced_value(position, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr):
+    """What a position is worth in a pattern: 1 or 0 by the stride, or the power of two in the number of its unit."""
+    unit = tl.maximum(position, 0) // WIDTH + SHIFT
+    if STRIDE:
+        return (unit % STRIDE == 0).to(tl.float32)
+    return tl.where(unit == 0, 2147483648.0, (unit & -unit).to(tl.float32))
+
+
+@triton.jit
+def plain_value(
+    scores, position, here, head, seed,
+    EVICT: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
     """The value of entries before protection, from their accumulators or their positions."""
     if EVICT == OLDEST:
         return position.to(tl.float32)
     elif EVICT == RANDOM:
         return hash_priority(position, head, seed)
+    elif EVICT == HEAVIEST:
+        return -scores
+    elif EVICT == SPACED:
+        return spaced_value(position, WIDTH, SHIFT, STRIDE)
     elif EVICT == ACC_MEAN:
         return tl.div_rn(scores, tl.maximum(here - position + 1, 1).to(tl.float32))
     else:
@@ -81,6 +99,7 @@ def score(
     lowest_value, lowest_position, lowest_slot, n_chunks, decay, sinks, window, seed,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, CHUNK: tl.constexpr,
     SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HASH_HEADS: tl.constexpr, UPDATE: tl.constexpr, CHOOSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """UPDATE the accumulators of one chunk with the attention it received; CHOOSE its lowest entry."""
@@ -119,12 +138,12 @@ def score(
                     theirs = region_scores(
                         bases, n_arenas, table, table_stride, lens, s * HEADS + h, slot, LOG_SLOTS, LOG_PAGES
                     )
-                    scores += plain_value(theirs, position, here, h, seed, EVICT)
+                    scores += plain_value(theirs, position, here, h, seed, EVICT, WIDTH, SHIFT, STRIDE)
                 value = scores * (1.0 / HEADS)
             else:
                 if not UPDATE:
                     scores = tl.load(score_at, mask=ok, other=0.0)
-                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT)
+                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
             value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
             least = tl.min(tl.where(ok, value, INF), 0)
             tied = ok & (value == least)
@@ -157,6 +176,7 @@ def settle(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
 ):  # fmt: skip
     """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim."""
@@ -183,7 +203,7 @@ def settle(
             for other in range(HEADS):
                 new_value += received_by_new(new_logits, lse, s * HEADS + other, GROUP, GROUP_BLOCK, REDUCE)
             new_value = new_value * (1.0 / HEADS)
-        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT)
+        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
         new_value = ranked(new_value, here, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
         least = tl.full([], INF, tl.float32)
         oldest = tl.full([], LAST_INT, tl.int32)

@@ -11,27 +11,36 @@ from functools import cache
 
 import torch
 
-from millpond.kernels.blockwise import colsum_from_lse  # off every hot path: torch's matrix products will do
 from millpond.kernels.native import library
-from millpond.kernels.native.calls import linears, rms_norm, rotate_
+from millpond.kernels.native.admission import admit
+from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, rms_norm, rotate_
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
-from millpond.kernels.native.ops import decode, linear, prefill, read, write
+from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
+from millpond.kernels.native.ops import colsum_from_lse, decode, linear, prefill, read, window_signal, write
 
 __all__ = [
     "NativeKernelsWarning",
+    "absolute_sums",
+    "add_rows",
+    "admit",
     "colsum_from_lse",
     "decode",
     "is_available",
     "isa",
     "linear",
     "linears",
+    "mean_rows",
+    "merge_slots",
+    "nearest",
+    "newest_alike",
     "prefill",
     "read",
     "read_bandwidth",
     "rms_norm",
     "rotate_",
     "use_huge_pages",
+    "window_signal",
     "write",
 ]
 

@@ -16,14 +16,17 @@ from millpond.kernels.native import library
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/args.hpp
-DECODE = Struct("=41q3d").pack
+DECODE = Struct("=44q3d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
 LINEAR = Struct("=30qd").pack
 ROTATE = Struct("=10q").pack
 NORM = Struct("=7qd").pack
-PREFILL = Struct("=30q2d").pack
+PREFILL = Struct("=32q2d").pack
+SCAN = Struct("=21qd").pack
 INT32 = torch.int32
+#: Columns that `mp_newest_alike` looks at together.
+COLUMNS = 128
 
 Call = Callable[[bytes], int]
 
@@ -60,8 +63,9 @@ def _shared_rows(x: Tensor | None) -> tuple[int, int]:
 def decode(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float,
+    scale: float, softcap: float, decay: float, packed: bytes = b"",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`packed`: the struct of the regions' packed parts, see native/packed.py; empty where there are none."""
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
     table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
     if lens.dtype is not INT32 or not lens.is_contiguous():
@@ -76,7 +80,7 @@ def decode(
     q_seq, q_head, _ = q.stride()
     k_seq, k_head, _ = k_new.stride()
     v_seq, v_head, _ = v_new.stride()
-    failed = entry_point("mp_decode")(DECODE(
+    failed = entry_point("mp_decode_packed" if packed else "mp_decode")(DECODE(
         bases.data_ptr(), bases.shape[1], *pool,
         q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), DTYPES[q.dtype], DTYPES[k_new.dtype], DTYPES[v_new.dtype],
         q_seq, q_head, k_seq, k_head, v_seq, v_head,
@@ -84,7 +88,7 @@ def decode(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
         n_seq, n_heads, n_kv_heads, window, *rule, torch.get_num_threads(), scale, softcap, decay,
-    ))  # fmt: skip
+    ) + packed)  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the decode kernel")
     return out, lse, evicted
@@ -112,12 +116,63 @@ def prefill(
         *_shared_rows(past_pos), *_shared_rows(past_log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
-        n_heads, n_kv_heads, n_queries, n_columns, key_dim, value_dim, window, max(colsum, 0),
-        torch.get_num_threads(), scale, softcap,
+        n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
+        torch.get_num_threads(), 0, scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
     return out, lse, sums
+
+
+def window_signal(
+    q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, log_masses: Tensor | None, sink_logits: Tensor | None,
+    window: int, scale: float, softcap: float, reduce: int,
+) -> Tensor:  # fmt: skip
+    """Prefill without values, of queries that bring no columns. `reduce`: a Reduce."""
+    q, k, q_pos, k_pos = _rows(q), _rows(k), _flat(q_pos), _flat(k_pos)
+    log_masses = log_masses if log_masses is None else _rows(log_masses.float())
+    sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
+    n_heads, n_queries, key_dim = q.shape
+    n_kv_heads, n_columns, _ = k.shape
+    sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
+    if n_queries == 0 or n_columns == 0:
+        return sums
+    lse = torch.empty((n_heads, n_queries), dtype=torch.float32)
+    failed = entry_point("mp_prefill")(PREFILL(
+        q.data_ptr(), k.data_ptr(), 0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[k.dtype],
+        *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
+        0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
+        n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
+        torch.get_num_threads(), 0, scale, softcap,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the prefill kernel")
+    return sums
+
+
+def colsum_from_lse(
+    q: Tensor, k: Tensor, lse: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
+    window: int, scale: float, softcap: float, reduce: int,
+) -> Tensor:  # fmt: skip
+    """Prefill without values, with a log-sum-exp that is known. `reduce`: a Reduce."""
+    q, k, lse, q_pos = _rows(q), _rows(k), lse.float().contiguous(), _flat(q_pos)
+    past_pos = past_pos if past_pos is None else _flat(past_pos)
+    past_log_masses = past_log_masses if past_log_masses is None else _rows(past_log_masses.float())
+    n_heads, n_queries, key_dim = q.shape
+    n_kv_heads, n_columns, _ = k.shape
+    sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
+    if n_queries == 0:
+        return sums
+    failed = entry_point("mp_prefill")(PREFILL(
+        q.data_ptr(), k.data_ptr(), 0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[k.dtype],
+        *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(),
+        *_shared_rows(past_pos), *_shared_rows(past_log_masses), 0, 0, lse.data_ptr(), sums.data_ptr(),
+        n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, 0, window, reduce,
+        torch.get_num_threads(), 1, scale, softcap,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the prefill kernel")
+    return sums
 
 
 def write(
@@ -230,3 +285,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if failed:
         raise MemoryError("no memory for the work space of the norm")
     return out
+
+
+def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
+    """X (H, N, dim), y (H * sets, n, dim) -> (H, N)."""
+    x, y = _rows(x), _rows(y)
+    n_heads, n_rows, dim = x.shape
+    sums = torch.zeros((n_heads, n_rows), dtype=torch.float32)
+    if x.numel() and y.numel():
+        failed = entry_point("mp_absolute_sums")(SCAN(
+            x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype], *x.stride()[:2], *y.stride()[:2],
+            n_heads, n_rows, len(y) // n_heads, y.shape[1], dim, sums.data_ptr(), 0, 0, 0, 0, 0, 0,
+            torch.get_num_threads(), 0.0,
+        ))  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the products")
+    return sums
+
+
+def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+    """Keys (H, N, dim), lens (H,) -> (H, N, most) int32 and float32."""
+    keys, lens = _rows(keys), _flat(lens).contiguous()
+    n_heads, n_rows, dim = keys.shape
+    at = torch.full((n_heads, n_rows, most), -1, dtype=INT32)
+    cosines = torch.zeros((n_heads, n_rows, most), dtype=torch.float32)
+    if keys.numel() and most:
+        scales = torch.zeros((n_heads, -(-n_rows // COLUMNS) * COLUMNS), dtype=torch.float32)
+        lengths = torch.linalg.vector_norm(keys.float(), dim=-1)
+        torch.reciprocal(lengths.clamp_(min=1e-12), out=scales[:, :n_rows])
+        failed = entry_point("mp_newest_alike")(SCAN(
+            keys.data_ptr(), keys.data_ptr(), DTYPES[keys.dtype], DTYPES[keys.dtype],
+            *keys.stride()[:2], *keys.stride()[:2], n_heads, n_rows, 1, n_rows, dim, 0, scales.data_ptr(),
+            scales.stride(0), lens.data_ptr(), at.data_ptr(), cosines.data_ptr(), most, torch.get_num_threads(),
+            threshold,
+        ))  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the products")
+    return at, cosines

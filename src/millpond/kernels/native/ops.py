@@ -93,6 +93,12 @@ def _pool(pages: PageArrays) -> list[int]:
     return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
 
 
+def _rule(rule: DecodeRule) -> list[int]:
+    """A rule as the schemas take it, its decay apart."""
+    kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
+    return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
+
+
 def decode(
     q: Tensor,
     k_new: Tensor,
@@ -110,12 +116,10 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kinds = [int(rule.signal), int(rule.reduce), int(rule.evict)]
-    numbers = [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF]
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else calls.decode
     result: tuple[Tensor, Tensor, Tensor] = call(
-        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), numbers, window,
-        scale, softcap, rule.decay,
+        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), _rule(rule),
+        window, scale, softcap, rule.decay,
     )  # fmt: skip
     return result
 
@@ -140,6 +144,38 @@ def prefill(
         -1 if colsum is None else int(colsum),
     )  # fmt: skip
     return out, lse, sums if colsum is not None else None
+
+
+def window_signal(
+    q: Tensor,
+    k: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+    reduce: Reduce = Reduce.MEAN,
+    log_masses: Tensor | None = None,
+) -> Tensor:
+    return calls.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, window, scale, softcap, int(reduce))
+
+
+def colsum_from_lse(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    reduce: Reduce = Reduce.MEAN,
+    past_log_masses: Tensor | None = None,
+) -> Tensor:
+    return calls.colsum_from_lse(q, k, lse, q_pos, past_pos, past_log_masses, window, scale, softcap, int(reduce))
 
 
 def write(

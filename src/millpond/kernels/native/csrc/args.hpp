@@ -12,7 +12,10 @@ enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
 enum Signal : int64_t { NO_SIGNAL = 0, SUM = 1, LAST = 2 };
 enum Reduce : int64_t { MEAN = 0, MAX = 1, ADD = 2 };
 enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3 };
-enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4 };
+enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4, HEAVIEST = 5, SPACED = 6 };
+
+enum Weigh : int64_t { BY_NORMS = 0, BY_EXP = 1, BY_COUNT = 2, BY_SCORE = 3, BY_CHANCE = 4 };
+enum Over : int64_t { OVER_TARGETS = 0, OVER_RECENT = 1, OVER_MAX = 2 };
 
 // The memory of a page pool: page i is row i % pages_per_arena of arena i / pages_per_arena.
 struct PoolArgs {
@@ -38,7 +41,9 @@ struct DecodeArgs {
   float* lse;                                           // (S, Hq)
   int32_t* evicted;                                     // (R,)
   int64_t n_seq, n_heads, n_kv_heads, window;
-  int64_t signal, reduce, evict, sinks, shared, seed, n_threads;
+  int64_t signal, reduce, evict, sinks, shared, seed;
+  int64_t unit_width, unit_shift, stride;  // of SPACED
+  int64_t n_threads;
   double scale, softcap, decay;
 };
 
@@ -72,21 +77,38 @@ struct ReadArgs {
 };
 
 struct PrefillArgs {
-  const void *q, *k, *v;  // (Hq, Q, key_dim), (Hkv, N, key_dim), (Hkv, N, value_dim)
+  const void *q, *k, *v;  // (Hq, Q, key_dim), (Hkv, N, key_dim), (Hkv, N, value_dim) or null: value_dim is 0
   int64_t q_dtype, k_dtype, v_dtype;
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
   const int32_t* q_pos;                                 // (Q,)
-  const int32_t* past_pos;                              // (Hkv or 1, N - Q), null where there is no past
+  const int32_t* past_pos;                              // (Hkv or 1, n_past), null where there is no past
   int64_t past_row;                                     // stride, 0 where all heads share it
-  const float* past_log_masses;                         // (Hkv or 1, N - Q) or null: all 0
+  const float* past_log_masses;                         // (Hkv or 1, n_past) or null: all 0
   int64_t mass_row;                                     // stride, 0 where all heads share it
   const float* sink_logits;                             // (Hq,) or null
-  void* out;                                            // (Hq, Q, value_dim) in q's dtype
+  void* out;                                            // (Hq, Q, value_dim) in q's dtype, null without values
   float* lse;                                           // (Hq, Q)
   float* sums;                                          // (Hkv, N) or null: column sums
-  int64_t n_heads, n_kv_heads, n_queries, n_columns, key_dim, value_dim;
+  int64_t n_heads, n_kv_heads, n_queries, n_columns, n_past, key_dim, value_dim;  // n_past: N - Q, or N
   int64_t window, reduce, n_threads;
+  int64_t lse_given;  // whether lse is what the probabilities are taken from, not a result: then there are no values
   double scale, softcap;
+};
+
+// Products x . y of the entries of each head with the vectors of its sets, of which few things are kept.
+struct ScanArgs {
+  const void *x, *y;  // (H, N, dim), (H * n_sets, n_others, dim)
+  int64_t x_dtype, y_dtype;
+  int64_t x_head, x_row, y_head, y_row;  // strides
+  int64_t n_heads, n_rows, n_sets, n_others, dim;
+  float* sums;          // (H, N): sum of |x . y|
+  const float* scales;  // (H, scale_head): 1 / length of each entry, zeros behind the last
+  int64_t scale_head;   // stride, whole chunks of columns
+  const int32_t* lens;  // (H,): entries that are there
+  int32_t* at;          // (H, N, most): which others are alike, the newest first
+  float* cosines;       // (H, N, most)
+  int64_t most, n_threads;
+  double threshold;
 };
 
 constexpr int MOST_PARTS = 4;
@@ -118,6 +140,59 @@ struct NormArgs {
   void* out;               // (m, n), contiguous
   int64_t m, n, x_row, dtype;
   double eps;
+};
+
+// Regions that hold more than their caps merge: see ops.merge_slots and MergeRule on the Python side.
+struct MergeArgs {
+  PoolArgs pool;
+  const int32_t* table;  // (R, n)
+  int64_t table_row;
+  int32_t* lens;                                // (R,)
+  const int32_t *caps, *recent, *q_pos;         // (R,), (R,), (S,)
+  double* memory;                               // (S,): thresholds, NaN for none
+  const float* local;                           // (R, N) or null
+  int64_t local_row, n_seq, n_kv_heads;
+  int64_t evict, sinks, seed;
+  int64_t weigh, closed, targets, over, average, draw, bias, uses_masses, n_threads;
+  double threshold, rate, cover, most;
+};
+
+// For each source the target that is most like it. Flags are one byte each.
+struct NearestArgs {
+  const void *keys, *values;  // (H, N, dim); values null: only keys count
+  int64_t k_dtype, v_dtype, k_head, k_row, v_head, v_row;
+  const uint8_t *sources, *targets;  // (H, N)
+  int64_t* into;                     // (H, N)
+  double* alike;                     // (H, N)
+  int64_t n_heads, n, key_dim, value_dim, n_threads;
+};
+
+// Rows that go into others: means over them (float), or sums (double).
+struct TakeArgs {
+  const void* x;  // (H, N, dim)
+  int64_t dtype, x_head, x_row;
+  const double *weight, *own;  // (H, N); own null: sums
+  const int64_t* into;         // (H, N)
+  const uint8_t* leaves;       // (H, N)
+  void* out;                   // (H, N, dim) float, or (H, n_out, dim) double
+  int64_t n_heads, n, n_out, dim, n_threads;
+};
+
+// The entries of some sequences that no rule of their heads keeps leave: see ops.admit.
+struct AdmitArgs {
+  PoolArgs pool;
+  const int32_t* table;  // (R, n)
+  int64_t table_row;
+  int32_t* lens;             // (R,)
+  const int64_t* sequences;  // (n_sequences,)
+  const int64_t* ids;        // (S, n): token ids by position
+  int64_t ids_row;
+  const uint8_t* classes;  // (n_classes,): by token id, the last for all ids beyond
+  int64_t n_classes;
+  const int64_t* kinds;               // (R,)
+  const int32_t* local;               // (R,): newest positions that local heads keep
+  const int64_t *seen, *quota, *most;  // (n_sequences,)
+  int64_t n_sequences, n_kv_heads, sinks, window;
 };
 
 }  // namespace mp

@@ -10,6 +10,7 @@ namespace mp {
 // Per thread: the queries of a region, the weights of a chunk, and a few rows.
 struct Scratch {
   float *query, *weights, *bias, *factors, *rows;
+  float *packed_query, *folded, *packed_bias;  // see packed_attend.hpp
   Scratch(const Call& c, char* memory) {
     float* p = reinterpret_cast<float*>(memory);
     auto take = [&p](int64_t n) { return std::exchange(p, p + round_up(n, W)); };
@@ -18,10 +19,26 @@ struct Scratch {
     bias = take(CHUNK);
     factors = take(c.group + W);
     rows = take(2 * round_up(c.a.pool.key_dim, W) + c.out_stride);
+    packed_query = take(packed_query_floats(c));
+    folded = take(folded_floats(c));
+    packed_bias = take(packed_bias_floats(c));
   }
   static int64_t bytes(const Call& c) {
     const int64_t query = c.group * round_up(c.a.pool.key_dim, QUERY_PAD), rows = 2 * c.a.pool.key_dim + c.out_stride;
-    return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + 12 * W), 4096);
+    const int64_t packed = packed_query_floats(c) + folded_floats(c) + packed_bias_floats(c);
+    return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + packed + 15 * W), 4096);
+  }
+  // The queries as packed keys meet them; as weights, which the weights of a run of values replace; per head and group
+  // of channels what the zeros add.
+  static int64_t packed_query_floats(const Call& c) {
+    return c.packed != nullptr ? c.group * round_up(c.packed->pool.key_dim, QUERY_PAD) : 0;
+  }
+  static int64_t folded_floats(const Call& c) {
+    return c.packed != nullptr ? c.group * std::max<int64_t>(round_up(c.packed->pool.key_dim, QUERY_PAD), CHUNK) : 0;
+  }
+  static int64_t packed_bias_floats(const Call& c) {
+    if (c.packed == nullptr) return 0;
+    return c.group * std::max<int64_t>(2 * (c.packed->pool.key_dim / LANES), W * (c.packed->pool.value_dim / LANES));
   }
 };
 
@@ -57,18 +74,19 @@ inline float soften(const Call& c, float* weights, int n, const float* bias, flo
   return sum(total);
 }
 
-// What is added to the logit of slot begin + i: its log mass, -inf where the sliding window hides it.
-inline void slot_bias(const Call& c, int r, int begin, int n, float* bias) {
-  const int32_t* pages = c.pages(r);
-  const bool hides = c.a.window > 0;
-  const int64_t oldest = hides ? int64_t(c.position(r)) - c.a.window : INT64_MIN;  // hidden at or below
+// What is added to the logit of slot begin + i: its log mass, -inf where the sliding window hides it or nothing is left.
+inline void slot_bias(const Call& c, int r, const Part& part, int begin, int n, float* bias) {
+  const int32_t* pages = part.pages;
+  const Pool& pool = *part.pool;
+  const int64_t youngest = c.a.window > 0 ? int64_t(c.position(r)) - c.a.window : INT64_MIN;
+  const int64_t oldest = part.holes ? std::max<int64_t>(youngest, -1) : youngest;  // hidden at or below
   for (int i = 0; i < n;) {
-    const int run = c.pool.run(begin + i, begin + n, CHUNK);
-    const int32_t* position = c.pool.position(pages, begin + i);
-    if (!c.pool.masses) {
+    const int run = pool.run(begin + i, begin + n, CHUNK);
+    const int32_t* position = pool.position(pages, begin + i);
+    if (!pool.masses) {
       for (int j = 0; j < run; ++j) bias[i + j] = position[j] <= oldest ? -__builtin_inff() : 0.0f;
     } else {
-      const float* log_mass = c.pool.log_mass(pages, begin + i);
+      const float* log_mass = pool.log_mass(pages, begin + i);
       for (int j = 0; j < run; ++j) bias[i + j] = position[j] <= oldest ? -__builtin_inff() : log_mass[j];
     }
     i += run;
@@ -76,14 +94,14 @@ inline void slot_bias(const Call& c, int r, int begin, int n, float* bias) {
 }
 
 // The online softmax of one chunk: logits to weights, and what came before rescaled to the new maximum.
-inline void soften_chunk(const Call& c, int r, int at, int n, const Slab& slab, const Scratch& scratch, float* weights,
-                         float* top, float* total, float* out) {
+inline void soften_chunk(const Call& c, int r, const Part& part, int at, int n, const Slab& slab, const Scratch& scratch,
+                         float* weights, float* top, float* total, float* out) {
   const float* bias = nullptr;
-  if (c.a.window > 0 || c.pool.masses) slot_bias(c, r, at, n, scratch.bias), bias = scratch.bias;
+  if (c.a.window > 0 || part.pool->masses || part.holes) slot_bias(c, r, part, at, n, scratch.bias), bias = scratch.bias;
   for (int h = 0; h < c.group; ++h) {
     const float before = top[h];
     const float added = soften(c, weights + h * CHUNK, n, bias, top[h]);
-    if (c.gathers) slab.chunk_top[int64_t(at / CHUNK) * c.group + h] = top[h];
+    if (c.gathers) slab.chunk_top[chunk_of(part, at) * c.group + h] = top[h];
     if (before != top[h]) {
       const vf factor = exp(splat(before - top[h]));
       total[h] *= factor[0];
@@ -128,7 +146,7 @@ void attend(const Call& c, int r, int split, const Slab& slab, const Scratch& sc
                  CHUNK, later);
       i += run;
     }
-    soften_chunk(c, r, at, n, slab, scratch, weights, top, total, out);
+    soften_chunk(c, r, c.plain_part(r), at, n, slab, scratch, weights, top, total, out);
     for (int i = 0; i < n;) {
       const int run = c.pool.run(at + i, at + n, RUN);
       const char* value = c.pool.value(pages, at + i);

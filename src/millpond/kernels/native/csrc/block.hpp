@@ -122,7 +122,7 @@ void Block<T>::attend() {
   std::fill(r_.top, r_.top + n_, NOTHING);
   std::fill(r_.total, r_.total + n_, 0.0f);
   std::memset(r_.out, 0, size_t(n_) * size_t(p_.value_pad) * 4);
-  const int seen = p_.n_past + first_ + queries_;
+  const int seen = std::min(p_.n_past + first_ + queries_, int(p_.a.n_columns));
   const Sight oldest(p_.a.window, p_.a.q_pos[first_]);
   for (int chunk = 0, at = 0; at < seen; ++chunk, at += COLUMNS) {
     if (packed_.highest[chunk] <= oldest.after) continue;
@@ -138,13 +138,18 @@ void Block<T>::attend() {
   }
 }
 
-// The sink logits, then outputs and log-sum-exp. Leaves 1 / denominator in `total`.
+// The sink logits, then outputs and log-sum-exp. Leaves 1 / denominator in `total`, 0 for a row that sees nothing.
+// A log-sum-exp that is given takes the place of both.
 template <class T>
 void Block<T>::finish() {
   for (int i = 0, r = 0; i < queries_; ++i)
     for (int h = 0; h < p_.group; ++h, ++r) {
       const int64_t row = query_head(h) * p_.a.n_queries + first_ + i;
       float& top = r_.top[r];
+      if (p_.a.lse_given) {
+        top = p_.a.lse[row] * LOG2_E, r_.total[r] = 1.0f;
+        continue;
+      }
       float factor = 1.0f;
       if (p_.a.sink_logits != nullptr) {
         const float sink = p_.a.sink_logits[query_head(h)] * LOG2_E, before = std::exchange(top, std::max(top, sink));
@@ -152,9 +157,10 @@ void Block<T>::finish() {
         r_.total[r] = r_.total[r] * factor + exp2(splat(sink - top))[0];
       }
       p_.a.lse[row] = (top + std::log2(r_.total[r])) / LOG2_E;
-      r_.total[r] = 1.0f / r_.total[r];
+      if (r_.total[r] != 0) r_.total[r] = 1.0f / r_.total[r];
       float* o = r_.out + r * p_.value_pad;
       for (int d = 0; d < p_.value_pad; d += W) store(o + d, load(o + d) * (factor * r_.total[r]));
+      if (p_.value_dim == 0) continue;
       char* out = static_cast<char*>(p_.a.out) + row * p_.value_dim * dtype_bytes(p_.a.q_dtype);
       narrow(out, p_.a.q_dtype, o, p_.value_dim);
     }

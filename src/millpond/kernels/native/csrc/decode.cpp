@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "merge.hpp"
+#include "packed_attend.hpp"
 #include "store.hpp"
 #include "threads.hpp"
 
@@ -29,7 +30,7 @@ struct alignas(64) Share {
 
 class Step {
  public:
-  explicit Step(const DecodeArgs& args) : c_(args) {}
+  explicit Step(const DecodeArgs& args, const PackedArgs* packed = nullptr) : c_(args, packed) {}
   int run();
 
  private:
@@ -66,10 +67,11 @@ class Step {
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;
 
 void Step::choose_threads(int64_t n_items) {
-  int64_t slots = 0;
+  int64_t slots = 0, packed = 0;
   for (int r = 0; r < c_.n_regions; ++r)
-    if (c_.active(r)) slots += c_.a.lens[r];
-  const int64_t bytes = slots * (c_.pool.key_dim + c_.pool.value_dim) * c_.pool.item;
+    if (c_.active(r)) slots += c_.a.lens[r], packed += c_.packed_lens(r);
+  const int64_t bytes = slots * (c_.pool.key_dim + c_.pool.value_dim) * c_.pool.item +
+                        (packed > 0 ? packed * c_.packed->page_bytes / c_.packed->pool.slots : 0);
   const int64_t worth = 1 + bytes / BYTES_PER_THREAD;
   threads_ = int(std::max<int64_t>(1, std::min({c_.a.n_threads, worth, n_items})));
   apart_ = c_.n_regions < threads_;
@@ -113,10 +115,12 @@ Ahead Step::likely_next(int thread) const {
   const auto [r, split] = shares_[thread].front;
   if (shares_[thread].left.load(std::memory_order_relaxed) == 0 || !c_.active(r)) return {nullptr, 0, 0};
   const int at = split * SPLIT;
+  if (at >= c_.a.lens[r]) return {nullptr, 0, 0};
   return {c_.pages(r), at, std::min(CHUNK, c_.a.lens[r] - at)};
 }
 
 void Step::attend_split(int r, int split, int thread) {
+  if (split >= c_.plain_splits(r)) return attend_packed(c_, r, split, slab(r), scratch(thread));
   const auto next = [this, thread] { return likely_next(thread); };
   switch (c_.pool.dtype) {
     case F32: return attend<float>(c_, r, split, slab(r), scratch(thread), next);
@@ -216,4 +220,9 @@ int Step::run() {
 
 extern "C" __attribute__((visibility("default"))) int mp_decode(const mp::DecodeArgs* args) {
   return mp::Step(*args).run();
+}
+
+// The regions of the second struct belong to those of the first: a part of their entries lies in packed pages.
+extern "C" __attribute__((visibility("default"))) int mp_decode_packed(const mp::PackedDecodeArgs* args) {
+  return mp::Step(args->plain, &args->packed).run();
 }

@@ -24,7 +24,7 @@ struct Prompt {
   int key_dim, key_pad, value_dim, value_pad;
 
   explicit Prompt(const PrefillArgs& args)
-      : a(args), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_columns - args.n_queries)),
+      : a(args), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_past)),
         chunks(int((args.n_columns + COLUMNS - 1) / COLUMNS)), columns(chunks * COLUMNS), key_dim(int(args.key_dim)),
         key_pad(int(round_up(key_dim, STEP))), value_dim(int(args.value_dim)),
         value_pad(int(round_up(value_dim, TILE))) {}
@@ -125,7 +125,7 @@ void pack_chunk(const Prompt<T>& p, const Packed<T>& packed, int head, int chunk
       load(rows + c * p.key_pad, p.key(head, i + c), p.a.k_dtype, i + c, p.key_dim, p.key_pad);
     transpose(rows, packed.key(i, 0), TILE, p.key_pad / STEP);
   }
-  for (int i = begin; i < used; i += STEP) {
+  for (int i = begin; p.value_dim > 0 && i < used; i += STEP) {
     for (int c = 0; c < STEP; ++c)
       load(rows + c * p.value_pad, p.value(head, i + c), p.a.v_dtype, i + c, p.value_dim, p.value_pad);
     for (int d = 0; d < p.value_pad; d += TILE) interleave(rows + d, p.value_pad, packed.value(i, d));

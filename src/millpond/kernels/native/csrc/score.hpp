@@ -33,14 +33,24 @@ MP_INLINE vf hash_priority(uint32_t seed, uint32_t head, vi position) {
   return to_float((vi)(h >> 8));
 }
 
+// What a position is worth in a pattern: 1 or 0 by the stride, or the power of two in the number of its unit.
+MP_INLINE vf spaced_value(vi position, int32_t width, int32_t shift, int32_t stride) {
+  const vi unit = (width == 1 ? position : position / width) + shift;
+  if (stride > 0) return select(unit % stride == 0, splat(1.0f), splat(0.0f));
+  return select(unit == 0, splat(2147483648.0f), to_float(unit & -unit));
+}
+
+inline bool by_score(int64_t evict) { return evict == ACC || evict == ACC_MEAN || evict == HEAVIEST; }
+
 // The value by which entries of region r leave, lowest first.
 struct Valuation {
   int64_t evict, window;
-  int32_t q_pos, sinks, recent;
+  int32_t q_pos, sinks, recent, unit_width, unit_shift, stride;
   uint32_t seed, head;
 
   Valuation(const Call& c, int r)
       : evict(c.a.evict), window(c.a.window), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)), recent(c.a.recent[r]),
+        unit_width(int32_t(c.a.unit_width)), unit_shift(int32_t(c.a.unit_shift)), stride(int32_t(c.a.stride)),
         seed(uint32_t(c.a.seed)), head(c.a.shared ? 0u : uint32_t(c.head(r))) {}
 
   // What the score and position say, before protection.
@@ -52,6 +62,8 @@ struct Valuation {
       }
       case OLDEST: return to_float(position);
       case RANDOM: return hash_priority(seed, head, position);
+      case HEAVIEST: return -score;
+      case SPACED: return spaced_value(position, unit_width, unit_shift, stride);
       default: return score;
     }
   }
@@ -64,7 +76,7 @@ struct Valuation {
 };
 
 // Whether the pass may look for the victim itself: with `shared` the heads are averaged first.
-inline bool averaged(const Call& c) { return c.a.shared && (c.a.evict == ACC || c.a.evict == ACC_MEAN); }
+inline bool averaged(const Call& c) { return c.a.shared && by_score(c.a.evict); }
 
 // Factors that turn the stored weights of a chunk into probabilities.
 inline void chunk_factors(const Call& c, const Slab& slab, int64_t chunk, float* factor) {
@@ -83,24 +95,28 @@ MP_INLINE vf received(const Call& c, const float* weights, const float* factor) 
   return p;
 }
 
-// Part `split` of region r: accumulate where a signal is gathered, find the victim where `search` is set.
+// Split number `split` of region r: accumulate where a signal is gathered, find the victim where `search` is set.
 template <bool kGather, bool kSearch>
 void score_part(const Call& c, int r, int split, const Slab& slab, float* factor) {
-  const int begin = split * SPLIT, end = std::min(begin + SPLIT, int(c.a.lens[r]));
-  const int32_t* pages = c.pages(r);
+  const Part part = c.part(r, split);
+  const Pool& pool = *part.pool;
+  const int begin = (split - part.first_split) * SPLIT, end = std::min(begin + SPLIT, part.lens);
+  const int first_slot = part.first_split > 0 ? PACKED : 0;
+  const int32_t* pages = part.pages;
   const Valuation valuation(c, r);
   const vf decay = splat(c.a.signal == SUM ? float(c.a.decay) : 0.0f);
   const bool adds = c.a.signal == SUM;
-  const bool reads = c.a.evict == ACC || c.a.evict == ACC_MEAN;
+  const bool reads = by_score(c.a.evict);
   Candidates found;
   for (int at = begin; at < end; at += CHUNK) {
     const int n = std::min(CHUNK, end - at);
-    const float* weights = slab.weights + int64_t(at / CHUNK) * c.group * CHUNK;
-    if (kGather) chunk_factors(c, slab, at / CHUNK, factor);
+    const int64_t chunk = chunk_of(part, at);
+    const float* weights = slab.weights + chunk * c.group * CHUNK;
+    if (kGather) chunk_factors(c, slab, chunk, factor);
     for (int i = 0; i < n;) {
-      const int run = c.pool.run(at + i, at + n, CHUNK);
-      float* acc = c.pool.score(pages, at + i);
-      const int32_t* positions = c.pool.position(pages, at + i);
+      const int run = pool.run(at + i, at + n, CHUNK);
+      float* acc = pool.score(pages, at + i);
+      const int32_t* positions = pool.position(pages, at + i);
       for (int j = 0; j < run; j += W) {
         const int rest = run - j;
         vf score{};
@@ -114,7 +130,8 @@ void score_part(const Call& c, int r, int split, const Slab& slab, float* factor
         if (kSearch) {
           const vi position = rest >= W ? load(positions + j) : load_part(positions + j, rest);
           const vf value = valuation.guard(valuation.raw(score, position), position);
-          found.consider(value, position, iota() + (at + i + j), iota() < rest);
+          const vi there = (iota() < rest) & (position >= 0);
+          found.consider(value, position, iota() + (first_slot + at + i + j), there);
         }
       }
       i += run;

@@ -20,14 +20,25 @@ inline void append(const Call& c, int r, float score) {
   c.a.evicted[r] = -1;
 }
 
+// Slot `slot` of region r's packed part holds no entry any more: sealed codes are never written again.
+inline void bury(const Call& c, int r, int slot) {
+  *c.packed_pool.position(c.packed_part(r).pages, slot) = -1;
+  c.packed->dead[r] += 1;
+}
+
 // The new entry competes too, in the slot behind the last. `raw`: its value before protection.
 inline void replace(const Call& c, int r, Victim victim, float raw, float score) {
   const Valuation valuation(c, r);
   const vi position = splat(int32_t(c.position(r)));
   victim.consider(valuation.guard(splat(raw), position)[0], c.position(r), c.a.lens[r]);
   if (victim.slot == INT32_MAX) victim.position = c.position(r);  // only NaN: nothing can be compared
+  if (victim.slot >= PACKED && victim.slot != INT32_MAX) {
+    bury(c, r, victim.slot - PACKED);
+    append(c, r, score);
+  } else if (victim.slot < c.a.lens[r]) {
+    put_entry(c, r, victim.slot, score);
+  }
   c.a.evicted[r] = victim.position;
-  if (victim.slot < c.a.lens[r]) put_entry(c, r, victim.slot, score);
 }
 
 // Region r on its own, after its scoring pass. `score`: the new entry's accumulator.
@@ -42,6 +53,25 @@ inline void store_alone(const Call& c, int r, const Slab& slab, float score) {
   replace(c, r, victim, valuation.raw(splat(score), splat(int32_t(c.position(r))))[0], score);
 }
 
+// f(positions, scores, their place in `mean`, first slot, n) for all slots of region r, W at a time.
+template <class F>
+inline void for_slots(const Call& c, int r, float* mean, F&& f) {
+  const Part parts[2] = {c.plain_part(r), c.packed != nullptr ? c.packed_part(r) : Part{}};
+  for (int i = 0; i < (c.packed != nullptr ? 2 : 1); mean += parts[i++].lens) {
+    const Part& part = parts[i];
+    for (int at = 0; at < part.lens;) {
+      const int run = part.pool->run(at, part.lens, SPLIT);
+      const int32_t* positions = part.pool->position(part.pages, at);
+      const float* acc = part.pool->score(part.pages, at);
+      for (int j = 0; j < run; j += W) {
+        const int rest = std::min(run - j, W);
+        f(load_part(positions + j, rest), load_part(acc + j, rest), mean + at + j, (i > 0 ? PACKED : 0) + at + j, rest);
+      }
+      at += run;
+    }
+  }
+}
+
 // All regions of one sequence, whose entries lie in the same slots: values averaged over the KV heads.
 // `mean`: room for the longest region. `scores`: the new entries' accumulators, by head.
 inline void store_shared(const Call& c, int seq, float* mean, const float* scores) {
@@ -54,18 +84,11 @@ inline void store_shared(const Call& c, int seq, float* mean, const float* score
     const int r = first + h;
     const Valuation valuation(c, r);
     own += valuation.raw(splat(scores[h]), splat(int32_t(c.position(r))))[0];
-    for (int i = 0; i < c.a.lens[r];) {
-      const int run = c.pool.run(i, c.a.lens[r], SPLIT);
-      const float* acc = c.pool.score(c.pages(r), i);
-      const int32_t* positions = c.pool.position(c.pages(r), i);
-      for (int j = 0; j < run; j += W) {
-        const int rest = std::min(run - j, W);
-        vf value = valuation.raw(load_part(acc + j, rest), load_part(positions + j, rest));
-        if (h > 0) value += load_part(mean + i + j, rest);
-        store_part(mean + i + j, value, rest);
-      }
-      i += run;
-    }
+    for_slots(c, r, mean, [&](vi position, vf acc, float* to, int, int rest) {
+      vf value = valuation.raw(acc, position);
+      if (h > 0) value += load_part(to, rest);
+      store_part(to, value, rest);
+    });
   }
   for (int h = 0; h < heads; ++h) {
     const int r = first + h;
@@ -75,17 +98,10 @@ inline void store_shared(const Call& c, int seq, float* mean, const float* score
     }
     const Valuation valuation(c, r);
     Candidates found;
-    for (int i = 0; i < c.a.lens[r];) {
-      const int run = c.pool.run(i, c.a.lens[r], SPLIT);
-      const int32_t* positions = c.pool.position(c.pages(r), i);
-      for (int j = 0; j < run; j += W) {
-        const int rest = std::min(run - j, W);
-        const vi position = load_part(positions + j, rest);
-        const vf value = valuation.guard(load_part(mean + i + j, rest) / share, position);
-        found.consider(value, position, iota() + (i + j), iota() < rest);
-      }
-      i += run;
-    }
+    for_slots(c, r, mean, [&](vi position, vf, const float* from, int slot, int rest) {
+      const vf value = valuation.guard(load_part(from, rest) / share, position);
+      found.consider(value, position, iota() + slot, (iota() < rest) & (position >= 0));
+    });
     replace(c, r, found.best(), own / share, scores[h]);
   }
 }

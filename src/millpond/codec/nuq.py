@@ -1,0 +1,139 @@
+"""The non-uniform datatype of KVQuant (Hooper et al., NeurIPS 2024, arXiv:2401.18079): a table of numbers per layer.
+
+Numbers are brought to [-1, 1] by the range of their channel (keys) or token (values), outliers left out, and clustered
+in one dimension, weighted by how much the loss minds an error there (Fisher information).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+
+#: Points that the exact search looks at; more are gathered into as many bins of equal count first.
+MOST_POINTS = 1024
+#: Rounds of Lloyd's algorithm after the exact search over bins.
+ROUNDS = 50
+
+
+def kmeans(samples: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """The k ascending centres of least weighted squared error, (k,) float64; deterministic.
+
+    Exact by dynamic programming over sorted points, up to MOST_POINTS of them; beyond, exact over bins of equal count
+    and refined on all samples by Lloyd's algorithm.
+
+    Args:
+        samples: (n,). weights: (n,) at least 0, or None: all 1.
+
+    Raises:
+        OptionError: fewer than one sample, or weights that are negative or all zero.
+    """
+    x, order = samples.flatten().double().sort()
+    w = torch.ones_like(x) if weights is None else weights.flatten().double()[order]
+    if len(x) == 0 or float(w.sum()) <= 0 or float(w.min()) < 0:
+        raise OptionError("k-means needs samples with weights that are not negative and not all zero")
+    x, w = x[w > 0], w[w > 0]
+    points, mass = _bins(x, w)
+    centres = _exact(points, mass, min(k, len(points)))
+    if len(points) < len(x):
+        centres = _lloyd(x, w, centres)
+    return torch.cat([centres, centres[-1:].expand(k - len(centres))])
+
+
+def _bins(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted points as at most MOST_POINTS weighted means of neighbours."""
+    if len(x) <= MOST_POINTS:
+        return x, w
+    bin_of = torch.arange(len(x)) * MOST_POINTS // len(x)
+    mass = torch.zeros(MOST_POINTS, dtype=x.dtype).index_add(0, bin_of, w)
+    return torch.zeros_like(mass).index_add(0, bin_of, w * x) / mass, mass
+
+
+def _sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    zero = torch.zeros(1, dtype=x.dtype)
+    first, second, third = (torch.cat([zero, t.cumsum(0)]) for t in (w, w * x, w * x * x))
+    return first, second, third
+
+
+def _exact(x: Tensor, w: Tensor, k: int) -> Tensor:
+    """best[j] = min_i best[i] + error of one cluster over points i .. j - 1, k times; then the cuts are read back."""
+    mass, moment, square = _sums(x, w)
+    m = mass[None, :] - mass[:, None]
+    s = moment[None, :] - moment[:, None]
+    error = (square[None, :] - square[:, None]) - s * s / m.clamp(min=torch.finfo(x.dtype).tiny)
+    error = torch.where(torch.ones_like(error, dtype=torch.bool).triu(1), error.clamp(min=0.0), torch.inf)
+    best = error[0]
+    cuts = []
+    for _ in range(k - 1):
+        best, cut = (best[:, None] + error).min(0)
+        cuts.append(cut)
+    ends = [len(x)]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    bounds = torch.tensor([0, *reversed(ends)])
+    return (moment[bounds[1:]] - moment[bounds[:-1]]) / (mass[bounds[1:]] - mass[bounds[:-1]])
+
+
+def _lloyd(x: Tensor, w: Tensor, centres: Tensor) -> Tensor:
+    mass, moment, _ = _sums(x, w)
+    for _ in range(ROUNDS):
+        cuts = torch.searchsorted(x, (centres[1:] + centres[:-1]) / 2)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.long), cuts, torch.tensor([len(x)])])
+        m, s = mass[bounds[1:]] - mass[bounds[:-1]], moment[bounds[1:]] - moment[bounds[:-1]]
+        moved = torch.where(m > 0, s / m.clamp(min=torch.finfo(x.dtype).tiny), centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres
+
+
+def as_table(centres: Tensor) -> tuple[float, ...]:
+    """Centres as bfloat16 holds them, ascending, within [-1, 1]: what `Side.table` takes."""
+    return tuple(centres.clamp(-1.0, 1.0).bfloat16().float().sort().values.tolist())
+
+
+def channel_range(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
+    """Half the range and the middle of each channel of x (N, D), the outer `outliers` share left out: (D,) each.
+
+    Args:
+        outliers: share of numbers outside, both ends together; 0: everything is inside.
+    """
+    ends = torch.tensor([outliers / 2, 1 - outliers / 2], dtype=torch.float64)
+    low, high = x.double().quantile(ends.to(x.device), 0)
+    return ((high - low) / 2).float(), ((high + low) / 2).float()
+
+
+def key_table(
+    keys: Tensor, fisher: Tensor | None, bits: int, outliers: float = 0.01, *, by_range: bool = True
+) -> tuple[tuple[float, ...], Tensor, Tensor]:
+    """Table, scales (D,) and zeros (D,) of keys (N, D) of one KV head or of all heads of a layer side by side.
+
+    Args:
+        fisher: (N, D) squared gradients of the loss, or None.
+        by_range: weigh by fisher * range^2, which is what an error of the normalised number costs; the published code
+            weighs by fisher alone.
+    """
+    scale, zero = channel_range(keys, outliers)
+    y = (keys.float() - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    weights = torch.ones_like(y) if fisher is None else fisher.float()
+    weights = weights * scale.square() if by_range else weights
+    inside = (y.abs() <= 1) & (weights > 0)
+    return as_table(kmeans(y[inside], weights[inside], 1 << bits)), scale, zero
+
+
+def q_norm(table: tuple[float, ...], y: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Table and cuts of Q-Norm: codes are chosen as before, and read as numbers whose mean and deviation are y's.
+
+    Args:
+        table: of `as_table`. y: the normalised inliers of the calibration text.
+
+    Returns:
+        `table` and `cuts` of a `Side`.
+    """
+    numbers = torch.tensor(table, dtype=torch.float64)
+    cuts = (numbers[1:] + numbers[:-1]) / 2
+    read = numbers[torch.bucketize(y.double(), cuts)]
+    a = y.double().std(correction=0) / read.std(correction=0).clamp(min=torch.finfo(torch.float64).tiny)
+    moved = numbers * a + (y.double().mean() - read.mean() * a)
+    return tuple(moved.bfloat16().float().tolist()), tuple(cuts.tolist())

@@ -1,0 +1,48 @@
+"""Rotation by a Hadamard matrix: spreads the large channels over all, so that few bits per slot suffice.
+
+Attention does not change: (q H) . (k H) = q . k, and the values' rotation is undone on the output. The cache rotates
+queries, keys and values as they come in and the output as it leaves, so plain and packed pages hold the same numbers.
+Rotation of caches: QuaRot (arXiv:2404.00456). A head_dim that is no power of two (80, 96) is rotated in blocks of the
+largest power of two that divides it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+
+#: Blocks smaller than this spread too little to be worth it.
+SMALLEST_BLOCK = 8
+
+
+def block_size(dim: int) -> int:
+    """The block in which `dim` channels are rotated.
+
+    Raises:
+        OptionError: the largest power of two that divides dim is too small.
+    """
+    block = dim & -dim
+    if block < SMALLEST_BLOCK:
+        raise OptionError(
+            f"head_dim={dim} cannot be rotated: it must be divisible by {SMALLEST_BLOCK}; use a codec without rotation"
+        )
+    return block
+
+
+@cache
+def hadamard(dim: int) -> Tensor:
+    """The orthonormal, symmetric block-diagonal Hadamard matrix (dim, dim) float32: its own inverse."""
+    block = block_size(dim)
+    h = torch.ones(1, 1)
+    while len(h) < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)]) / 2**0.5
+    return torch.kron(torch.eye(dim // block), h)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """X (..., dim) times the Hadamard matrix, in x's dtype. Rotating twice gives x back."""
+    return (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)

@@ -1,0 +1,113 @@
+"""What a named number format is: how keys and values are stored, and what the cache must do around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from millpond.errors import OptionError
+from millpond.kernels.packed.layout import Format, PackedLayout, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables that calibration made for one layer (KVQuant): of `Side.table` and `Side.cuts`."""
+
+    key: tuple[float, ...]
+    value: tuple[float, ...]
+    key_cuts: tuple[float, ...] = ()
+    value_cuts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A number format by name.
+
+    Attributes:
+        name: as a user writes it.
+        key, value: how each is stored; tables are filled in per layer.
+        slots: the smallest page that holds whole groups.
+        residual: newest entries that stay in plain pages; they are sealed in runs of `layout.grain`.
+        sinks: first entries of the text that stay in plain pages.
+        pre_rope: keys are stored before RoPE.
+        rotated: queries, keys and values pass a Hadamard rotation, see `rotate`.
+        balanced: keys are balanced against the prompt's queries, see `balance`.
+        prune: share of key channels dropped after the prompt, see `channels`.
+        tiered: entries that a method would evict are demoted to this format instead (MiKV).
+        calibrated: needs a calibration file of the same model.
+        key_outliers, value_outliers: share of the numbers of a page that are kept beside the codes.
+        paper: where it comes from.
+    """
+
+    name: str
+    key: Side
+    value: Side
+    slots: int = 32
+    residual: int = 0
+    sinks: int = 0
+    pre_rope: bool = False
+    rotated: bool = False
+    balanced: bool = False
+    prune: float = 0.0
+    tiered: bool = False
+    calibrated: bool = False
+    key_outliers: float = 0.0
+    value_outliers: float = 0.0
+    paper: str = ""
+
+    def layout(
+        self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None
+    ) -> PackedLayout:
+        """The bytes of a page of `slots` entries.
+
+        Args:
+            key_dim: channels of a key that are stored: after pruning, where there is any.
+            slots: None: the smallest page.
+            tables: of this layer, where the codec is `calibrated`.
+
+        Raises:
+            OptionError: a head_dim or page size that the groups do not divide, or missing tables.
+        """
+        slots = slots or self.slots
+        if self.calibrated and tables is None:
+            raise OptionError(
+                f"codec {self.name!r} needs a calibration of this model: make one with 'millpond calibrate'"
+            )
+        key, value = self.key, self.value
+        if tables is not None:
+            key = replace(key, table=tables.key, cuts=tables.key_cuts)
+            value = replace(value, table=tables.value, cuts=tables.value_cuts)
+        key = replace(key, n_extra=round(self.key_outliers * slots * key_dim))
+        value = replace(value, n_extra=round(self.value_outliers * slots * value_dim))
+        return PackedLayout(slots, key_dim, value_dim, key, value)
+
+    def bits_per_element(self, key_dim: int, value_dim: int, slots: int | None = None) -> float:
+        """Bits per number of a sealed page, scales, zeros and outliers included."""
+        return self.layout(key_dim, value_dim, slots, self._any_tables()).bits_per_element
+
+    def _any_tables(self) -> Tables | None:
+        if not self.calibrated:
+            return None
+        return Tables(*(tuple(map(float, range(1 << s.format.bits))) for s in (self.key, self.value)))
+
+
+def joined(key: Codec, value: Codec) -> Codec:
+    """The keys of one format beside the values of another, as ("bf16", "int4").
+
+    Raises:
+        OptionError: formats that ask the cache for different things.
+    """
+    for what in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
+        if getattr(key, what) != getattr(value, what):
+            raise OptionError(
+                f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {what}"
+            )
+    return replace(
+        key, name=f"{key.name}+{value.name}", value=value.value, slots=max(key.slots, value.slots),
+        residual=max(key.residual, value.residual), sinks=max(key.sinks, value.sinks),
+        value_outliers=value.value_outliers, paper=", ".join(dict.fromkeys(p for p in (key.paper, value.paper) if p)),
+    )  # fmt: skip
+
+
+def is_plain(codec: Codec) -> bool:
+    """Whether pages of this codec hold numbers as they are on both sides."""
+    return codec.key.format is Format.ROWS and codec.value.format is Format.ROWS

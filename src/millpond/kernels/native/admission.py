@@ -1,0 +1,36 @@
+"""`admit`: tensors to the C struct. See `calls`."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.native.calls import INT32, _flat, entry_point
+from millpond.kernels.native.ops import _pool
+from millpond.kernels.pages import PageArrays
+
+#: the order of fields is that of csrc/args.hpp
+ADMIT = Struct("=25q").pack
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return x.to(torch.int64).contiguous()
+
+
+def admit(
+    pages: PageArrays, table: Tensor, lens: Tensor, sequences: Tensor, ids: Tensor, classes: Tensor, kinds: Tensor,
+    local: Tensor, seen: Tensor, quota: Tensor, most: Tensor, *, sinks: int, window: int,
+) -> None:  # fmt: skip
+    if lens.dtype is not INT32 or not lens.is_contiguous():
+        raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
+    table, local, classes = _flat(table), _flat(local), classes.contiguous()
+    sequences, kinds, seen, quota, most = map(_numbers, (sequences, kinds, seen, quota, most))
+    entry_point("mp_admit")(ADMIT(
+        pages.bases.data_ptr(), pages.bases.shape[1], *_pool(pages), table.data_ptr(), table.stride(0),
+        lens.data_ptr(), sequences.data_ptr(), ids.data_ptr(), ids.stride(0), classes.data_ptr(), len(classes),
+        kinds.data_ptr(), local.data_ptr(), seen.data_ptr(), quota.data_ptr(), most.data_ptr(),
+        len(sequences), len(lens) // len(ids), sinks, window,
+    ))  # fmt: skip

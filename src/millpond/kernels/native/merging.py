@@ -1,0 +1,98 @@
+"""`merge_slots`, `nearest`, `mean_rows` and `add_rows`: tensors to C structs and back. See `calls`."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.merge_rule import MergeRule
+from millpond.kernels.native.calls import DTYPES, INT32, _flat, _rows, entry_point
+from millpond.kernels.native.ops import _pool
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule
+
+#: the order of fields is that of csrc/args.hpp
+MERGE = Struct("=31q4d").pack
+NEAREST = Struct("=17q").pack
+TAKE = Struct("=14q").pack
+
+
+def merge_slots(
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    memory: Tensor,
+    leave: DecodeRule,
+    rule: MergeRule,
+    local: Tensor | None = None,
+) -> None:
+    table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
+    if lens.dtype is not INT32 or not lens.is_contiguous():
+        raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
+    if memory.dtype is not torch.float64 or not memory.is_contiguous():
+        raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
+    local = local if local is None else _rows(local.float())
+    n_seq = q_pos.shape[0]
+    failed = entry_point("mp_merge_slots")(MERGE(
+        pages.bases.data_ptr(), pages.bases.shape[1], *_pool(pages), table.data_ptr(), table.stride(0),
+        lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(), memory.data_ptr(),
+        0 if local is None else local.data_ptr(), 0 if local is None else local.stride(0),
+        n_seq, lens.shape[0] // n_seq if n_seq else 0, leave.evict, leave.sinks, leave.seed & 0xFFFFFFFF,
+        rule.weigh, rule.closed, rule.targets, rule.over, rule.average, rule.draw, rule.bias,
+        rule.masses and pages.masses, torch.get_num_threads(), rule.threshold, rule.rate, rule.cover, rule.most,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the merging kernel")
+
+
+def _flags(chosen: Tensor) -> Tensor:
+    return chosen.contiguous().view(torch.uint8)
+
+
+def nearest(keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    keys, sources, targets = _rows(keys), _flags(sources), _flags(targets)
+    values = None if values is None else _rows(values)
+    into = torch.empty(sources.shape, dtype=torch.int64)
+    alike = torch.empty(sources.shape, dtype=torch.float64)
+    of_values = (0, DTYPES[keys.dtype], *keys.stride()[:2], *keys.stride()[:2], 0)
+    if values is not None:
+        of_values = (
+            values.data_ptr(), DTYPES[values.dtype], *keys.stride()[:2], *values.stride()[:2], values.shape[2]
+        )  # fmt: skip
+    address, dtype, *strides, value_dim = of_values
+    failed = entry_point("mp_nearest")(NEAREST(
+        keys.data_ptr(), address, DTYPES[keys.dtype], dtype, *strides, sources.data_ptr(), targets.data_ptr(),
+        into.data_ptr(), alike.data_ptr(), *keys.shape[:2], keys.shape[2], value_dim, torch.get_num_threads(),
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the likeness kernel")
+    return into, alike
+
+
+def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _take(x, weight, own.double().contiguous(), into, leaves, out)
+    return out
+
+
+def add_rows(x: Tensor, weight: Tensor, into: Tensor, leaves: Tensor, n: int) -> Tensor:
+    out = torch.empty((len(x), n, x.shape[2]), dtype=torch.float64)
+    _take(x, weight, None, into, leaves, out)
+    return out
+
+
+def _take(x: Tensor, weight: Tensor, own: Tensor | None, into: Tensor, leaves: Tensor, out: Tensor) -> None:
+    x, weight, into, leaves = _rows(x), weight.double().contiguous(), into.contiguous(), _flags(leaves)
+    failed = entry_point("mp_take")(TAKE(
+        x.data_ptr(), DTYPES[x.dtype], *x.stride()[:2], weight.data_ptr(), 0 if own is None else own.data_ptr(),
+        into.data_ptr(), leaves.data_ptr(), out.data_ptr(), *x.shape[:2], out.shape[1], x.shape[2],
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the merging kernel")

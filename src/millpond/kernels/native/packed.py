@@ -1,0 +1,142 @@
+"""`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`, through the C ABI."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.errors import NumericsError, OptionError
+from millpond.kernels.native import calls
+from millpond.kernels.native.ops import _pool, _rule
+from millpond.kernels.packed import groups, reference
+from millpond.kernels.packed.layout import Format, Offsets, Side
+from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule
+
+#: the order of fields is that of csrc/packed.hpp
+#: what mp_write_packed reports
+NOT_FINITE, TOO_LARGE = 2, 3
+PACKED = Struct("=41q").pack
+WRITE = Struct("=24q").pack
+INT32 = torch.int32
+
+
+def _int32(x: Tensor, name: str) -> Tensor:
+    if x.dtype is not INT32 or not x.is_contiguous():
+        raise OptionError(f"{name} of packed regions must be a contiguous int32 tensor")
+    return x
+
+
+def _float_rows(x: Tensor | None, name: str) -> int:
+    if x is None:
+        return 0
+    if x.dtype is not torch.float32 or not x.is_contiguous():
+        raise OptionError(f"{name} of packed regions must be a contiguous float32 tensor")
+    return x.data_ptr()
+
+
+def _side(side: Side, at: Offsets, dim: int, slots: int, table: Tensor, scales: int, zeros: int) -> list[int]:
+    by_channel = side.by_channel or side.fixed or side.format is Format.FP8
+    group = slots if side.fixed or side.format is Format.FP8 else side.group or dim
+    return [
+        int(side.format), int(by_channel), group, at.codes, at.top, at.scales, at.zeros, at.factor_bytes,
+        at.extra, side.n_extra, table.data_ptr(), scales, zeros,
+    ]  # fmt: skip
+
+
+def _regions(regions: PackedRegions) -> bytes:
+    pages, layout = regions.pages, regions.pages.layout
+    if regions.table.dtype is not INT32 or (regions.table.shape[1] and regions.table.stride(1) != 1):
+        raise OptionError("table of packed regions must be an int32 tensor with contiguous rows")
+    channels = 0 if regions.channels is None else _int32(regions.channels, "channels").data_ptr()
+    key_table, value_table = layout.tables
+    return PACKED(
+        pages.bases.data_ptr(), pages.bases.shape[1], pages.pages_per_arena, layout.slots, layout.key_dim,
+        layout.value_dim, calls.DTYPES[torch.bfloat16], int(pages.masses), layout.page_bytes,
+        *_side(
+            layout.key, layout.key_offsets, layout.key_dim, layout.slots, key_table,
+            _float_rows(regions.key_scales, "key_scales"), _float_rows(regions.key_zeros, "key_zeros"),
+        ),
+        *_side(
+            layout.value, layout.value_offsets, layout.value_dim, layout.slots, value_table, 0, 0
+        ),
+        regions.table.data_ptr(), regions.table.stride(0), _int32(regions.lens, "lens").data_ptr(),
+        _int32(regions.dead, "dead").data_ptr(), channels, _float_rows(regions.balance, "balance"),
+    )  # fmt: skip
+
+
+def decode(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    packed: PackedRegions,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return calls.decode(
+        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), _rule(rule),
+        window, scale, softcap, rule.decay, _regions(packed),
+    )  # fmt: skip
+
+
+def _row_strides(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+def write(
+    packed: PackedRegions,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
+) -> None:
+    layout = packed.pages.layout
+    if not (_written_here(layout.key) and _written_here(layout.value)):
+        reference.write(packed, start, count, index, keys, values, positions, scores, log_masses)
+        return
+    if index.numel() == 0:
+        return
+    start, count, index = calls._flat(start), calls._flat(count), calls._flat(index)
+    keys, values = calls._rows(keys), calls._rows(values)
+    scores, log_masses = (t if t is None else t.float() for t in (scores, log_masses))
+    if positions.dtype is not INT32:
+        raise OptionError(f"positions are int32, not {positions.dtype}")
+    failed = calls.entry_point("mp_write_packed")(_regions(packed) + WRITE(
+        start.data_ptr(), count.data_ptr(), index.data_ptr(), index.stride(0), index.shape[1], len(start),
+        keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
+        0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
+        calls.DTYPES[keys.dtype], calls.DTYPES[values.dtype],
+        *_row_strides(keys), *_row_strides(values), *_row_strides(positions), *_row_strides(scores),
+        *_row_strides(log_masses), torch.get_num_threads(),
+    ))  # fmt: skip
+    if failed == NOT_FINITE:
+        raise NumericsError(groups.NOT_FINITE)
+    if failed == TOO_LARGE:
+        raise NumericsError(groups.TOO_LARGE)
+    if failed:
+        raise MemoryError("no memory for the work space of the packing kernel")
+
+
+def _written_here(side: Side) -> bool:
+    """Whether the native kernel encodes this side; the others go through the reference."""
+    return not (side.format.uses_table or side.fixed or side.n_extra)
+
+
+read = reference.read  # off every hot path

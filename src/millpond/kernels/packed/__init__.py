@@ -1,0 +1,1 @@
+"""Pages of codes: their layout, their memory, and the ops over them."""

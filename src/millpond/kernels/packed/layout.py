@@ -1,0 +1,204 @@
+"""Where the codes of a page lie: one contiguous row of bytes per page, at offsets that follow from the format.
+
+A page holds `slots` entries of one KV head. Codes of fewer than 16 bits lie in *tiles*: 16 lanes of 32-bit words, so
+that a kernel unpacks 16 numbers at once. For keys a lane is a slot and a word holds a few channels of it; for values a
+lane is a channel and a word holds a few slots of it. See `tiles` for the order of the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+
+#: Lanes of a tile; slots that a kernel works on at once.
+LANES, RUN = 16, 32
+#: Most slots and channels that an entry beside the codes can name: 8 bits each.
+MOST_NAMED = 256
+
+
+class Format(IntEnum):
+    """What a code means. The numbers are those of csrc/tiles.hpp."""
+
+    INT2 = 2
+    INT3 = 3
+    INT4 = 4
+    INT8 = 8
+    FP8 = 9  #: e4m3
+    ROWS = 16  #: no code: bfloat16 as it is
+    NUQ2 = 18  #: a table of 4, 8 or 16 numbers
+    NUQ3 = 19
+    NUQ4 = 20
+
+    @property
+    def bits(self) -> int:
+        return 8 if self is Format.FP8 else self - 16 if self.uses_table else int(self)
+
+    @property
+    def uses_table(self) -> bool:
+        return self in (Format.NUQ2, Format.NUQ3, Format.NUQ4)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a group of numbers shares a scale."""
+        return self not in (Format.FP8, Format.ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How the keys, or the values, of a page are stored: x = scale * code + zero, or scale * table[code] + zero.
+
+    Attributes:
+        format: of the codes.
+        by_channel: keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
+            neighbouring channels of one slot.
+        group: numbers that share a scale and a zero; 0: all channels of a slot.
+        symmetric: no zero is stored: codes stand around 0.
+        fixed: keys only: scales and zeros per channel come from calibration and lie outside the page.
+        n_extra: entries beside the codes per page, 4 bytes each, that make the worst numbers exact.
+        table: of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
+        cuts: of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
+            numbers.
+    """
+
+    format: Format
+    by_channel: bool = False
+    group: int = 0
+    symmetric: bool = False
+    fixed: bool = False
+    n_extra: int = 0
+    table: tuple[float, ...] = ()
+    cuts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """Bytes from the begin of a page; -1 where there is none. `size`: bytes of the side."""
+
+    codes: int
+    top: int  #: third bits of a three-bit code
+    scales: int
+    zeros: int
+    extra: int
+    size: int
+    begin: int = 0
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes from the scales on."""
+        return self.begin + self.size - self.scales if self.scales >= 0 else 0
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The bytes of one page.
+
+    Raises:
+        OptionError: a dim that is no multiple of 16, slots that are no power of two of at least 32, or a group that
+            does not divide what it groups.
+    """
+
+    slots: int
+    key_dim: int
+    value_dim: int
+    key: Side
+    value: Side
+
+    def __post_init__(self) -> None:
+        if self.slots < RUN or self.slots & (self.slots - 1):
+            raise OptionError(f"page_slots={self.slots}: pages of codes need a power of two of at least {RUN}")
+        for what, side, dim in (("keys", self.key, self.key_dim), ("values", self.value, self.value_dim)):
+            _check_side(what, side, dim, self.slots)
+
+    @cached_property
+    def key_offsets(self) -> Offsets:
+        return _offsets(self.key, self.slots, self.key_dim, self.slots // LANES, self.key_dim, 0)
+
+    @cached_property
+    def value_offsets(self) -> Offsets:
+        begin = self.key_offsets.size
+        return _offsets(self.value, self.slots, self.value_dim, self.value_dim // LANES, self.slots, begin)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page: keys, then values, up to a whole cache line."""
+        used = self.key_offsets.size + self.value_offsets.size
+        return -(-used // 64) * 64
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the tables of keys and values, float32, empty where there is none."""
+        return torch.tensor(self.key.table), torch.tensor(self.value.table)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits that one number of a key or value takes, scales, zeros and entries beside the codes included."""
+        used = self.key_offsets.size + self.value_offsets.size
+        return 8 * used / (self.slots * (self.key_dim + self.value_dim))
+
+    @property
+    def grain(self) -> int:
+        """Entries that must be written together, beginning at a multiple of it: 1 where no group spans slots."""
+        spans = self.key.format is Format.FP8 or self.value.format is Format.FP8
+        if spans or self.key.n_extra or self.value.n_extra:
+            return self.slots
+        return self.key.group if self.key.by_channel and self.key.format.grouped and not self.key.fixed else 1
+
+
+def groups_of(side: Side, dim: int) -> int:
+    """How many groups the channels of one slot fall into, for a side that is not by channel."""
+    return dim // side.group if side.group else 1
+
+
+def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
+    if dim % LANES or dim < LANES:
+        raise OptionError(
+            f"head_dim={dim}: codes need a multiple of {LANES} channels for {what}; use codec='bf16' for this model"
+        )
+    if side.n_extra and max(slots, dim) > MOST_NAMED:
+        raise OptionError(f"{what}: outliers can be named among {MOST_NAMED} slots and channels, not {slots} x {dim}")
+    if side.format.uses_table and len(side.table) != 1 << side.format.bits:
+        raise OptionError(f"{what}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
+    if what == "values" and (side.fixed or side.by_channel):
+        raise OptionError("values are grouped along the channels of a slot; only keys can be by channel")
+    if not side.format.grouped or side.fixed:
+        return
+    if side.by_channel:
+        if side.group < RUN or slots % side.group:
+            raise OptionError(
+                f"{what}: a group of {side.group} slots must divide the page of {slots} slots and hold at least {RUN}"
+            )
+    elif side.group and (dim % side.group or side.group % LANES or (what == "keys" and side.group % RUN)):
+        smallest = RUN if what == "keys" else LANES
+        fits = [g for g in range(smallest, dim + 1, smallest) if dim % g == 0] or [dim]
+        raise OptionError(
+            f"head_dim={dim} does not fall into groups of {side.group} for {what}; "
+            f"groups that fit: {', '.join(map(str, fits))}, or 0 for the whole head"
+        )
+
+
+def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: int) -> Offsets:
+    at = begin
+    codes, top, scales, zeros, extra = at, -1, -1, -1, -1
+    if side.format is Format.ROWS:
+        return Offsets(codes, top, scales, zeros, extra, 2 * slots * dim)
+    low_bits = 2 if side.format.bits == 3 else side.format.bits
+    at += tiles * (depth * low_bits // 32) * 4 * LANES
+    if side.format.bits == 3:
+        top = at
+        at += tiles * -(-depth // 32) * 4 * LANES
+    if side.format is Format.FP8:
+        scales, at = at, at + 4
+    elif not side.fixed:
+        n = slots // side.group * dim if side.by_channel else slots * groups_of(side, dim)
+        scales, at = at, at + 2 * n
+        if not side.symmetric:
+            zeros, at = at, at + 2 * n
+    if side.n_extra:
+        extra, at = at, at + 4 * side.n_extra
+    return Offsets(codes, top, scales, zeros, extra, at - begin, begin)

@@ -1,0 +1,73 @@
+"""The attention of a few queries to every entry: C++ against the reference, and what a query may see."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.prompts import TOLERANCE
+from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.native import library
+from millpond.kernels.rules import Reduce
+
+needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
+HOW = st.sampled_from(list(Reduce))
+
+
+@st.composite
+def lookbacks(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+    """Entries in any order, some missing, some newer than all queries; heads differ."""
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    n_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    n_queries, n = draw(st.sampled_from([1, 3, 32, 65])), draw(st.sampled_from([1, 7, 64, 300]))
+    dim, dtype = draw(st.sampled_from([1, 16, 40, 64])), draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    q = torch.randn(n_kv_heads * group, n_queries, dim, generator=gen).to(dtype)
+    k = torch.randn(n, n_kv_heads, dim, generator=gen).to(dtype).transpose(0, 1)  # strided
+    q_pos = draw(st.sampled_from([0, 5, 500])) + torch.arange(n_queries, dtype=torch.int32)
+    k_pos = torch.stack([torch.randperm(2 * n, generator=gen)[:n] for _ in range(n_kv_heads)]).int()
+    k_pos = k_pos.masked_fill(torch.rand(k_pos.shape, generator=gen) < 0.2, -1)
+    masses = torch.rand(draw(st.sampled_from([1, n_kv_heads])), n, generator=gen) * 3
+    settings = {
+        "scale": dim**-0.5,
+        "softcap": draw(st.sampled_from([0.0, 2.0])),
+        "window": draw(st.sampled_from([0, 1, 40])),
+        "sink_logits": torch.randn(len(q), generator=gen) if draw(st.booleans()) else None,
+        "log_masses": masses if draw(st.booleans()) else None,
+    }
+    return (q, k, q_pos, k_pos), settings
+
+
+def check(arguments: tuple[Tensor, ...], settings: dict[str, object], how: Reduce) -> None:
+    expected, found = (impl.window_signal(*arguments, reduce=how, **settings) for impl in (reference, native))
+    tol = min(TOLERANCE[arguments[0].dtype], 1e-4)  # products of bfloat16 are exact in float32
+    torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
+
+
+@needs_native
+@given(drawn=lookbacks(), how=HOW)
+@settings(max_examples=100, deadline=None)
+def test_equals_reference(drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
+    check(*drawn, how)
+
+
+@needs_native
+@given(drawn=lookbacks(), how=HOW)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_instruction_set(isa: str, drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
+    check(*drawn, how)
+
+
+@pytest.mark.parametrize("impl", [reference, blockwise, ops, pytest.param(native, marks=needs_native)])
+def test_what_queries_see(impl: ModuleType) -> None:
+    q, k = torch.zeros(2, 2, 16), torch.randn(1, 4, 16)
+    q_pos, k_pos = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[4, 3, -1, 9]], dtype=torch.int32)
+    k[:, 2] = float("nan")  # where there is no entry
+    signal = impl.window_signal(q, k, q_pos, k_pos, scale=1.0)
+    torch.testing.assert_close(signal, torch.tensor([[0.5, 1.5, 0.0, 0.0]]))
+    unseen = impl.window_signal(q, k, q_pos - 3, k_pos, scale=1.0)
+    assert torch.equal(unseen, torch.zeros(1, 4))
