@@ -1,12 +1,20 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic budgets text peers; then make docs
+#   benchmarks/quality.sh PART ...    of: aware agnostic budgets text peers curves curve-peers curve-merge orderings;
+#                                     then make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
-# DATA: folder with a text, for the part text.
+# DATA: folder with a text, for the part text. OUT: another folder of results.
+# CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
+#
+# Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
+#   OUT=out/one TASKS=recall:length=1024,copy:length=1024 benchmarks/quality.sh curves curve-peers &
+#   OUT=out/two TASKS=niah_multiquery:length=1024,tracking:length=1024 benchmarks/quality.sh curves curve-peers & wait
+#   PARTS="out/one out/two" benchmarks/quality.sh curve-merge orderings
+# curves and curve-peers write into the same folders: run them in one folder one after the other.
 set -eu
 cd "$(dirname "$0")/.."
 bin=${BIN:-.venv/bin}
-out=benchmarks/results/quality
+out=${OUT:-benchmarks/results/quality}
 samples=${SAMPLES:-200}
 threads=${THREADS:-1}
 export OMP_NUM_THREADS="$threads"
@@ -17,20 +25,49 @@ for name in recall overwritten niah_single niah_multikey niah_multivalue niah_mu
   tasks=$tasks,$name:length=1024
 done
 tasks=${tasks#,}
-methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,tova,keydiff,compactor,chunkkv,streaming,window,random}
+methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
+streaming,window,random}
 ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:prefill=greedy,no_heavy,strided,fixed}
 
+# The curves: every method but full, which is their measure, and minference, which stores everything whatever the
+# budget. layer_table has a table; duo_attention and qfilters take heads and filters from the prompt, elastic a text
+# without images. What dms, duo_attention, infllm and simlayerkv always keep by default is more than 5% of 1,024: here
+# it is less.
+curve_tasks=${TASKS:-recall:length=1024,niah_multiquery:length=1024,tracking:length=1024,copy:length=1024}
+curve_samples=${CURVE_SAMPLES:-40}
+budgets=${BUDGETS:-5%,10%,20%,50%}
+curve_methods=${CURVE_METHODS:-window,ada,cam,chunkkv,compactor,criticalkv,d2o,dms:window=32,duo_attention:recent=32,\
+elastic,ems,expected_attention,fastgen,finch,fixed,h2o,infllm:sinks=4:block=8,keydiff,knorm,kvmerger,kvzip,lagkv,\
+layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,rkv,simlayerkv:recent=32,sirllm,snapkv,\
+streaming,strided,tova}
+# The other sides of pairs that papers speak of (src/millpond/evals/claims.py), and ours in the settings of presses
+# (counterparts.py there); their curves are on no page.
+variants=${VARIANTS-h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=h2o,ada:score=pyramidkv,\
+merge_on_evict:score=h2o,h2o:recent=0.34:sinks=0,ems:threshold=1.1,streaming:positions=absolute,elastic:merge=none,\
+merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true}
+# kvpress's side of our methods (counterparts.py says which have none), and snapkv as it comes there.
+snapkv=window_size=32:kernel_size=7
+presses=${PRESSES:-SnapKVPress,SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,PyramidKVPress:$snapkv,\
+CriticalKVPress(SnapKVPress):$snapkv,ChunkKVPress(SnapKVPress):chunk_length=10:$snapkv,\
+MergingPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,StreamingLLMPress,KnormPress,KeyDiffPress,\
+LagKVPress,ExpectedAttentionPress,CompactorPress,KVzipPress:layerwise=true,RandomPress}
+protocols=${PROTOCOLS:-aware agnostic}
+
 evaluate() {
-  "$bin/millpond" eval --samples "$samples" --seed 7 --batch-size 16 --threads "$threads" "$@"
+  "$bin/millpond" eval --seed 7 --batch-size 16 --threads "$threads" "$@"
 }
 
 for part in "$@"; do
   case $part in
-    aware) evaluate --tasks "$tasks" --method "$methods${ablations:+,$ablations}" --out "$out/aware" ;;
-    agnostic) evaluate --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic" ;;
+    aware)
+      evaluate --samples "$samples" --tasks "$tasks" --method "$methods${ablations:+,$ablations}" --out "$out/aware"
+      ;;
+    agnostic)
+      evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic"
+      ;;
     budgets)
-      evaluate --tasks recall:length=1024,tracking:length=1024,copy:length=1024 --budget 5%,10%,20%,40%,60% \
-        --method full,oracle,h2o,ada,snapkv,window,random --out "$out/budgets"
+      evaluate --samples "$samples" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
+        --budget 5%,10%,20%,40%,60% --method full,oracle,h2o,ada,snapkv,window,random --out "$out/budgets"
       "$bin/millpond" plot "$out/budgets" --out "docs/images"
       ;;
     peers)
@@ -40,11 +77,45 @@ for part in "$@"; do
     text)
       mkdir -p out
       cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
-      evaluate --model pond-text --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 \
+      evaluate --samples "$samples" --model pond-text \
+        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 \
         --method "$methods${ablations:+,$ablations}" --out "$out/text"
       ;;
+    curves)
+      for protocol in $protocols; do
+        # the oracle looks at the question, so it bounds only those who see it
+        case $protocol in aware) references=full,oracle ;; *) references=full ;; esac
+        evaluate --samples "$curve_samples" --tasks "$curve_tasks" --budget "$budgets" --protocol "$protocol" \
+          --method "$references,$curve_methods${variants:+,$variants}" --out "$out/curves-$protocol"
+      done
+      ;;
+    curve-peers)
+      for protocol in $protocols; do
+        "$bin/millpond" eval-peer --samples "$curve_samples" --seed 7 --threads "$threads" --tasks "$curve_tasks" \
+          --budget "$budgets" --protocol "$protocol" --method "$presses" --out "$out/curves-$protocol"
+      done
+      ;;
+    curve-merge)
+      # A run goes on from the samples of both, finds every question answered, and writes run.json and the summary.
+      for protocol in $protocols; do
+        into=$out/curves-$protocol
+        mkdir -p "$into"
+        for folder in ${PARTS:?names the folders of results to put together}; do
+          [ -e "$into/run.json" ] || cp "$folder/curves-$protocol/run.json" "$into"
+          cat "$folder/curves-$protocol/samples.jsonl" >> "$into/samples.jsonl"
+        done
+      done
+      PARTS="" OUT="$out" benchmarks/quality.sh curves curve-peers
+      ;;
+    orderings)
+      folders=""
+      for protocol in $protocols; do folders="$folders $out/curves-$protocol"; done
+      # shellcheck disable=SC2086  # one word for each folder
+      "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
+      ;;
     *)
-      echo "no part called $part; there are: aware agnostic budgets text peers" >&2
+      echo "no part called $part; there are: aware agnostic budgets text peers curves curve-peers curve-merge" \
+        "orderings" >&2
       exit 2
       ;;
   esac

@@ -1,4 +1,4 @@
-"""Write what the documentation takes from the code: method pages, the option tables, the CLI pages, result tables.
+"""Write what the documentation takes from code and results: method pages, options, CLI, tables, curves.
 
 Run `python docs/generate.py`, or with --check to compare only: a stale page ends with status 1.
 """
@@ -9,6 +9,8 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ import typer.main
 import millpond
 from millpond.bench.report import generate_table, markdown_table
 from millpond.cli.app import app
+from millpond.evals import orderings_page
+from millpond.evals.curves import Panel, curves_of, panels
+from millpond.evals.curves_page import quality_section
+from millpond.evals.findings import read_findings
 from millpond.evals.leaderboard import render
+from millpond.evals.plots.curve import curve_picture, digest, is_current
+from millpond.evals.plots.style import write
+from millpond.evals.record import Row
 from millpond.evals.results import read_notes, read_rows, unite
 from millpond.evals.store import SUMMARY
 from millpond.evals.task import TASKS
@@ -28,6 +37,9 @@ ROOT = Path(__file__).parent.parent
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
+CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
+PICTURES = ROOT / "docs" / "images" / "quality"
+ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
 
 
 def pages() -> dict[Path, str]:
@@ -42,12 +54,32 @@ def pages() -> dict[Path, str]:
     readme = ROOT / "README.md"
     filled = fill(readme.read_text(encoding="utf-8"), "methods", method_table("docs/reference/methods/"))
     texts[readme] = fill(filled, "results", result_table())
+    texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
+    for name, table in orderings_page.tables(read_findings(QUALITY / "orderings.json")).items():
+        texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
     return texts
+
+
+def pictures() -> dict[Path, Mapping[str, Panel]]:
+    """What every generated picture shows, by its path."""
+    shown = {PICTURES / f"{name}.svg": method_panels(name) for name in METHODS.names()}
+    return {path: found for path, found in shown.items() if found}
+
+
+@cache
+def curve_rows() -> list[Row]:
+    """The committed rows that the curves are made of."""
+    return [row for name in CURVES if (QUALITY / name / SUMMARY).exists() for row in read_rows(QUALITY / name)]
+
+
+def method_panels(name: str) -> Mapping[str, Panel]:
+    """The curves of a method by protocol."""
+    return panels(curves_of(curve_rows()), name)
 
 
 def leaderboard_page() -> str:
     """The committed results of evaluations."""
-    folders = sorted(file.parent for file in QUALITY.glob(f"*/{SUMMARY}"))
+    folders = sorted(file.parent for file in QUALITY.glob(f"*/{SUMMARY}") if file.parent.name not in CURVES)
     rows = unite([row for folder in folders for row in read_rows(folder)])
     return render(rows, [note for folder in folders for note in read_notes(folder)])
 
@@ -56,7 +88,7 @@ def fill(text: str, name: str, content: str) -> str:
     """`text` with the part between `<!-- name -->` and `<!-- /name -->` replaced."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in text or end not in text:
-        raise SystemExit(f"README.md lacks {begin} ... {end}")
+        raise SystemExit(f"a page lacks {begin} ... {end}")
     return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
 
 
@@ -91,14 +123,20 @@ def option_table(entry: Entry[Any]) -> str:
 
 
 def method_page(entry: Entry[Any]) -> str:
-    """One method: its docstring and its options."""
+    """One method: its docstring, its options, and its curve where there is one."""
     head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
-    text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n## Options\n\n"
+    text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n## Options\n\n{options(entry)}"
+    quality = quality_section(method_panels(entry.name), curve_rows(), f"../../images/quality/{entry.name}.svg")
+    return f"{text}\n{quality}" if quality else text
+
+
+def options(entry: Entry[Any]) -> str:
+    """The options of a method, and how one of them is given."""
     if not entry.options:
-        return text + "None.\n"
+        return "None.\n"
     example = next(iter(entry.options.values()))
     return (
-        text + option_table(entry)
+        option_table(entry)
         + f'\nIn Python `mp.compress(model, "{entry.name}", budget="20%", {example.name}={example.default!r})`, '
         + f"on the command line `millpond generate --method {entry.name} -o {example.name}={example.default}`.\n"
     )  # fmt: skip
@@ -193,12 +231,16 @@ def result_table() -> str:
 def main() -> None:
     """Write, or with --check compare."""
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    drawn = {path: shown for path, shown in pictures().items() if not is_current(path, digest(shown))}
+    stale += drawn
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if "--check" in sys.argv[1:]:
         sys.exit(f"stale: {names}; run make docs" if stale else 0)
     for path, text in pages().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    for path, shown in drawn.items():
+        write(curve_picture(shown), path, about=digest(shown))
     print(f"written: {names}" if stale else "all pages were current")
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from evals.scored import row
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -43,6 +45,25 @@ def test_generated_pages_are_current(generator: ModuleType) -> None:
         name(p) for p, text in generator.pages().items() if not p.exists() or p.read_text(encoding="utf-8") != text
     ]
     assert not stale, "run make docs"
+
+
+def test_pictures_are_current(generator: ModuleType) -> None:
+    shown = generator.pictures()
+    assert not [name(path) for path in shown if not generator.is_current(path, generator.digest(shown[path]))], (
+        "run make docs"
+    )
+    assert set((ROOT / "docs" / "images" / "quality").glob("*")) <= set(shown)
+
+
+def test_a_page_has_a_curve_where_there_are_results(generator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row("full", "t", 1.0), row("h2o", "t", 0.5, "5%"), row("h2o", "t", 0.75)]
+    monkeypatch.setattr(generator, "curve_rows", lambda: rows)
+    pages = generator.pages()
+    folder = ROOT / "docs" / "reference" / "methods"
+    assert "| aware | 5% | 50.0% (48.0% to 52.0%) | 20.0% |" in pages[folder / "h2o.md"]
+    assert "![Quality of h2o over budgets](../../images/quality/h2o.svg)" in pages[folder / "h2o.md"]
+    assert "## Quality" not in pages[folder / "snapkv.md"]
+    assert [path.name for path in generator.pictures()] == ["h2o.svg"]
 
 
 def test_no_page_of_a_method_that_is_gone(generator: ModuleType) -> None:

@@ -263,13 +263,14 @@ def test_kvpress_answers_as_we_do_with_the_full_cache(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["eval", *both, "--method", "full,h2o", "--device", "cpu"]).exit_code == 0
     presses = (
         "full,SnapKVPress:window_size=16,ObservedAttentionPress,AdaKVPress(SnapKVPress):window_size=16,"
-        "StreamingLLMPress,TOVAPress,RandomPress,KnormPress,ExpectedAttentionPress"
+        "StreamingLLMPress,TOVAPress,RandomPress,KnormPress,ExpectedAttentionPress,KeyDiffPress,"
+        "PyramidKVPress:window_size=16,CriticalKVPress(SnapKVPress):window_size=16,MergingPress(SnapKVPress):window_size=16"
     )
     result = call(*both, "--method", presses, "--python", str(KVPRESS), "--threads", "1")
     assert result.exit_code == 0, result.output + str(result.exception)
     rows = read_rows(tmp_path / "out")
     theirs = [row for row in rows if row.peer != "millpond"]
-    assert len(theirs) == 9 * 2
+    assert len(theirs) == 13 * 2
     assert {row.failures for row in rows if not row.masks_only} == {0}
     hidden = [record.failure for record in read_samples(tmp_path / "out") if record.failure]
     assert all("Could not find fake keys" in failure for failure in hidden)  # how it masks has its limits
@@ -284,7 +285,8 @@ def test_kvpress_answers_as_we_do_with_the_full_cache(tmp_path: Path) -> None:
         if row.method == "full" or row.masks_only:
             assert row.kv_bytes == row.full_kv_bytes
         else:
-            assert row.kept_share == pytest.approx(h2o[row.protocol].kept_share)
+            off = 0.02 if "Pyramid" in row.method else 1e-6  # it rounds each layer by itself
+            assert row.kept_share == pytest.approx(h2o[row.protocol].kept_share, rel=off)
             assert row.kv_bytes == pytest.approx(row.kept_share * row.full_kv_bytes, rel=0.01)
     assert [row.extra["pretended_share"] for row in theirs if row.masks_only] == pytest.approx([0.3, 0.3], abs=0.01)
     assert "masks only" in result.stdout

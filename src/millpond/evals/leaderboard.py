@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -101,11 +101,9 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
     title = (
         f"### {PROTOCOLS.get(protocol, protocol).split(';')[0].capitalize()} ({protocol}), budget {budget or 'none'}\n"
     )
-    counts = sorted({row.n for row in rows})
-    asked = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-    failed = sum(row.failures for row in rows)
+    failed, asked = sum(row.failures for row in rows), span(row.n for row in rows)
     note = f"{asked} questions a task, seed {seed}." + (f" {failed:,} failed and count as wrong." if failed else "")
-    return [title, _markdown(heads, body), f"{note}\n"]
+    return [title, markdown_table(heads, body), f"{note}\n"]
 
 
 def _legend(rows: Sequence[Row]) -> str:
@@ -207,6 +205,13 @@ def _cell(text: object) -> str:
     return str(text).replace("|", "\\|")
 
 
-def _markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def span(numbers: Iterable[int]) -> str:
+    """Counts in words: "200", or "40 to 200" where they differ."""
+    counts = sorted(set(numbers))
+    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+
+
+def markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column to the left, the others to the right."""
     rule = "| --- |" + " ---: |" * (len(heads) - 1)
     return "\n".join(["| " + " | ".join(heads) + " |", rule, *("| " + " | ".join(row) + " |" for row in body), ""])

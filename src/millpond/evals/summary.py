@@ -50,7 +50,7 @@ def bootstrap(sums: Floats, weights: Floats, seed: int, resamples: int = RESAMPL
 
 def _interval(records: Sequence[Record], seed: int, scale: Callable[[Floats], Floats]) -> tuple[float, float, float]:
     """Score and its 95 % percentile interval."""
-    samples = list(_by_sample(records).values())
+    samples = list(by_sample(records).values())
     sums = np.array([sum(r.weight * r.score for r in own) for own in samples])
     weights = np.array([sum(r.weight for r in own) for own in samples])
     if not weights.any():
@@ -66,7 +66,8 @@ def _ratio(sums: Floats, weights: Floats) -> Floats:
     return ratio
 
 
-def _by_sample(records: Sequence[Record]) -> dict[str, list[Record]]:
+def by_sample(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of one sample together, as they share a context."""
     samples: dict[str, list[Record]] = {}
     for record in records:
         samples.setdefault(record.sample, []).append(record)
@@ -75,7 +76,7 @@ def _by_sample(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def _over_samples(records: Sequence[Record], value: Callable[[Record], float]) -> float:
     """The mean over samples of the mean over their questions; 0 if nothing was measured."""
-    means = [sum(map(value, own)) / len(own) for own in _by_sample(records).values()]
+    means = [sum(map(value, own)) / len(own) for own in by_sample(records).values()]
     return sum(means) / len(means) if means else 0.0
 
 

@@ -50,12 +50,12 @@ def title(axis: Axes, text: str) -> None:
     axis.set_title(text, loc="left", fontsize=9.5, color=INK, pad=7)
 
 
-def write(made: Figure, path: Path) -> Path:
-    """Write a picture; the same numbers give the same file."""
+def write(made: Figure, path: Path, about: str = "") -> Path:
+    """Write a picture; the same numbers give the same file. An SVG carries the text `about`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[
-        path.suffix[1:]
-    ]
+    kinds: dict[str, dict[str, Any]] = {
+        "png": {"Software": None}, "svg": {"Date": None, "Description": about or None}, "pdf": {"CreationDate": None},
+    }  # fmt: skip
     with matplotlib.rc_context(SETTINGS):
-        made.savefig(path, metadata=plain)
+        made.savefig(path, metadata=kinds[path.suffix[1:]])
     return path

@@ -1,0 +1,67 @@
+"""What the papers say is better than what, as pairs of contenders that a run can have. Data only.
+
+A pair names two methods of ours that differ in what is claimed, and in as little else as their options allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An ordering.
+
+    Attributes:
+        name: of its place on the page. title: in words. source: who says so. pairs: the better one first.
+        middle: only questions about facts between a quarter and three quarters of the text.
+        beside: what else differs within a pair, by the better one's name.
+    """
+
+    name: str
+    title: str
+    source: str
+    pairs: tuple[tuple[str, str], ...]
+    middle: bool = False
+    beside: tuple[tuple[str, str], ...] = ()
+
+
+CLAIMS = (
+    Claim(
+        "ada", "Head budgets by competition over equal ones", "Ada-KV, arXiv:2407.11550",
+        (("ada", "snapkv"), ("ada:score=h2o", "h2o"), ("ada:score=pyramidkv", "pyramidkv")),
+    ),
+    Claim(
+        "critical", "Attention and values over attention alone", "CriticalKV, arXiv:2502.03805",
+        (("criticalkv", "snapkv"),),
+    ),
+    Claim(
+        "pyramid", "A pyramid of layer budgets over equal ones", "PyramidKV, arXiv:2406.02069",
+        (("pyramidkv", "snapkv"),),
+    ),
+    Claim(
+        "merge", "Merging over dropping", "D2O, EMS, KVMerger, CaM and Elastic Cache",
+        (
+            ("merge_on_evict", "snapkv"), ("merge_on_evict:score=h2o", "h2o"), ("kvmerger", "h2o:recent=0.34:sinks=0"),
+            ("d2o", "h2o"), ("ems", "ems:threshold=1.1"), ("cam", "streaming:positions=absolute"),
+            ("elastic", "elastic:merge=none"),
+        ),
+        beside=(
+            ("kvmerger", "keeps runs of neighbours where h2o keeps single entries, and grows after the prompt"),
+            ("d2o", "shares its budget out over the layers"),
+        ),
+    ),
+    Claim(
+        "mass", "Counting what a merged entry stands for over not counting it",
+        "ours: with it, merging equal entries is lossless",
+        tuple((f"{name}:mass_bias=true", name) for name in ("merge_on_evict", "kvmerger", "d2o", "ems", "cam")),
+    ),
+    Claim("heavy", "Heavy hitters over the window", "H2O, arXiv:2306.14048", (("h2o", "window"),)),
+    Claim(
+        "needles", "The prompt's last queries over sinks and newest, for facts in the middle of the text",
+        "SnapKV, arXiv:2404.14469", (("snapkv", "streaming"),), middle=True,
+    ),
+)  # fmt: skip
+
+#: The place of the comparisons with kvpress on the page.
+PEERS = "kvpress"

@@ -1,0 +1,175 @@
+"""Findings: the claims, and ours against kvpress, measured on the records of runs. They are kept as JSON.
+
+Records are too many to be committed, so what is said about pairs of them is: a list of `Finding`s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millpond.errors import DataError
+from millpond.evals.claims import CLAIMS, PEERS
+from millpond.evals.counterparts import ALIKE, PRESSES, is_press
+from millpond.evals.paired import Difference, difference
+from millpond.evals.record import Cell, Record, Row
+from millpond.evals.results import cell_of, read_rows, read_samples
+from millpond.evals.store import read_json
+
+#: In `Finding.budget`: the mean over all budgets.
+ALL = "all"
+LOWEST, HIGHEST = 0.25, 0.75  #: depth of a fact in the middle of the text
+
+Side = Callable[[Row], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One pair in one protocol at one budget.
+
+    Attributes:
+        claim: `Claim.name`, or `PEERS`. first, second: the contenders; peer: the second one's implementation.
+        protocol, budget: where; "all" for the mean over budgets. tasks: that were compared.
+        mean, low, high, n: as in `Difference`. held, other_held: mean bytes held, over those of the full cache.
+        masks_only: the second one hides entries and does not free them.
+    """
+
+    claim: str
+    first: str
+    second: str
+    peer: str
+    protocol: str
+    budget: str
+    tasks: tuple[str, ...]
+    mean: float
+    low: float
+    high: float
+    n: int
+    held: float
+    other_held: float
+    masks_only: bool = False
+
+    @property
+    def difference(self) -> Difference:
+        """With its verdict."""
+        return Difference(self.mean, self.low, self.high, self.n)
+
+
+class Runs:
+    """Rows and records of any number of folders."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Read them.
+
+        Raises:
+            DataError: a file cannot be read, or a folder has no records.
+        """
+        self.rows: list[Row] = []
+        self._records: dict[str, list[Record]] = {}
+        for folder in folders:
+            records = read_samples(folder)
+            if not records:
+                raise DataError(f"{folder} holds no samples.jsonl; compare where millpond eval has run")
+            self.rows += [row for row in read_rows(folder) if row.budget and row.better == "higher"]
+            for record in records:
+                self._records.setdefault(record.cell, []).append(record)
+        # parts of a run that were put together may hold a record twice
+        for cell, own in self._records.items():
+            self._records[cell] = list({(record.sample, record.question): record for record in own}.values())
+
+    def of(self, cell: Cell) -> list[Record]:
+        """The records of a cell."""
+        return self._records.get(cell.key, [])
+
+    def findings(self) -> list[Finding]:
+        """Every claim and every counterpart of which both sides are there."""
+        found = [
+            finding
+            for claim in CLAIMS
+            for first, second in claim.pairs
+            for finding in self._compare(claim.name, first, _named(second), claim.middle)
+        ]
+        ours = dict.fromkeys(name for name in PRESSES | ALIKE if any(row.method == name for row in self.rows))
+        return found + [finding for name in ours for finding in self._compare(PEERS, name, _press(name), False)]
+
+    def _compare(self, claim: str, first: str, second: Side, middle: bool) -> Iterator[Finding]:
+        protocols = dict.fromkeys(row.protocol for row in self.rows)
+        for protocol in protocols:
+            here = [row for row in self.rows if row.protocol == protocol]
+            mine = {(row.budget, row.task): row for row in here if _named(first)(row)}
+            other = {(row.budget, row.task): row for row in here if second(row)}
+            both = [place for place in mine if place in other]
+            budgets = list(dict.fromkeys(budget for budget, _ in both))
+            for chosen in [*([budget] for budget in budgets), budgets]:
+                places = [place for place in both if place[0] in chosen]
+                label = chosen[0] if len(chosen) == 1 and chosen is not budgets else ALL
+                pairs = [(mine[place], other[place]) for place in places]
+                if pairs:
+                    yield from self._finding(claim, label, pairs, middle)
+
+    def _finding(self, claim: str, budget: str, pairs: Sequence[tuple[Row, Row]], middle: bool) -> Iterator[Finding]:
+        sides = self._by_task([row for row, _ in pairs], middle), self._by_task([row for _, row in pairs], middle)
+        if not sides[0]:
+            return  # no task says where its facts lie
+        first, second = pairs[0]
+        found = difference(*sides, seed=first.seed)
+        yield Finding(
+            claim, first.method, second.method, second.peer, first.protocol, budget, tuple(sides[0]),
+            **asdict(found), held=_held([row for row, _ in pairs]), other_held=_held([row for _, row in pairs]),
+            masks_only=any(row.masks_only for _, row in pairs),
+        )  # fmt: skip
+
+    def _by_task(self, rows: Sequence[Row], middle: bool) -> Mapping[str, list[Record]]:
+        tasks: dict[str, list[Record]] = {}
+        for row in rows:
+            own = [record for record in self.of(cell_of(row)) if not middle or _in_the_middle(record)]
+            if own:
+                tasks.setdefault(row.task, []).extend(own)
+        return tasks
+
+
+def _named(method: str) -> Side:
+    return lambda row: row.method == method and row.peer == "millpond"
+
+
+def _press(of: str) -> Side:
+    return lambda row: is_press(row.method, of, row.peer)
+
+
+def _in_the_middle(record: Record) -> bool:
+    depth = record.facts.get("depth")
+    depths = depth if isinstance(depth, list) else [] if depth is None else [depth]
+    return bool(depths) and all(LOWEST <= float(one) <= HIGHEST for one in depths)
+
+
+def _held(rows: Sequence[Row]) -> float:
+    whole = sum(row.full_kv_bytes for row in rows)
+    return sum(row.kv_bytes for row in rows) / whole if whole else 0.0
+
+
+def write_findings(path: Path, findings: Sequence[Finding]) -> None:
+    """Keep them as JSON, a line each."""
+    lines = ",\n ".join(json.dumps(_rounded(asdict(finding))) for finding in findings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"[\n {lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def read_findings(path: Path) -> list[Finding]:
+    """What `write_findings` kept; none where there is no file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [Finding(**{**item, "tasks": tuple(item["tasks"])}) for item in read_json(path)]
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path} is not a list of findings ({error})") from error

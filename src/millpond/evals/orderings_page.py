@@ -1,0 +1,123 @@
+"""The tables of the page about orderings, from findings. Pure, so that a check can compare the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from millpond.budget import Budget
+from millpond.evals.claims import CLAIMS, PEERS, Claim
+from millpond.evals.findings import ALL, Finding
+from millpond.evals.leaderboard import MASKED, markdown_table, span
+from millpond.evals.paired import Verdict
+
+MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers orderings` makes them."
+#: The verdicts in the words that fit a comparison with a peer.
+AGAINST_PEERS: dict[Verdict, str] = {"holds": "ahead", "no difference seen": "no difference seen", "reversed": "below"}
+SUMMARY = "summary"
+
+T = TypeVar("T")
+
+
+def tables(findings: Sequence[Finding]) -> dict[str, str]:
+    """The generated parts of the page by the names of their places."""
+    by_claim = {claim.name: [f for f in findings if f.claim == claim.name] for claim in CLAIMS}
+    parts = {claim.name: _claim(claim, by_claim[claim.name]) for claim in CLAIMS}
+    peers = [finding for finding in findings if finding.claim == PEERS]
+    return {SUMMARY: _summary(findings), **parts, PEERS: _peers(peers)}
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    whole = [f for f in findings if f.budget == ALL]
+    if not whole:
+        return MISSING
+    protocols = _once(f.protocol for f in whole)
+    body = []
+    for claim in CLAIMS:
+        own = [f for f in whole if f.claim == claim.name]
+        for first, second in _once((f.first, f.second) for f in own):
+            by_protocol = {f.protocol: _verdict(f) for f in own if (f.first, f.second) == (first, second)}
+            verdicts = [by_protocol.get(protocol, "–") for protocol in protocols]
+            body.append([claim.title, claim.source, f"`{first}` over `{second}`", *verdicts])
+    text = markdown_table(["claim", "by", "measured as", *protocols], body)
+    peers = [f.difference.verdict for f in whole if f.claim == PEERS]
+    counts = ", ".join(f"{words} in {peers.count(verdict)}" for verdict, words in AGAINST_PEERS.items())
+    return text + (f"\nAgainst kvpress, {len(peers)} pairs of method and protocol: {counts}." if peers else "")
+
+
+def _claim(claim: Claim, findings: Sequence[Finding]) -> str:
+    if not findings:
+        return MISSING
+    budgets = _budgets(findings)
+    heads = ["pair", "protocol", *map(_head, budgets), "verdict"]
+    body = [[f"`{own[0].first}` over `{own[0].second}`", *_line(own, budgets, _verdict)] for own in _lines(findings)]
+    notes = [f"`{name}` also {what}." for name, what in claim.beside]
+    return "\n".join([markdown_table(heads, body), " ".join([_tasks(findings), *notes])])
+
+
+def _peers(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return MISSING
+    budgets = _budgets(findings)
+    heads = ["ours", "theirs", "protocol", *map(_head, budgets), "ours is", "bytes of full, ours", "theirs"]
+    body = [
+        [f"`{own[0].first}`", f"`{own[0].second}`" + (f" {MASKED}" if own[0].masks_only else ""),
+         *_line(own, budgets, lambda f: AGAINST_PEERS[f.difference.verdict]), f"{_whole(own).held:.1%}",
+         f"{_whole(own).other_held:.1%}"]
+        for own in _lines(findings)
+    ]  # fmt: skip
+    who = ", ".join(_once(f.peer for f in findings))
+    masked = any(f.masks_only for f in findings)
+    note = f" {MASKED} hides as many entries as we free, and goes on holding them." if masked else ""
+    return "\n".join([markdown_table(heads, body), f"{who}. {_tasks(findings)}{note}"])
+
+
+def _line(own: Sequence[Finding], budgets: Sequence[str], verdict: Callable[[Finding], str]) -> list[str]:
+    """Protocol, differences over the budgets, and what the mean over budgets says."""
+    by_budget = {finding.budget: finding for finding in own}
+    return [
+        own[0].protocol,
+        *(_difference(by_budget[b]) if b in by_budget else "–" for b in budgets),
+        verdict(_whole(own)),
+    ]
+
+
+def _difference(finding: Finding) -> str:
+    """In points of a score from 0 to 100; bold where zero is outside the interval."""
+    mean, low, high = (f"{100 * value:+.1f}" for value in (finding.mean, finding.low, finding.high))
+    shown = mean if finding.difference.verdict == "no difference seen" else f"**{mean}**"
+    return f"{shown} ({low} to {high})"
+
+
+def _verdict(finding: Finding) -> Verdict:
+    return finding.difference.verdict
+
+
+def _whole(own: Sequence[Finding]) -> Finding:
+    return next(finding for finding in own if finding.budget == ALL)
+
+
+def _lines(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of one pair and protocol each, in the order in which pairs came."""
+    keys = _once((f.first, f.second, f.peer, f.protocol) for f in findings)
+    return [[f for f in findings if (f.first, f.second, f.peer, f.protocol) == key] for key in keys]
+
+
+def _budgets(findings: Sequence[Finding]) -> list[str]:
+    """Smallest first; the mean over them last."""
+    named = _once(f.budget for f in findings if f.budget != ALL)
+    return [*sorted(named, key=lambda text: Budget.parse(text).amount), ALL]
+
+
+def _head(budget: str) -> str:
+    return "all budgets" if budget == ALL else budget
+
+
+def _tasks(findings: Sequence[Finding]) -> str:
+    tasks = ", ".join(f"`{task.replace(':', ' ')}`" for task in _once(t for f in findings for t in f.tasks))
+    return f"{span(finding.n for finding in findings)} samples of {tasks}."
+
+
+def _once(items: Iterable[T]) -> list[T]:
+    """Each once, in the order in which they first came."""
+    return list(dict.fromkeys(items))

@@ -1,0 +1,180 @@
+"""Orderings: claims and counterparts measured on made-up runs, and the tables of the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evals.scored import row, save
+from millpond.errors import DataError
+from millpond.evals.claims import CLAIMS, PEERS
+from millpond.evals.counterparts import ALIKE, PRESSES
+from millpond.evals.findings import Finding, Runs, read_findings, write_findings
+from millpond.evals.orderings_page import MISSING, tables
+from millpond.evals.record import Record, Row
+from millpond.evals.results import cell_of
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def answers(of: Row, scores: list[float], depths: list[float] | None = None) -> list[Record]:
+    facts: list[dict[str, float]] = [{} for _ in scores] if depths is None else [{"depth": depth} for depth in depths]
+    return [
+        Record(cell_of(of).key, f"s{i}", 0, "", score, 1.0, 10, 0.2, 200, 1000, facts=fact)
+        for i, (score, fact) in enumerate(zip(scores, facts, strict=True))
+    ]
+
+
+def made(folder: Path, contenders: dict[str, list[float]], depths: list[float] | None = None, **other: object) -> Path:
+    """A run in which every contender has these scores at 5 % and at 20 %, on one task."""
+    rows, records = [row("full", "t", 1.0)], []
+    for name, scores in contenders.items():
+        for budget in ("5%", "20%"):
+            rows.append(row(name, "t", sum(scores) / len(scores), budget, **other))  # type: ignore[arg-type]
+            records += answers(rows[-1], scores, depths)
+    return save(folder, rows, records)
+
+
+def pairs(findings: list[Finding]) -> list[tuple[str, str, str, str]]:
+    return [(f.claim, f.first, f.second, f.budget) for f in findings]
+
+
+def test_a_claim_is_measured_at_each_budget_and_over_all(tmp_path: Path) -> None:
+    found = Runs([made(tmp_path, {"h2o": [1, 1, 0.5, 1], "window": [0.5, 0.5, 0, 0.5]})]).findings()
+    assert pairs(found) == [("heavy", "h2o", "window", budget) for budget in ("5%", "20%", "all")]
+    for finding in found:
+        assert (finding.mean, finding.low, finding.high) == (0.5, 0.5, 0.5)
+        assert (finding.n, finding.tasks, finding.protocol, finding.peer) == (4, ("t",), "aware", "millpond")
+        assert (finding.held, finding.other_held) == (0.2, 0.2)
+        assert finding.difference.verdict == "holds"
+
+
+def test_protocols_are_not_mixed(tmp_path: Path) -> None:
+    aware = made(tmp_path / "a", {"h2o": [1.0, 1.0], "window": [0.0, 0.0]})
+    agnostic = made(tmp_path / "b", {"h2o": [0.0, 0.0], "window": [1.0, 1.0]}, protocol="agnostic")
+    found = {f.protocol: f.difference.verdict for f in Runs([aware, agnostic]).findings()}
+    assert found == {"aware": "holds", "agnostic": "reversed"}
+
+
+def test_needles_in_the_middle_are_those_whose_facts_lie_there(tmp_path: Path) -> None:
+    scores = {"snapkv": [1.0, 1.0, 0.0, 0.0], "streaming": [0.0, 0.0, 1.0, 1.0]}
+    run = made(tmp_path / "a", scores, depths=[0.3, 0.7, 0.1, 0.9])
+    found = [f for f in Runs([run]).findings() if f.claim == "needles"]
+    assert [(f.mean, f.n) for f in found] == [(1.0, 2)] * 3
+    unknown = made(tmp_path / "b", scores)
+    assert [f for f in Runs([unknown]).findings() if f.claim == "needles"] == []
+
+
+def test_ours_and_the_press_are_compared(tmp_path: Path) -> None:
+    ours = made(tmp_path / "ours", {"ada": [1.0, 0.0, 1.0]})
+    theirs = made(
+        tmp_path / "theirs", {PRESSES["ada"]: [1.0, 0.0, 1.0]}, peer="kvpress 0.5.5", masks_only=True, kv_bytes=1000.0
+    )
+    found = Runs([ours, theirs]).findings()
+    assert pairs(found) == [(PEERS, "ada", PRESSES["ada"], budget) for budget in ("5%", "20%", "all")]
+    assert (found[0].held, found[0].other_held, found[0].masks_only) == (0.2, 1.0, True)
+    assert found[0].difference.verdict == "no difference seen"
+
+
+def test_records_that_are_there_twice_count_once(tmp_path: Path) -> None:
+    folder = made(tmp_path, {"h2o": [1.0, 0.0], "window": [0.0, 0.0]})
+    before = Runs([folder]).findings()
+    lines = (folder / "samples.jsonl").read_text(encoding="utf-8")
+    (folder / "samples.jsonl").write_text(lines + lines, encoding="utf-8")
+    assert Runs([folder]).findings() == before
+
+
+def test_a_run_without_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no samples\.jsonl"):
+        Runs([save(tmp_path, [row("h2o", "t", 1.0)])])
+
+
+def test_findings_are_kept(tmp_path: Path) -> None:
+    found = Runs([made(tmp_path, {"h2o": [1, 0.123456789], "window": [0.5, 0]})]).findings()
+    write_findings(tmp_path / "o.json", found)
+    assert read_findings(tmp_path / "o.json") == [
+        replace(f, mean=round(f.mean, 5), low=round(f.low, 5), high=round(f.high, 5)) for f in found
+    ]
+    assert read_findings(tmp_path / "none.json") == []
+    write_findings(tmp_path / "o.json", [])
+    assert read_findings(tmp_path / "o.json") == []
+    (tmp_path / "o.json").write_text('[{"claim": "heavy"}]', encoding="utf-8")
+    with pytest.raises(DataError, match="not a list of findings"):
+        read_findings(tmp_path / "o.json")
+
+
+def finding(claim: str, first: str, second: str, mean: float, half: float = 0.1, **other: object) -> list[Finding]:
+    one = Finding(
+        claim, first, second, "millpond", "aware", "5%", ("t:length=64",), mean, mean - half, mean + half, 8, 0.2, 0.2
+    )
+    return [replace(one, budget=budget, **other) for budget in ("20%", "5%", "all")]  # type: ignore[arg-type]
+
+
+def cells(table: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|") and "---" not in line]
+
+
+def test_a_table_says_how_much_and_whether() -> None:
+    parts = tables([
+        *finding("merge", "d2o", "h2o", 0.25), *finding("merge", "d2o", "h2o", -0.05, protocol="agnostic"),
+        *finding("merge", "cam", "streaming:positions=absolute", -0.3),
+    ])  # fmt: skip
+    heads, *body = cells(parts["merge"])
+    assert heads == ["pair", "protocol", "5%", "20%", "all budgets", "verdict"]
+    assert body == [
+        ["`d2o` over `h2o`", "aware", *["**+25.0** (+15.0 to +35.0)"] * 3, "holds"],
+        ["`d2o` over `h2o`", "agnostic", *["-5.0 (-15.0 to +5.0)"] * 3, "no difference seen"],
+        ["`cam` over `streaming:positions=absolute`", "aware", *["**-30.0** (-40.0 to -20.0)"] * 3, "reversed"],
+    ]
+    assert "8 samples of `t length=64`. `kvmerger` also" in parts["merge"]
+    assert "`d2o` also shares its budget out over the layers." in parts["merge"]
+    heads, *body = cells(parts["summary"])
+    assert heads == ["claim", "by", "measured as", "aware", "agnostic"]
+    assert [line[2:] for line in body] == [
+        ["`d2o` over `h2o`", "holds", "no difference seen"],
+        ["`cam` over `streaming:positions=absolute`", "reversed", "–"],
+    ]
+
+
+def test_peers_are_ahead_or_below() -> None:
+    peer = {"peer": "kvpress 0.5.5", "other_held": 1.0}
+    ahead = finding(PEERS, "ada", PRESSES["ada"], 0.2, **peer, masks_only=True)
+    parts = tables([*ahead, *finding(PEERS, "tova", "TOVAPress", -0.2, **peer)])
+    heads, *body = cells(parts[PEERS])
+    assert heads[-3:] == ["ours is", "bytes of full, ours", "theirs"]
+    assert [line[1] for line in body] == [f"`{PRESSES['ada']}` †", "`TOVAPress`"]
+    assert [line[-3:] for line in body] == [["ahead", "20.0%", "100.0%"], ["below", "20.0%", "100.0%"]]
+    assert "2 pairs of method and protocol: ahead in 1, no difference seen in 0, below in 1." in parts["summary"]
+    assert "kvpress 0.5.5. 8 samples" in parts[PEERS]
+    assert "† hides" in parts[PEERS]
+
+
+def test_a_table_without_results_says_how_they_are_made() -> None:
+    assert tables([]) == dict.fromkeys(["summary", *(claim.name for claim in CLAIMS), PEERS], MISSING)
+
+
+def test_the_page_has_a_heading_for_every_claim() -> None:
+    page = (ROOT / "docs" / "explanation" / "orderings.md").read_text(encoding="utf-8")
+    for claim in CLAIMS:
+        assert f"## {claim.title}\n\n<!-- {claim.name} -->\n" in page
+
+
+def test_the_script_writes_what_was_found(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", {"h2o": [1.0, 1.0], "window": [0.0, 0.0]})
+    script = [sys.executable, str(ROOT / "benchmarks" / "orderings.py"), str(folder), "--out", str(tmp_path / "o.json")]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert "3 comparisons" in done.stdout
+    assert [item["mean"] for item in json.loads((tmp_path / "o.json").read_text())] == [1.0] * 3
+
+
+def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) -> None:
+    (name,) = [name for name in ALIKE if name.startswith("h2o")]
+    ours = made(tmp_path / "ours", {"h2o": [0.0, 0.0], name: [1.0, 0.0]})
+    theirs = made(tmp_path / "theirs", {PRESSES["h2o"]: [1.0, 0.0]}, peer="kvpress 0.5.5")
+    found = {f.first: f.mean for f in Runs([ours, theirs]).findings() if f.budget == "all"}
+    assert found == {"h2o": -0.5, name: 0.0}
