@@ -11,6 +11,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import logging
 import re
 import sys
 import zlib
@@ -27,10 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 PEER = f"kvpress {version('kvpress')}"
 PRESSES = (
     "SnapKVPress", "ObservedAttentionPress", "StreamingLLMPress", "TOVAPress", "RandomPress", "KnormPress",
-    "ExpectedAttentionPress",
+    "ExpectedAttentionPress", "PyramidKVPress", "KeyDiffPress", "LagKVPress", "CompactorPress", "KVzipPress",
 )  # fmt: skip
-WRAPPERS = ("AdaKVPress",)  # of another press: AdaKVPress(SnapKVPress)
-MASKS = set(WRAPPERS)  # hide entries from attention, and go on holding them
+WRAPPERS = ("AdaKVPress", "CriticalKVPress", "ChunkKVPress", "MergingPress")  # of another: AdaKVPress(SnapKVPress)
+MASKS = {"AdaKVPress", "KVzipPress"}  # hide entries from attention, and go on holding them
 NEEDS_EAGER = {"ObservedAttentionPress"}
 DTYPES = {"auto": "auto", "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -52,7 +53,7 @@ class Press:
         name, inner = found[1], found[2] or ""
         known = inner in PRESSES if name in WRAPPERS else name in ("full", *PRESSES) and not inner
         if not known or inner in NEEDS_EAGER:
-            wrapped = f"{WRAPPERS[0]}(one of them but {', '.join(NEEDS_EAGER)})"
+            wrapped = f"{', '.join(WRAPPERS)} (one of them but {', '.join(NEEDS_EAGER)}, in brackets)"
             raise ValueError(f"unknown press {names!r}; known: full, {', '.join(PRESSES)}, {wrapped}")
         press = cls(name, inner, dict(pair.split("=", 1) for pair in pairs))
         press.build(0.5)
@@ -153,10 +154,13 @@ class Peer:
         """Greedy tokens up to the end of the text, a stop text, or `most`."""
         said: list[int] = []
         following = list(question["tokens"])
+        # transformers makes one mask for all layers, which cannot be right where layers differ in length
+        uneven = len({layer.keys.shape[2] for layer in kv.layers}) > 1
         while len(said) < question["most"]:
-            if following:
-                logits = self._read(model, kv, following, seen)
-                seen += len(following)
+            step = 1 if uneven else max(len(following), 1)
+            for begin in range(0, len(following), step):
+                logits = self._read(model, kv, following[begin : begin + step], seen + begin)
+            seen += len(following)
             said.append(int(logits.float().argmax()))
             following = said[-1:]
             if said[-1] in eos or (question["stop"] and self._stopped(said, question["stop"])):
@@ -232,6 +236,7 @@ def main() -> None:
         torch.set_num_threads(chosen.threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("kvpress").setLevel(logging.ERROR)
     out, sys.stdout = sys.stdout, sys.stderr
     peer = Peer(chosen.model, chosen.dtype, chosen.device)
     for line in sys.stdin:

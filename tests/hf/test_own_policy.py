@@ -117,5 +117,5 @@ def test_plans_on_latents() -> None:
 
 def test_a_score_that_looks_at_nothing_gathers_nothing() -> None:
     rule = METHODS.get("strided")().decode_rule(0)
-    assert (rule.signal, rule.evict) == (Signal.NONE, Evict.NEVER)
+    assert (rule.signal, rule.evict) == (Signal.NONE, Evict.SPACED)
     assert METHODS.get("strided")(heavy=0.1).decode_rule(0).signal is Signal.SUM

@@ -13,7 +13,7 @@ ASKED = 32 * len(SEEDS)
 def outcomes() -> dict[str, list[Outcome]]:
     model = load_model("pond-recall")
     tasks = [Task.draw(1024, 32, seed) for seed in SEEDS]
-    methods = ("full", "h2o", "ada", "snapkv", "tova", "random", "window", "streaming")
+    methods = ("full", "compactor", "keydiff", "ada", "snapkv", "h2o", "tova", "random", "window", "streaming")
     return {method: [run_method(model, task, method, "20%") for task in tasks] for method in methods}
 
 
@@ -25,17 +25,21 @@ def test_full_answers_nearly_everything(outcomes: dict[str, list[Outcome]]) -> N
     assert recall(outcomes["full"]) >= 0.97
 
 
-def test_heavy_hitters_beat_every_baseline(outcomes: dict[str, list[Outcome]]) -> None:
-    assert recall(outcomes["h2o"]) >= 0.48
-    for baseline in ("window", "streaming", "random"):
-        assert recall(outcomes[baseline]) <= 0.4
+def test_keys_that_nothing_stands_for_are_found_before_the_question(outcomes: dict[str, list[Outcome]]) -> None:
+    for name in ("compactor", "keydiff"):
+        assert recall(outcomes[name]) >= 0.97
+
+
+def test_heavy_hitters_beat_the_newest(outcomes: dict[str, list[Outcome]]) -> None:
+    for baseline in ("window", "streaming"):
+        assert recall(outcomes[baseline]) <= 0.2
         assert recall(outcomes["h2o"]) >= recall(outcomes[baseline]) + 0.12
 
 
 def test_scores_that_look_beat_those_that_do_not(outcomes: dict[str, list[Outcome]]) -> None:
     blind = max(recall(outcomes[name]) for name in ("window", "streaming", "random"))
     for name in ("ada", "snapkv"):
-        assert recall(outcomes[name]) > blind
+        assert recall(outcomes[name]) > blind + 0.08
 
 
 def test_everyone_but_full_holds_a_fifth(outcomes: dict[str, list[Outcome]]) -> None:

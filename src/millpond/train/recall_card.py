@@ -16,7 +16,7 @@ from millpond.train.recall_model import MAX_POSITIONS
 from millpond.train.recall_run import LogLine, Recipe, Run
 
 EXAM_LENGTHS = (512, 2048, 4096, 8192)
-PAPERS = 6  # a cell; a text of 8,192 tokens takes a CPU some seconds
+PAPERS = 16  # a cell; a text of 8,192 tokens takes a CPU some seconds
 SEED = 1001
 
 CARD = """\

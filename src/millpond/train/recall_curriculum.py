@@ -20,12 +20,14 @@ from millpond.train.recall_rows import SOURCES, Batch, draw_batch, warm_up_batch
 #: Words of a text, stage by stage.
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 #: Words of a text in the polish, and how often; the longest leaves room for questions in 8,192.
-POLISH = {64: 0.08, 128: 0.15, 256: 0.2, 512: 0.2, 1024: 0.12, 2048: 0.1, 4096: 0.1, 7900: 0.05}
+POLISH = {64: 0.05, 128: 0.05, 256: 0.05, 512: 0.1, 1024: 0.15, 2048: 0.15, 4096: 0.2, 7900: 0.25}
 WARM_UP_STAGES = 2  # the first stages, in which every other batch is a warm-up
 PASS_MEAN, PASS_LEAST = (0.9, 0.96), (0.6, 0.85)  # running accuracy that opens the next stage, first stages and later
 PATIENCE = 200  # steps after which a later stage opens the next anyway
 MEMORY = 0.9  # weight of the past in the running accuracy
 ALWAYS = 0.05  # the share with which a kind of fact is drawn, however well it is known
+#: The kinds that are drawn more often than the others in the polish: those whose last errors go last.
+EMPHASIS = {"manifold": 3.0, "frequent": 8.0}
 
 #: The families of questions that each kind of fact answers.
 ANSWERS = {
@@ -80,7 +82,9 @@ class Curriculum:
 
     def _weights(self) -> np.ndarray:
         known = dict(zip(FAMILIES, self.accuracy, strict=True))
-        return np.array([1 + ALWAYS - np.mean([known[name] for name in ANSWERS[source]]) for source in SOURCES])
+        unknown = [1 + ALWAYS - np.mean([known[name] for name in ANSWERS[source]]) for source in SOURCES]
+        more = [EMPHASIS.get(source, 1.0) if self.polishing else 1.0 for source in SOURCES]
+        return np.array(unknown) * more
 
     def note(self, right: dict[int, float]) -> None:
         """Take in the share of right words per family of one step; may open the next stage."""

@@ -26,7 +26,7 @@ class Recipe:
     clip: float = 1.0
     warmup_steps: int = 100
     tokens_per_step: int = 4096
-    polish_steps: int = 2000
+    polish_steps: int = 4600
     checkpoint_steps: int = 200
     bf16: bool = True
 
