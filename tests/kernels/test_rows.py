@@ -67,7 +67,7 @@ def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: 
     assert len(found) == 1
     opened = ACTIVATE[gate](F.linear(x.double(), a.double(), bias.double()))
     up = F.linear(x.double(), b.double())
-    close(found[0], opened * up, size=(1 + opened.abs().max()) * up.abs().max() + 0.1)  # a gate may be nearly closed
+    close(found[0], opened * up, size=((1 + opened.abs()) * up.abs()).max() + 0.1)  # a gate may be nearly closed
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -19,9 +19,7 @@ def _plain(bits: int) -> Codec:
 
 def _kivi(bits: int) -> Codec:
     # keys per channel, values per token, groups of 32, the newest 128 as they are
-    return Codec(
-        f"kivi{bits}", integers(bits, 32, by_channel=True), integers(bits, 32), residual=128, paper=KIVI
-    )  # fmt: skip
+    return Codec(f"kivi{bits}", integers(bits, 32, by_channel=True), integers(bits, 32), residual=128, paper=KIVI)
 
 
 def _kvquant(bits: int) -> Codec:
