@@ -1,0 +1,116 @@
+"""What the engine says of a request: its text so far, its cache, its times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: Why a completion ended: by a stop text, a stop token or the model's own end; by its length (max_tokens or the model's
+#: context); because somebody cancelled it; because its deadline came.
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its log probability, and those of the likeliest tokens in its place.
+
+    Attributes:
+        text: of the token alone. top: (token id, log probability, text), the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    text: str
+    top: tuple[tuple[int, float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVFigures:
+    """What a request's cache holds.
+
+    Attributes:
+        seen: tokens processed. held: entries per KV head, on average over layers and heads.
+        kv_bytes: bytes of keys and values in its pages. full_kv_bytes: what all its tokens would take in this format.
+        evicted: entries that left, over all layers and heads. shared_tokens: of the prompt, read from shared pages.
+    """
+
+    seen: int
+    held: float
+    kv_bytes: int
+    full_kv_bytes: int
+    evicted: int
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Moments on `time.monotonic()`'s clock, in seconds; None: not yet."""
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer, as far as it has come.
+
+    Attributes:
+        index: 0 to n - 1. text: all of it. token_ids: all of them, the one that ended it included.
+        logprobs: one per token id, if asked for. finish_reason: None while it goes on.
+        stop_reason: the stop text or token id that ended it; None for the model's own end.
+        kv: of its cache, while it runs and as it was when it ended.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    kv: KVFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and its answers, as far as they have come.
+
+    Attributes:
+        prompt: None where only ids were given. prompt_logprobs: one per token, None for the first, if asked for.
+        finished: all completions ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    times: Times
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finished: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment; counters count from its start.
+
+    Attributes:
+        running, waiting, swapped: requests. kv_bytes: of keys, values and what travels with them, in pages in use.
+        kv_reserved: bytes of all pages, free ones included. kv_limit: what they may never exceed.
+        kv_saved: bytes that full caches of the running requests would hold beyond kv_bytes.
+        prompt_tokens, generated_tokens, evicted_entries, shared_tokens, preemptions, finished: counters.
+    """
+
+    running: int
+    waiting: int
+    swapped: int
+    kv_bytes: int
+    kv_reserved: int
+    kv_limit: int | None
+    kv_saved: int
+    prompt_tokens: int
+    generated_tokens: int
+    evicted_entries: int
+    shared_tokens: int
+    preemptions: int
+    finished: int

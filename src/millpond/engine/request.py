@@ -1,0 +1,44 @@
+"""Request: a prompt, how to answer it, and how its cache is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millpond.budget import Budget
+from millpond.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How one request's cache is kept; None where the engine's default holds.
+
+    Attributes:
+        method, options: a method's name and options, as `compress` takes them. budget: "20%", 512, "64MiB", a Budget.
+        codec: the name of a number format, or a pair for keys and values.
+    """
+
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    budget: Budget | str | int | float | None = None
+    codec: str | tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One question to the engine.
+
+    Attributes:
+        request_id: a name that no other request in flight has.
+        prompt: a text, or token ids.
+        priority: lower goes first; equal ones in the order of arrival.
+        deadline: seconds after arrival at which the request ends with what it has; None: never.
+    """
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    priority: int = 0
+    deadline: float | None = None

@@ -1,0 +1,93 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millpond.errors import OptionError
+
+#: Most completions of one prompt, and most alternatives of which log probabilities are given.
+MAX_N, MAX_LOGPROBS = 128, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        max_tokens: most new tokens; None: as many as the model's context holds.
+        temperature: 0 takes the likeliest token. top_p, top_k, min_p: what is left to choose from, after each other in
+            the order top_k, top_p, min_p; 1.0, 0 and 0.0 leave everything.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or answer (CTRL,
+            Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted once, and once per occurrence, for
+            tokens of the answer.
+        logit_bias: token id -> number added to its logit.
+        logprobs: how many of the likeliest tokens are given with each new token, beside itself; None: none at all.
+        prompt_logprobs: the same for the tokens of the prompt.
+        stop: texts that end the answer, not part of it unless `include_stop`. stop_token_ids: ids that do.
+        ignore_eos: go on after the model's own end.
+        n: completions of the prompt, each with a seed of its own derived from `seed`.
+        seed: the same seed gives the same tokens whatever else runs; None: another one each time.
+        json_schema: a JSON schema that the answer must follow (extra `constrained`).
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    json_schema: Mapping[str, Any] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            self._within("max_tokens", self.max_tokens, 1, math.inf)
+        self._within("temperature", self.temperature, 0, 100)
+        self._within("top_p", self.top_p, 0, 1)
+        self._within("top_k", self.top_k, 0, math.inf)
+        self._within("min_p", self.min_p, 0, 1)
+        self._within("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        self._within("presence_penalty", self.presence_penalty, -2, 2)
+        self._within("frequency_penalty", self.frequency_penalty, -2, 2)
+        self._within("n", self.n, 1, MAX_N)
+        if self.top_p == 0:
+            raise OptionError("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if asked is not None:
+                self._within(name, asked, 0, MAX_LOGPROBS)
+        if any(not text for text in self.stop):
+            raise OptionError("stop holds an empty text, which would end every answer at once")
+        for token, bias in self.logit_bias.items():
+            self._within(f"logit_bias of token {token}", bias, -100, 100)
+        if self.json_schema is not None:
+            try:
+                json.dumps(self.json_schema)
+            except (TypeError, ValueError) as error:
+                raise OptionError(f"json_schema is not JSON: {error}") from None
+
+    @staticmethod
+    def _within(name: str, value: float, least: float, most: float) -> None:
+        if not (isinstance(value, int | float) and least <= value <= most):  # NaN is within nothing
+            above = "" if math.isinf(most) else f" and at most {most:g}"
+            raise OptionError(f"{name}={value}: must be at least {least:g}{above}")
