@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "d2o": {"sinks": 1},
     "d2o/mass": {"sinks": 0, "mass_bias": True, "every": 4},
     "d2o/official": {"variant": "official_code"},
-    "ems": {"window": 4, "threshold": 0.0, "cover": 1.0},
+    "ems": {"window": 4, "threshold": 0.0, "cover": 1.0, "every": 1},
     "ems/mass": {"window": 4, "threshold": -1.0, "cover": 1.0, "mass_bias": True, "every": 2},
     "merge_on_evict": {"score": "h2o/sinks=1"},
     "merge_on_evict/mass": {"score": "h2o/average=1", "mass_bias": True},

@@ -275,20 +275,6 @@ def test_prefill_of_every_instruction_set(isa: str, prompt: Prompt, colsum: Redu
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 
 
-@given(prompt=WIDE, how=st.sampled_from(Reduce))
-@settings(max_examples=25, deadline=None)
-def test_column_sums_from_lse(prompt: Prompt, how: Reduce) -> None:
-    prompt.sink_logits = None
-    _, lse, sums = prompt.run(reference, how)
-    tol = prompt.tolerance
-    for impl in (reference, blockwise):
-        found = impl.colsum_from_lse(
-            prompt.q, prompt.k, lse, prompt.q_pos, prompt.past_pos, scale=prompt.scale, softcap=prompt.softcap,
-            window=prompt.window, reduce=how, past_log_masses=prompt.past_log_masses,
-        )  # fmt: skip
-        torch.testing.assert_close(found, sums, rtol=tol, atol=tol * len(prompt.q_pos) ** 0.5)
-
-
 def duplicates(dtype: torch.dtype, group: int) -> tuple[Prompt, Prompt, Tensor]:
     """A prompt after a past with duplicates, the same with the duplicates merged, and the counts."""
     gen = torch.Generator().manual_seed(5)

@@ -36,23 +36,6 @@ def test_every_instruction_set(isa: str, prompt: Prompt, colsum: Reduce | None) 
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 
 
-@given(prompt=PROMPTS, how=st.sampled_from(Reduce), width=st.sampled_from([0, 1, 40]))
-@settings(max_examples=40, deadline=None)
-def test_column_sums_from_a_known_log_sum_exp(prompt: Prompt, how: Reduce, width: int) -> None:
-    """Those of queries less than `width` behind, as shares of all that the queries see."""
-    lse = prompt.run(reference, None)[1]
-    expected, found = (
-        impl.colsum_from_lse(
-            prompt.q, prompt.k, lse, prompt.q_pos, prompt.past_pos, scale=prompt.scale, softcap=prompt.softcap,
-            window=min(filter(None, (width, prompt.window)), default=0), reduce=how,
-            past_log_masses=prompt.past_log_masses,
-        )
-        for impl in (reference, native)
-    )  # fmt: skip
-    tol = prompt.tolerance
-    torch.testing.assert_close(found, expected, rtol=tol, atol=tol * len(prompt.q_pos) ** 0.5)
-
-
 def long_prompt(
     n: int = 700,
     n_past: int = 300,

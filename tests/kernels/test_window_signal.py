@@ -62,6 +62,26 @@ def test_every_instruction_set(isa: str, drawn: tuple[tuple[Tensor, ...], dict[s
     check(*drawn, how)
 
 
+@needs_native
+@given(drawn=lookbacks(), how=HOW)
+@settings(max_examples=60, deadline=None)
+def test_with_known_denominators(drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
+    """A window then hides entries and leaves the others their share."""
+    arguments, options = drawn
+    q = arguments[0]
+    lse = torch.randn(q.shape[:2], generator=torch.Generator().manual_seed(3)) + 2
+    check(arguments, {**options, "sink_logits": None, "lse": lse}, how)
+
+
+@pytest.mark.parametrize("impl", [reference, blockwise, ops, pytest.param(native, marks=needs_native)])
+def test_near_queries_give_shares_of_all_they_see(impl: ModuleType) -> None:
+    q, k = torch.zeros(2, 3, 16), torch.zeros(1, 3, 16)
+    at = torch.arange(3, dtype=torch.int32)
+    lse = (at + 1.0).log().expand(2, -1)  # each query sees itself and what is older, all alike
+    near = impl.window_signal(q, k, at, at[None], scale=1.0, window=2, lse=lse)
+    torch.testing.assert_close(near, torch.tensor([[1 + 1 / 2, 1 / 2 + 1 / 3, 1 / 3]]))
+
+
 @pytest.mark.parametrize("impl", [reference, blockwise, ops, pytest.param(native, marks=needs_native)])
 def test_what_queries_see(impl: ModuleType) -> None:
     q, k = torch.zeros(2, 2, 16), torch.randn(1, 4, 16)

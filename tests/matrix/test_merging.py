@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "merge_on_evict": {"score": "h2o/sinks=2"},
     "kvmerger": {"decode": "merge"},
     "cam": {"targets": 3, "sinks": 2},
-    "ems": {"window": 4, "threshold": 0.1},
+    "ems": {"window": 4, "threshold": 0.1, "every": 1},
 }
 
 
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Plain]] = {
         ),
     ),
     "ems": (
-        "ems", {"window": 4, "threshold": 0.05, "cover": 0.9, "most": 1.0},
+        "ems", {"window": 4, "threshold": 0.05, "cover": 0.9, "most": 1.0, "every": 1},
         Plain(
             "local", into_classes, BUDGET, window=4, settings={"threshold": 0.05, "cover": 0.9, "most": 1.0}
         ),
@@ -148,7 +148,7 @@ TWINS: dict[str, tuple[str, dict[str, Any], int]] = {  # with the kinds of token
     "kvmerger": ("kvmerger", {}, 5),
     "kvmerger_eps": ("kvmerger", {"eps": 0.999}, 5),
     "d2o": ("d2o", {"sinks": 0}, 5),
-    "ems": ("ems", {"window": 12, "cover": 1.0, "threshold": 0.99}, 5),
+    "ems": ("ems", {"window": 12, "cover": 1.0, "threshold": 0.99, "every": 1}, 5),
     "cam": ("cam", {"sinks": 1, "targets": 2}, 1),
 }
 

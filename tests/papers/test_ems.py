@@ -128,7 +128,7 @@ def test_heads_of_any_length_go_alone() -> None:
 def test_scores_are_carried_along() -> None:
     """Nothing leaves by likeness alone: with everything alike enough the attention of all queries is still there."""
     q, k, v = text(heads=2, n=30)
-    cache = run(ems(window=4, threshold=-1.0, cover=1.0, most=9.0), 12, q, k + 3, v + 3, prompt=24)
+    cache = run(ems(window=4, threshold=-1.0, cover=1.0, most=9.0, every=1), 12, q, k + 3, v + 3, prompt=24)
     assert sets(cache)[0][-4:] == [26, 27, 28, 29]
     assert [len(row) for row in sets(cache)] == [12, 12]
     assert cache.read(0).scores.sum(1).tolist() == pytest.approx([30, 30], rel=1e-4)

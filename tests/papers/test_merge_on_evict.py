@@ -152,8 +152,8 @@ def test_what_cannot_merge_is_refused(options: dict[str, object], text_: str) ->
 
 
 def test_options_of_merging_belong_to_policies_that_merge() -> None:
-    for settings in ({"mass_bias": True}, {"merge_every": 2}):
-        with pytest.raises(OptionError, match=r"(mass_bias|merge_every) belongs to a policy that merges"):
+    for settings in ({"mass_bias": True}, {"plan_every": 2}):
+        with pytest.raises(OptionError, match=r"(mass_bias|plan_every) belongs to a policy that merges"):
             Policy(score=AccumulatedAttention(), **settings)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="nothing to merge"):
         Policy(merge=IntoNearest())

@@ -31,7 +31,7 @@ class Course:
         self._ids = prompt
         self._budget = budget
         self._steps: list[float] = []
-        self._period = max(1, policy.merge_every, policy.rivals.every)
+        self._period = max(1, policy.plan_every, policy.rivals.every)
 
     def __enter__(self) -> Course:
         with ExitStack() as stack:

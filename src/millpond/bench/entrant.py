@@ -72,7 +72,7 @@ class Entrant:
         if policy.keeps_all:
             return "keeps everything", None
         if policy.replans:
-            at = f"every {policy.merge_every} steps" if policy.merge_every > 1 else ""
+            at = f"every {policy.plan_every} steps" if policy.plan_every > 1 else ""
             if policy.merge is not None:
                 return f"merges {at}".rstrip(), 1.3
             return f"plans {at or 'at each step'}", 1.15

@@ -48,20 +48,6 @@ class Attention:
             q, found.keys, found.values, q_pos, past, colsum=reduce, past_log_masses=masses, **self.shape.kwargs
         )
 
-    def chunk_by_head(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """As `chunk`, with the column sums (Hq, N) of each query head: keys and values are there once for each."""
-        _, q, q_pos, found, _ = chunk
-        members = len(q) // len(found.keys)
-        n_past = found.positions.shape[1] - len(q_pos)
-        sides = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
-        past, masses = (t if t is None or len(t) == 1 else t.repeat_interleave(members, 0) for t in sides)
-        keys, values = (t.repeat_interleave(members, 0) for t in (found.keys, found.values))
-        out, lse, sums = ops.prefill(
-            q, keys, values, q_pos, past, colsum=Reduce.SUM, past_log_masses=masses, **self.shape.kwargs
-        )
-        assert sums is not None, "they were asked for"
-        return out, lse, sums
-
     def step(
         self, table: RegionTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:

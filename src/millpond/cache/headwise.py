@@ -28,7 +28,6 @@ class Asked(NamedTuple):
     q: Tensor  #: (Hq, Q, key_dim)
     lse: Tensor  #: (Hq, Q) float32, the log of each softmax's denominator
     q_pos: Tensor  #: (Q,) int32
-    sums: Tensor | None  #: (Hq, N) float32, what all of them gave each entry, if they came in one pass that summed it
 
 
 class Headwise:
@@ -40,20 +39,14 @@ class Headwise:
 
     # ------------------------------------------------------------------ the prompt
 
-    @property
-    def measures(self) -> bool:
-        """Whether plans look at the attention of the query heads."""
-        return self._policy.threshold < 1
-
-    def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor, sums: Tensor | None = None) -> None:
-        """Keep the queries of one pass behind those of the passes before it; see `Asked`."""
-        if not self.measures:
+    def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor) -> None:
+        """Keep the queries of one pass behind those of the passes before it, if plans look at them; see `Asked`."""
+        if self._policy.threshold == 1:
             return
         old = self._asked.get(sequence)
         if old is not None:
             q, lse, q_pos = torch.cat([old.q, q], 1), torch.cat([old.lse, lse], 1), torch.cat([old.q_pos, q_pos])
-            sums = None
-        self._asked[sequence] = Asked(q, lse, q_pos, sums)
+        self._asked[sequence] = Asked(q, lse, q_pos)
 
     def received(
         self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, width: int
@@ -61,25 +54,20 @@ class Headwise:
         """(n_kv_heads, group, N) float32: see `View.received`.
 
         Args:
-            keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none,
-                the tokens of the queries among them.
+            keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none.
         """
-        q, lse, q_pos, known = self._asked[sequence]
-        if known is not None and not width:
-            return known.view(n_kv_heads, -1, known.shape[1])
-        n_heads, n_new = len(keys), len(q_pos)
-        order = positions.argsort(dim=1, stable=True)  # holes, stored entries, then one entry for each query
-        keys = keys.gather(1, order[..., None].expand_as(keys))
-        past = positions.gather(1, order)[:, : positions.shape[1] - n_new]
+        q, lse, q_pos = self._asked[sequence]
+        most = self._policy.queries
+        if most and len(q_pos) > most:
+            chosen = torch.linspace(0, len(q_pos) - 1, most, dtype=torch.float64, device=q.device).round().long()
+            q, lse, q_pos = q[:, chosen], lse[:, chosen], q_pos[chosen]
+        members = len(q) // len(keys)
         windows = [w for w in (shape.window, width) if w]
-        members = len(q) // n_heads
-        sums = ops.colsum_from_lse(
-            q, keys.repeat_interleave(members, 0), lse, q_pos,
-            past.repeat_interleave(members, 0) if past.shape[1] else None,
+        sums = ops.window_signal(
+            q, keys.repeat_interleave(members, 0), q_pos, positions.repeat_interleave(members, 0), lse=lse,
             scale=shape.scale, softcap=shape.softcap, window=min(windows, default=0), reduce=Reduce.SUM,
-        ).view(n_heads, members, -1)  # fmt: skip
-        back = order[:, None].expand_as(sums)
-        return torch.zeros_like(sums).scatter_(2, back, sums).view(n_kv_heads, -1, positions.shape[1])
+        )  # fmt: skip
+        return sums.view(n_kv_heads, -1, positions.shape[1])
 
     def settle(self, table: RegionTable, sequence: int, plan: NestedPlan | None) -> None:
         """Let the heads of a sequence go on as planned; None: they keep everything."""

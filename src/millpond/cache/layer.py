@@ -23,7 +23,6 @@ from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
 from millpond.errors import CacheMismatchError
 from millpond.kernels import ops
-from millpond.kernels.reference import reduce_group
 from millpond.kernels.rules import DecodeRule, Evict, Signal
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
@@ -248,13 +247,7 @@ class LayerCache:
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        sums: Tensor | None
-        by_head: Tensor | None = None
-        if reduce is not None and self._measures_heads:
-            out, lse, by_head = self.attention.chunk_by_head(chunk)
-            sums = reduce_group(by_head.view(len(found.keys), -1, by_head.shape[1]), reduce, 1)
-        else:
-            out, lse, sums = self.attention.chunk(chunk, reduce)
+        out, lse, sums = self.attention.chunk(chunk, reduce)
         if self.peek is not None:
             met = self.attention.keys(sequence, found)
             positions = found.positions.expand(len(met), -1)
@@ -262,15 +255,8 @@ class LayerCache:
         elif self.policy.keeps_all and not self.attention.shape.window:
             contents.append(table, sequence, k, v, q_pos)
         else:
-            self.planner.take_in(table, chunk, lse, sums, by_head, defer=not self._between_chunks)
+            self.planner.take_in(table, chunk, lse, sums, defer=not self._between_chunks)
         return out
-
-    @property
-    def _measures_heads(self) -> bool:
-        """Whether a plan that follows this pass at once looks at the attention of each query head."""
-        headwise = self.companions.headwise
-        asked = headwise is not None and headwise.measures and self._between_chunks and self.peek is None
-        return asked and self._attention_type is Attention and self.policy.reduce != "max"
 
     # ------------------------------------------------------------------ the batch, and going back
 

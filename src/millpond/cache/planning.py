@@ -80,7 +80,6 @@ class Planner:
         chunk: Chunk,
         lse: Tensor,
         sums: Tensor | None,
-        by_head: Tensor | None = None,
         *,
         defer: bool = False,
     ) -> None:
@@ -88,12 +87,11 @@ class Planner:
 
         Args:
             lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
-            by_head: (Hq, N) float32, those of each query head, if made.
         """
         sequence, q, q_pos, found, _ = chunk
         self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
         if self._companions.headwise is not None:
-            self._companions.headwise.remember(sequence, q, lse, q_pos, by_head)
+            self._companions.headwise.remember(sequence, q, lse, q_pos)
         found = found if sums is None else found._replace(scores=found.scores + sums)
         seen = int(q_pos[-1]) + 1
         if defer:
@@ -123,7 +121,7 @@ class Planner:
     def stepped(self, table: RegionTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
         """After a step, evict or merge what the decode kernel could not: sequences go back to the budget of their plan.
 
-        `merge_every` entries may gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,); `positions` (S,): the same
+        `plan_every` entries may gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,); `positions` (S,): the same
         on the host, -1 where a sequence had no token.
         """
         active = positions >= 0
@@ -132,7 +130,7 @@ class Planner:
             for s in np.flatnonzero(active).tolist():
                 self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
         caps = table.budgets().astype(np.int64)
-        due = active & (table.lengths() - caps >= self._policy.merge_every).any(1)
+        due = active & (table.lengths() - caps >= self._policy.plan_every).any(1)
         if merger is not None:
             if due.any():
                 merger.merge(table, q_pos, due)

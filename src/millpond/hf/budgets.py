@@ -100,7 +100,7 @@ class Budgets:
             )
         slots = table.pool.slots
         # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
-        gathering = self._policy.merge_every - 1  # beyond the budget, before they are merged
+        gathering = self._policy.plan_every - 1  # beyond the budget, before they are merged
         return int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.kernels.reference import INF, absolute_sums, newest_alike, reduce_group, wide, window_signal
 from millpond.kernels.rules import Reduce
 
-__all__ = ["absolute_sums", "colsum_from_lse", "newest_alike", "prefill", "window_signal"]
+__all__ = ["absolute_sums", "newest_alike", "prefill", "window_signal"]
 
 
 def block_rows(group: int) -> int:
@@ -103,33 +103,3 @@ def _column_sums(p: Tensor, how: Reduce) -> Tensor:
         return reduce_group(p, how, 1).sum(1)
     sums = p.sum((1, 2))
     return sums / p.shape[1] if how is Reduce.MEAN else sums
-
-
-def colsum_from_lse(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    reduce: Reduce = Reduce.MEAN,
-    past_log_masses: Tensor | None = None,
-) -> Tensor:
-    n_heads, n_rows, _ = q.shape
-    n_kv_heads, n_columns, _ = k.shape
-    n_past = n_columns - n_rows
-    rows = q.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, -1)
-    norm = lse.view(n_kv_heads, -1, n_rows, 1)
-    sums = torch.zeros(n_kv_heads, n_columns, device=q.device)
-    block = block_rows(n_heads // n_kv_heads)
-    for begin in range(0, n_rows, block):
-        end = min(begin + block, n_rows)
-        p = _logits(rows[:, :, begin:end], k[:, : n_past + end].to(q.dtype), scale, softcap, past_log_masses)
-        hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
-        if hidden is not None:
-            p.masked_fill_(hidden[:, None], -INF)
-        sums[:, : n_past + end] += _column_sums(p.sub_(norm[:, :, begin:end]).exp_(), reduce)
-    return sums

@@ -73,7 +73,7 @@ def native_for(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
 
 
 def _dense_backend(q: Tensor) -> ModuleType:
-    """The implementation that serves `prefill`, `colsum_from_lse` and `window_signal`, which see no pages.
+    """The implementation that serves `prefill` and `window_signal`, which see no pages.
 
     Where the page ops fall back to the reference (another dtype or device, no native kernels), these run in blocks
     of torch operations, unless the reference is asked for by name.
@@ -309,27 +309,6 @@ def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
     return reference.lse_merge(out_a, lse_a, out_b, lse_b)
 
 
-def colsum_from_lse(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    reduce: Reduce = Reduce.MEAN,
-    past_log_masses: Tensor | None = None,
-) -> Tensor:
-    """The column sums of `prefill`, (Hkv, N) float32, from the log-sum-exp (Hq, Q) that another kernel returned."""
-    result: Tensor = _dense_backend(q).colsum_from_lse(
-        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=reduce,
-        past_log_masses=past_log_masses,
-    )  # fmt: skip
-    return result
-
-
 def window_signal(
     q: Tensor,
     k: Tensor,
@@ -342,6 +321,7 @@ def window_signal(
     sink_logits: Tensor | None = None,
     reduce: Reduce = Reduce.MEAN,
     log_masses: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer than itself.
 
@@ -349,13 +329,15 @@ def window_signal(
         q: (Hq, w, key_dim). k: (Hkv, N, key_dim) in any order. q_pos: (w,) int32. k_pos: (Hkv, N) int32, -1 for none.
         scale, softcap, window, sink_logits: as in `decode`.
         log_masses: (Hkv or 1, N) float32 or None, added to the logits of the entries.
+        lse: (Hq, w) float32, the log of each denominator, if it is known, sink included; with it `window` hides entries
+            and leaves the others what they had.
 
     Returns:
         (Hkv, N) float32; a query that sees nothing adds nothing.
     """
     signal: Tensor = _dense_backend(q).window_signal(
         q, k, q_pos, k_pos, scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, reduce=reduce,
-        log_masses=log_masses,
+        log_masses=log_masses, lse=lse,
     )  # fmt: skip
     return signal
 

@@ -316,29 +316,6 @@ def prefill(
     return out, lse.reshape(n_heads, -1).float(), sums
 
 
-def colsum_from_lse(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    reduce: Reduce = Reduce.MEAN,
-    past_log_masses: Tensor | None = None,
-) -> Tensor:
-    n_heads, n_kv_heads = q.shape[0], k.shape[0]
-    dtype = wide(q.dtype)
-    rows = q.to(dtype).reshape(n_kv_heads, n_heads // n_kv_heads, *q.shape[1:])
-    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
-    logits = with_masses(logits, past_log_masses)
-    visible = visible_columns(q_pos, past_pos, window, n_kv_heads)[:, None]
-    p = torch.exp(logits - lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible, 0.0)
-    return reduce_group(p, reduce, 1).sum(1).float()
-
-
 def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.logaddexp(lse_a, lse_b)
     finite = lse.masked_fill(lse == -INF, 0.0)
@@ -358,6 +335,7 @@ def window_signal(
     sink_logits: Tensor | None = None,
     reduce: Reduce = Reduce.MEAN,
     log_masses: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     n_kv_heads = k.shape[0]
     dtype = wide(q.dtype)
@@ -368,8 +346,11 @@ def window_signal(
     visible = (k_pos[:, None, :] >= 0) & (distance >= 0)
     if window:
         visible &= distance < window
-    sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
-    p, _ = softmax_with_sink(logits, visible[:, None], sink)
+    if lse is not None:
+        p = torch.exp(logits - lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
+    else:
+        sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
+        p, _ = softmax_with_sink(logits, visible[:, None], sink)
     return reduce_group(p, reduce, 1).sum(1).float()
 
 

@@ -48,6 +48,6 @@ def cam(
         prefill=prefill,
         merge=IntoNext(kinds[attention], targets, over, draw, mass_bias, sinks),
         mass_bias=mass_bias,
-        merge_every=every,
+        plan_every=every,
         seed=seed,
     )

@@ -15,6 +15,7 @@ def criticalkv(
     score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o, tova, ..."] = "snapkv",
     first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
     eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
+    numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 512,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
 ) -> Policy:
     """Keep what is attended to, then what is attended to and changes the layer's output most.
@@ -24,9 +25,10 @@ def criticalkv(
     on the change of the output. W_O is the part of the output projection of each query head, averaged over a group.
 
     Departs from the paper: under head budgets (ada, with this as its score) heads compete by the two-stage number and
-    not by attention. decode="evict" keeps the budget while decoding: each step ends with a plan, and is slow.
+    not by attention. Of an output of more than `numbers` numbers so many make the norm. decode="evict" keeps the budget
+    while decoding: each step ends with a plan, and is slow.
     """
     base = METHODS.get(score)()
     if not isinstance(base.score, AccumulatedAttention | LastAttention | WindowAttention):
         raise OptionError(f"criticalkv: score={score!r} is not an amount of attention that values could be weighed by")
-    return replace(base, score=CriticalValues(base.score, first, eps), every_step=decode == "evict")
+    return replace(base, score=CriticalValues(base.score, first, eps, numbers), every_step=decode == "evict")

@@ -58,5 +58,5 @@ def d2o(
         every_step=decode == "merge",
         merge=RecallNearest(rate, sinks, shrinking=official),
         mass_bias=mass_bias,
-        merge_every=merge_steps("d2o", every, decode == "merge"),
+        plan_every=merge_steps("d2o", every, decode == "merge"),
     )

@@ -21,7 +21,9 @@ def ems(
     sinks: Annotated[int, "first positions that always stay"] = 0,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging, or grow"] = "merge",
-    every: Annotated[int, "with decode=merge: entries that gather before they are merged"] = 1,
+    every: Annotated[
+        int | str, "with decode=merge: entries that gather before they are merged; auto is 8"
+    ] = "auto",
 ) -> Policy:
     """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
 
@@ -33,17 +35,21 @@ def ems(
 
     Reconstructed: no official code is public, and the paper is known here from its abstract and its reviews. Ours are
     cover, most and threshold, that a product of two negative cosines counts as unlike, and that while decoding the
-    same happens whenever `every` entries have gathered beyond the budget.
+    same happens whenever `every` entries have gathered beyond the budget: a look back at each step would cost half of it.
     """
     if kernel % 2 == 0:
         raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")
     if window < 1:
         raise OptionError(f"ems: window={window} must be at least 1")
+    if every == "auto":
+        every = 8 if decode == "merge" else 1
+    if not isinstance(every, int):
+        raise OptionError(f"ems: every={every!r} must be a number of steps, or auto")
     return Policy(
         score=GlobalAndLocal(window, kernel),
         protect=Protect(sinks=sinks, recent=window),
         every_step=decode == "merge",
         merge=IntoClasses(threshold, cover, most, sinks),
         mass_bias=mass_bias,
-        merge_every=merge_steps("ems", every, decode == "merge"),
+        plan_every=merge_steps("ems", every, decode == "merge"),
     )

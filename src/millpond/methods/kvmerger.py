@@ -53,5 +53,5 @@ def kvmerger(
         every_step=decode == "merge",
         merge=GaussianRuns(pivots, sigma),
         mass_bias=mass_bias,
-        merge_every=merge_steps("kvmerger", every, decode == "merge"),
+        plan_every=merge_steps("kvmerger", every, decode == "merge"),
     )

@@ -37,5 +37,5 @@ def merge_on_evict(
         base,
         merge=IntoNearest(threshold, base.protect.sinks),
         mass_bias=mass_bias,
-        merge_every=merge_steps("merge_on_evict", every, base.every_step),
+        plan_every=merge_steps("merge_on_evict", every, base.every_step),
     )

@@ -48,5 +48,5 @@ def rkv(
         protect=Protect(sinks=sinks, recent=window),
         reduce=reduce,
         every_step=decode == "evict",
-        merge_every=buffer if decode == "evict" else 1,
+        plan_every=buffer if decode == "evict" else 1,
     )

@@ -21,11 +21,13 @@ class CriticalValues(OverScore):
     """The best `first` of the free budget by attention a_j, the rest by (a_j + eps) * mean_h ||v_j W_h||_1.
 
     h runs over the query heads of the group, W_h is their part of the output projection. Those of the first stage
-    come before all others and keep their order.
+    come before all others and keep their order. A norm is summed over at most `numbers` of the output's numbers, evenly
+    spread; 0 for all.
     """
 
     first: float = 0.5
     eps: float = 1e-4
+    numbers: int = 512
     evict: Evict | None = None
 
     def __post_init__(self) -> None:
@@ -33,6 +35,8 @@ class CriticalValues(OverScore):
             raise OptionError(f"first={self.first} must lie in 0..1")
         if self.eps < 0:
             raise OptionError(f"eps={self.eps} must not be negative")
+        if self.numbers < 0:
+            raise OptionError(f"numbers={self.numbers} must not be negative; 0 sums over all of them")
 
     def score(self, view: View, seed: int) -> Tensor:
         attention = self.base.score(view, seed)
@@ -41,7 +45,9 @@ class CriticalValues(OverScore):
         chosen = keep_best(attention, view.free, torch.zeros_like(view.free), first)
         # only the others need their norms, at the cost of the whole output projection
         columns = (~chosen).int().topk(int((~chosen).sum(1).max()), dim=1).indices
-        norms = output_norms(columns_of(view.stored("values"), columns), view.output_maps).to(attention.dtype)
+        maps = view.output_maps
+        step = -(-maps.shape[2] // self.numbers) if self.numbers else 1
+        norms = output_norms(columns_of(view.stored("values"), columns), maps[..., ::step]).to(attention.dtype) * step
         value = torch.zeros_like(attention).scatter_(1, columns, (attention.gather(1, columns) + self.eps) * norms)
         above = torch.where(view.free, value, 0).amax()
         return torch.where(chosen, 1 + above + attention, value)

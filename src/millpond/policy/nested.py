@@ -62,12 +62,14 @@ class NestedPolicy(Policy):
     Attributes:
         threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
         frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
+        queries: recovery is measured on at most so many of them, evenly spread; 0 for all.
         classes: of token ids.
     """
 
     threshold: float = 0.95
     frequent: float = 0.3
     local: float = 0.3
+    queries: int = 256
     classes: TokenClasses = field(default_factory=TokenClasses)
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class NestedPolicy(Policy):
         for name in ("threshold", "frequent", "local"):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"{name}={getattr(self, name)} must lie in 0..1")
+        if self.queries < 0:
+            raise OptionError(f"queries={self.queries} must not be negative; 0 measures on all of them")
         alone = isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers) and self.protect.recent == 0
         if not (alone and self.merge is None and isinstance(self.score, AccumulatedAttention)):
             raise OptionError("a method whose heads have rules of their own cannot be the score of another method")
@@ -192,5 +196,7 @@ def _lowest(heads: Heads, free: Tensor, spare: Tensor) -> Tensor:
     n = int(spare.max())
     if n <= 0:
         return torch.zeros_like(free)
+    if bool((spare >= free.sum(-1)).all()):
+        return free
     value, positions, free = (t.flatten(0, 1)[:, None] for t in (heads.value, heads.positions, free))
     return weakest(value, positions, free, spare.clamp(min=0).flatten()[:, None], n).view_as(heads.positions)

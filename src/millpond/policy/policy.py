@@ -55,7 +55,7 @@ class Policy:
             recent entries by exact rotation, so that no distance exceeds the cache.
         merge: how entries that leave are taken into those that stay; None drops them.
         mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
-        merge_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
+        plan_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
         seed: of random scores and random merges.
     """
 
@@ -70,7 +70,7 @@ class Policy:
     positions: Literal["absolute", "cache_relative"] = "absolute"
     merge: Merge | None = None
     mass_bias: bool = False
-    merge_every: int = 1
+    plan_every: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,13 +89,13 @@ class Policy:
         self._check_merge()
 
     def _check_merge(self) -> None:
-        if self.merge_every < 1:
-            raise OptionError(f"merge_every={self.merge_every} must be at least 1 step")
+        if self.plan_every < 1:
+            raise OptionError(f"plan_every={self.plan_every} must be at least 1 step")
         if self.merge is None:
             if self.mass_bias:
                 raise OptionError("mass_bias belongs to a policy that merges; leave it out")
-            if self.merge_every != 1 and (self.score is None or self.score.evict is not None):
-                raise OptionError("merge_every belongs to a policy that merges or plans while decoding; leave it out")
+            if self.plan_every != 1 and (self.score is None or self.score.evict is not None):
+                raise OptionError("plan_every belongs to a policy that merges or plans while decoding; leave it out")
             return
         if self.score is None:
             raise OptionError("a policy that keeps everything has nothing to merge")

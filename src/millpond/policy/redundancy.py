@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from millpond.errors import OptionError
 from millpond.kernels import ops
@@ -48,10 +47,13 @@ def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) 
 
     The sums of whole columns are dot products with the sum of all keys; what is spared is then taken out of them.
     """
-    unit = F.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
+    wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
     if not bool(valid.all()):
-        unit = unit.masked_fill(~valid[..., None], 0)
-    total = (unit @ unit.sum(1)[..., None] - unit.square().sum(-1, keepdim=True))[..., 0]  # without the diagonal
+        wide = wide.masked_fill(~valid[..., None], 0)
+    length = torch.linalg.vector_norm(wide, dim=-1)
+    inverse = 1 / length.clamp(min=1e-12)
+    units = inverse[:, None] @ wide  # (H, 1, D), their sum
+    total = (wide @ units.transpose(1, 2))[..., 0] * inverse - (length * inverse).square()  # without the diagonal
     if spared:
         at, cosines = ops.newest_alike(keys, valid.sum(1).int(), threshold, spared)
         total = total.scatter_add(1, at.clamp(min=0).long().flatten(1), -cosines.to(total.dtype).flatten(1))

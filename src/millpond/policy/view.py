@@ -99,7 +99,7 @@ class View:
         """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
 
         The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
-        less than `width` positions behind the entry count; 0: all.
+        less than `width` positions behind the entry count; 0: all. Of many queries a policy may have asked for some.
         """
         assert self.look is not None, "the cache keeps the queries for a policy that looks at them"
         return self.look(width)

@@ -17,14 +17,13 @@ from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, 
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
-from millpond.kernels.native.ops import colsum_from_lse, decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.ops import decode, linear, prefill, read, window_signal, write
 
 __all__ = [
     "NativeKernelsWarning",
     "absolute_sums",
     "add_rows",
     "admit",
-    "colsum_from_lse",
     "decode",
     "is_available",
     "isa",

@@ -126,7 +126,7 @@ def prefill(
 
 def window_signal(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, log_masses: Tensor | None, sink_logits: Tensor | None,
-    window: int, scale: float, softcap: float, reduce: int,
+    known_lse: Tensor | None, window: int, scale: float, softcap: float, reduce: int,
 ) -> Tensor:  # fmt: skip
     """Prefill without values, of queries that bring no columns. `reduce`: a Reduce."""
     q, k, q_pos, k_pos = _rows(q), _rows(k), _flat(q_pos), _flat(k_pos)
@@ -137,38 +137,13 @@ def window_signal(
     sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
     if n_queries == 0 or n_columns == 0:
         return sums
-    lse = torch.empty((n_heads, n_queries), dtype=torch.float32)
+    lse = torch.empty((n_heads, n_queries)) if known_lse is None else known_lse.float().contiguous()
     failed = entry_point("mp_prefill")(PREFILL(
         q.data_ptr(), k.data_ptr(), 0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[k.dtype],
         *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
         n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        torch.get_num_threads(), 0, scale, softcap,
-    ))  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the prefill kernel")
-    return sums
-
-
-def colsum_from_lse(
-    q: Tensor, k: Tensor, lse: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
-    window: int, scale: float, softcap: float, reduce: int,
-) -> Tensor:  # fmt: skip
-    """Prefill without values, with a log-sum-exp that is known. `reduce`: a Reduce."""
-    q, k, lse, q_pos = _rows(q), _rows(k), lse.float().contiguous(), _flat(q_pos)
-    past_pos = past_pos if past_pos is None else _flat(past_pos)
-    past_log_masses = past_log_masses if past_log_masses is None else _rows(past_log_masses.float())
-    n_heads, n_queries, key_dim = q.shape
-    n_kv_heads, n_columns, _ = k.shape
-    sums = torch.zeros((n_kv_heads, n_columns), dtype=torch.float32)
-    if n_queries == 0:
-        return sums
-    failed = entry_point("mp_prefill")(PREFILL(
-        q.data_ptr(), k.data_ptr(), 0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[k.dtype],
-        *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(),
-        *_shared_rows(past_pos), *_shared_rows(past_log_masses), 0, 0, lse.data_ptr(), sums.data_ptr(),
-        n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, 0, window, reduce,
-        torch.get_num_threads(), 1, scale, softcap,
+        torch.get_num_threads(), int(known_lse is not None), scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")

@@ -158,24 +158,9 @@ def window_signal(
     sink_logits: Tensor | None = None,
     reduce: Reduce = Reduce.MEAN,
     log_masses: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    return calls.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, window, scale, softcap, int(reduce))
-
-
-def colsum_from_lse(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    reduce: Reduce = Reduce.MEAN,
-    past_log_masses: Tensor | None = None,
-) -> Tensor:
-    return calls.colsum_from_lse(q, k, lse, q_pos, past_pos, past_log_masses, window, scale, softcap, int(reduce))
+    return calls.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, lse, window, scale, softcap, int(reduce))
 
 
 def write(

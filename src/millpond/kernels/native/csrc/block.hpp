@@ -123,9 +123,9 @@ void Block<T>::attend() {
   std::fill(r_.total, r_.total + n_, 0.0f);
   std::memset(r_.out, 0, size_t(n_) * size_t(p_.value_pad) * 4);
   const int seen = std::min(p_.n_past + first_ + queries_, int(p_.a.n_columns));
-  const Sight oldest(p_.a.window, p_.a.q_pos[first_]);
+  const Sight oldest(p_.a.window, p_.a.q_pos[first_]), newest(p_.a.window, p_.a.q_pos[first_ + queries_ - 1]);
   for (int chunk = 0, at = 0; at < seen; ++chunk, at += COLUMNS) {
-    if (packed_.highest[chunk] <= oldest.after) continue;
+    if (packed_.highest[chunk] <= oldest.after || packed_.lowest[chunk] > newest.upto) continue;
     const int n = int(round_up(std::min(COLUMNS, seen - at), W));
     float* logits = r_.logits + int64_t(held_) * r_.most * COLUMNS;
     multiply_keys(logits, at, n);
