@@ -35,7 +35,8 @@ def ems(
 
     Reconstructed: no official code is public, and the paper is known here from its abstract and its reviews. Ours are
     cover, most and threshold, that a product of two negative cosines counts as unlike, and that while decoding the
-    same happens whenever `every` entries have gathered beyond the budget: a look back at each step would cost half of it.
+    same happens whenever `every` entries have gathered beyond the budget. A look back at
+    each step would cost half of the step.
     """
     if kernel % 2 == 0:
         raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")

@@ -18,7 +18,7 @@ def fastgen(
     local: Annotated[float, "newest entries that a head may keep, as a share of the prompt"] = 0.3,
     sinks: Annotated[int, "first positions that count as special tokens, at least 1"] = 1,
     special: Annotated[str, "ids of the special tokens, as 0;1;2; auto is the tokenizer's, none is none"] = "auto",
-    queries: Annotated[int, "recovery is measured on at most so many queries of the prompt, evenly spread; 0 for all"] = 256,
+    queries: Annotated[int, "recovery is measured on so many queries at most, evenly spread; 0 for all"] = 256,
     punctuation: Annotated[str, "ids of the punctuation, as 5;6; auto is the tokenizer's, none is none"] = "auto",
 ) -> Policy:
     """Give each head the cheapest of five rules that keeps enough of the prompt's attention.
@@ -33,7 +33,8 @@ def fastgen(
     Departs from the paper: it leaves the norm and grouped heads open. Here recovery is the share of attention kept,
     and a KV head takes the dearest rule that one of its query heads needs. The first `sinks` positions count as
     special, so that no head is empty. The most attended entries are chosen by the whole prompt, and without those
-    that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn, and each chunk of a prompt in chunks, is measured anew.
+    that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn,
+    and each chunk of a prompt in chunks, is measured anew.
     """
     if sinks < 1:
         raise OptionError(f"fastgen: sinks={sinks} must be at least 1, so that no head is empty")

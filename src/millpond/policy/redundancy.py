@@ -50,8 +50,8 @@ def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) 
     wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
     if not bool(valid.all()):
         wide = wide.masked_fill(~valid[..., None], 0)
-    length = torch.linalg.vector_norm(wide, dim=-1)
-    inverse = 1 / length.clamp(min=1e-12)
+    length: Tensor = torch.linalg.vector_norm(wide, dim=-1)
+    inverse: Tensor = 1 / length.clamp(min=1e-12)
     units = inverse[:, None] @ wide  # (H, 1, D), their sum
     total = (wide @ units.transpose(1, 2))[..., 0] * inverse - (length * inverse).square()  # without the diagonal
     if spared:
