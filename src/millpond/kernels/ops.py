@@ -297,6 +297,28 @@ def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
     reference.copy_pages(pages, source, target)
 
 
+def attend(
+    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention of many sequences' queries over entries that they share, which are read once for all of them.
+
+    The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2): what `decode` finds in the entries of
+    each sequence alone is put together with it by `lse_merge`.
+
+    Args:
+        q: (S, Hq, key_dim), one query of each sequence; all of them see every entry.
+        pages: the pool's memory, only read. table: (Hkv, n) int32 page ids. lens: (Hkv,) int32.
+        scale, softcap: as in `decode`.
+
+    Returns:
+        out (S, Hq, value_dim) float32; lse (S, Hq) float32, -inf where there is no entry.
+    """
+    found: tuple[Tensor, Tensor] = backend(pages.dtype, q.device).attend(
+        q, pages, table, lens, scale=scale, softcap=softcap
+    )
+    return found
+
+
 def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over a union of two disjoint sets from the attention over each.
 

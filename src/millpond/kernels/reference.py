@@ -278,6 +278,20 @@ def decode(
     return out.reshape(n_seq, n_heads, -1).to(q.dtype), lse.reshape(n_seq, n_heads).float(), evicted.int()
 
 
+def attend(
+    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    n_kv_heads, dtype = len(table), wide(q.dtype)
+    width = int(lens.max()) if n_kv_heads else 0
+    keys, values, positions, _, log_masses = read(pages, table, lens, width)
+    rows = q.to(dtype).transpose(0, 1).reshape(n_kv_heads, -1, len(q), q.shape[2])  # (Hkv, group, S, D)
+    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = with_masses(logits, log_masses)
+    p, lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
+    out = (p @ values.to(dtype)[:, None]).flatten(0, 1)
+    return out.transpose(0, 1).float(), lse.flatten(0, 1).T.float()
+
+
 def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_heads: int) -> Tensor:
     """(Hkv, Q, n_past + Q) bool: what each query may see."""
     n = len(q_pos)

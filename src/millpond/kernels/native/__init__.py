@@ -17,13 +17,14 @@ from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, 
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
-from millpond.kernels.native.ops import decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
 
 __all__ = [
     "NativeKernelsWarning",
     "absolute_sums",
     "add_rows",
     "admit",
+    "attend",
     "decode",
     "is_available",
     "isa",

@@ -22,9 +22,11 @@ READ = Struct("=19q").pack
 LINEAR = Struct("=30qd").pack
 ROTATE = Struct("=10q").pack
 NORM = Struct("=7qd").pack
-PREFILL = Struct("=32q2d").pack
+PREFILL = Struct("=44q2d").pack
 SCAN = Struct("=21qd").pack
 INT32 = torch.int32
+#: The end of a PREFILL whose columns are dense: a pool of one slot, and no table.
+DENSE = (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0)
 #: Columns that `mp_newest_alike` looks at together.
 COLUMNS = 128
 
@@ -117,11 +119,35 @@ def prefill(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
         n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
-        torch.get_num_threads(), 0, scale, softcap,
+        torch.get_num_threads(), 0, DTYPES[q.dtype], *DENSE, scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
     return out, lse, sums
+
+
+def attend(
+    q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, pool: list[int], scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Prefill over the columns of pages, of queries that bring none: q (S, Hq, key_dim), all of which see everything."""
+    q, table, lens = _rows(q), _flat(table), _flat(lens)
+    n_queries, n_heads, key_dim = q.shape
+    n_kv_heads, value_dim = len(table), pool[3]
+    out = torch.zeros((n_heads, n_queries, value_dim), dtype=torch.float32)
+    lse = torch.full((n_heads, n_queries), -torch.inf)
+    n_columns = int(lens.max()) if n_kv_heads else 0
+    if n_queries and n_columns:
+        q_pos = torch.full((n_queries,), torch.iinfo(INT32).max, dtype=INT32)
+        failed = entry_point("mp_prefill")(PREFILL(
+            q.data_ptr(), 0, 0, DTYPES[q.dtype], 0, 0, q.stride(1), q.stride(0), 0, 0, 0, 0, q_pos.data_ptr(),
+            0, 0, 0, 0, 0, out.data_ptr(), lse.data_ptr(), 0,
+            n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, value_dim, 0, 0, torch.get_num_threads(), 0,
+            DTYPES[torch.float32], bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0),
+            lens.data_ptr(), scale, softcap,
+        ))  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the prefill kernel")
+    return out.transpose(0, 1), lse.T
 
 
 def window_signal(
@@ -143,7 +169,7 @@ def window_signal(
         *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
         n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        torch.get_num_threads(), int(known_lse is not None), scale, softcap,
+        torch.get_num_threads(), int(known_lse is not None), DTYPES[q.dtype], *DENSE, scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")

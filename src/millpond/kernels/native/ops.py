@@ -124,6 +124,12 @@ def decode(
     return result
 
 
+def attend(
+    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return calls.attend(q, pages.bases, table, lens, _pool(pages), scale, softcap)
+
+
 def prefill(
     q: Tensor,
     k: Tensor,

@@ -86,12 +86,17 @@ struct PrefillArgs {
   const float* past_log_masses;                         // (Hkv or 1, n_past) or null: all 0
   int64_t mass_row;                                     // stride, 0 where all heads share it
   const float* sink_logits;                             // (Hq,) or null
-  void* out;                                            // (Hq, Q, value_dim) in q's dtype, null without values
+  void* out;                                            // (Hq, Q, value_dim), null without values
   float* lse;                                           // (Hq, Q)
   float* sums;                                          // (Hkv, N) or null: column sums
   int64_t n_heads, n_kv_heads, n_queries, n_columns, n_past, key_dim, value_dim;  // n_past: N - Q, or N
   int64_t window, reduce, n_threads;
   int64_t lse_given;  // whether lse is what the probabilities are taken from, not a result: then there are no values
+  int64_t out_dtype;
+  PoolArgs pool;         // of the columns, if they lie in pages; then k, v and what is said of the past count for nothing
+  const int32_t* table;  // (Hkv, n), null where they do not
+  int64_t table_row;     // stride
+  const int32_t* lens;   // (Hkv,): columns of each head, at most n_columns
   double scale, softcap;
 };
 

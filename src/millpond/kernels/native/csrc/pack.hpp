@@ -20,29 +20,40 @@ struct Prompt {
   static constexpr int STEP = Inner<T>::STEP;
   static constexpr int64_t DTYPE = sizeof(T) == 4 ? int64_t(F32) : int64_t(BF16);
   const PrefillArgs& a;
+  const Pool pool;
   int group, n_past, chunks, columns;      // columns: whole chunks of them
   int key_dim, key_pad, value_dim, value_pad;
+  int64_t k_dtype, v_dtype;
 
   explicit Prompt(const PrefillArgs& args)
-      : a(args), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_past)),
+      : a(args), pool(args.pool), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_past)),
         chunks(int((args.n_columns + COLUMNS - 1) / COLUMNS)), columns(chunks * COLUMNS), key_dim(int(args.key_dim)),
         key_pad(int(round_up(key_dim, STEP))), value_dim(int(args.value_dim)),
-        value_pad(int(round_up(value_dim, TILE))) {}
+        value_pad(int(round_up(value_dim, TILE))), k_dtype(paged() ? pool.dtype : args.k_dtype),
+        v_dtype(paged() ? pool.dtype : args.v_dtype) {}
 
   const void* query(int head, int64_t row) const { return offset(a.q, a.q_dtype, head * a.q_head + row * a.q_row); }
-  const void* key(int head, int64_t column) const { return offset(a.k, a.k_dtype, head * a.k_head + column * a.k_row); }
+  bool paged() const { return a.table != nullptr; }
+  const int32_t* pages(int head) const { return a.table + head * a.table_row; }
+  const void* key(int head, int64_t column) const {
+    if (paged()) return pool.key(pages(head), column);
+    return offset(a.k, k_dtype, head * a.k_head + column * a.k_row);
+  }
   const void* value(int head, int64_t column) const {
-    return offset(a.v, a.v_dtype, head * a.v_head + column * a.v_row);
+    if (paged()) return pool.value(pages(head), column);
+    return offset(a.v, v_dtype, head * a.v_head + column * a.v_row);
   }
   int32_t position(int head, int column) const {
-    if (column >= int(a.n_columns)) return NOWHERE;
+    if (column >= int(paged() ? a.lens[head] : a.n_columns)) return NOWHERE;
+    if (paged()) return *pool.position(pages(head), column);
     if (column >= n_past) return a.q_pos[column - n_past];
     const int32_t p = a.past_pos[head * a.past_row + column];
     return p < 0 ? NOWHERE : p;
   }
-  bool biased() const { return a.past_log_masses != nullptr; }
+  bool biased() const { return paged() ? pool.masses : a.past_log_masses != nullptr; }
   // The log mass in units of log 2 of a column that somebody sees.
   float bias(int head, int column) const {
+    if (paged()) return *pool.log_mass(pages(head), column) * LOG2_E;
     return column < n_past ? a.past_log_masses[head * a.mass_row + column] * LOG2_E : 0.0f;
   }
 };
@@ -115,19 +126,21 @@ void pack_chunk(const Prompt<T>& p, const Packed<T>& packed, int head, int chunk
   packed.lowest[chunk] = low, packed.highest[chunk] = high;
   for (int i = begin; p.biased() && i < end; ++i)
     packed.biases[i] = packed.positions[i] != NOWHERE ? p.bias(head, i) : 0.0f;
-  auto load = [&](T* to, const void* from, int64_t dtype, int i, int dim, int pad) {
-    if (packed.positions[i] != NOWHERE) return load_row(to, from, dtype, dim, pad);
-    std::memset(to, 0, size_t(pad) * sizeof(T));
+  auto load_key = [&](T* to, int i) {
+    if (packed.positions[i] != NOWHERE) return load_row(to, p.key(head, i), p.k_dtype, p.key_dim, p.key_pad);
+    std::memset(to, 0, size_t(p.key_pad) * sizeof(T));
+  };
+  auto load_value = [&](T* to, int i) {
+    if (packed.positions[i] != NOWHERE) return load_row(to, p.value(head, i), p.v_dtype, p.value_dim, p.value_pad);
+    std::memset(to, 0, size_t(p.value_pad) * sizeof(T));
   };
   const int used = std::min(end, int(round_up(p.a.n_columns, TILE)));
   for (int i = begin; i < used; i += TILE) {
-    for (int c = 0; c < TILE; ++c)
-      load(rows + c * p.key_pad, p.key(head, i + c), p.a.k_dtype, i + c, p.key_dim, p.key_pad);
+    for (int c = 0; c < TILE; ++c) load_key(rows + c * p.key_pad, i + c);
     transpose(rows, packed.key(i, 0), TILE, p.key_pad / STEP);
   }
   for (int i = begin; p.value_dim > 0 && i < used; i += STEP) {
-    for (int c = 0; c < STEP; ++c)
-      load(rows + c * p.value_pad, p.value(head, i + c), p.a.v_dtype, i + c, p.value_dim, p.value_pad);
+    for (int c = 0; c < STEP; ++c) load_value(rows + c * p.value_pad, i + c);
     for (int d = 0; d < p.value_pad; d += TILE) interleave(rows + d, p.value_pad, packed.value(i, d));
   }
 }
