@@ -129,7 +129,7 @@ def prefill(
 def attend(
     q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, pool: list[int], scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Prefill over the columns of pages, of queries that bring none: q (S, Hq, key_dim), all of which see everything."""
+    """Prefill over columns in pages, of queries that bring none and see everything: q (S, Hq, key_dim)."""
     q, table, lens = _rows(q), _flat(table), _flat(lens)
     n_queries, n_heads, key_dim = q.shape
     n_kv_heads, value_dim = len(table), pool[3]
