@@ -91,6 +91,27 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What one layer remembers of a request's first answer at one moment.
+
+    Attributes:
+        layer: it, of n_layers. n_kv_heads: its KV heads.
+        token_ids: of prompt and answer, as far as they were processed.
+        kept: per token the share of the KV heads that hold it, 0 to 1.
+        scores: per token the mean score over the heads that hold it; None where none does.
+        kv: of the whole cache.
+    """
+
+    layer: int
+    n_layers: int
+    n_kv_heads: int
+    token_ids: tuple[int, ...]
+    kept: tuple[float, ...]
+    scores: tuple[float | None, ...]
+    kv: KVFigures
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine at one moment; counters count from its start.
 
