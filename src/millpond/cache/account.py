@@ -45,11 +45,11 @@ class Account:
         self.pools.append(pool)
         return pool
 
-    def can_take(self, pages: Mapping[SharedPool, int]) -> bool:
-        """Whether all these pages can be allocated, one pool after the other."""
+    def can_take(self, pages: Mapping[PagePool, int]) -> bool:
+        """Whether all these pages, of pools of this account, can be allocated."""
         if self.limit_bytes is None:
             return True
-        need = sum(pool.bytes_to_grow(n) for pool, n in pages.items())
+        need = sum(pool.bytes_to_grow(pages.get(pool, 0)) for pool in self.pools)
         if need and self.nbytes + need > self.limit_bytes:
             for pool in self.pools:
                 if not pages.get(pool, 0):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from millpond.errors import MillpondError
+
 #: Why a completion ended: by a stop text, a stop token or the model's own end; by its length (max_tokens or the model's
-#: context); because somebody cancelled it; because its deadline came.
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+#: context); because somebody cancelled it; because its deadline came; because of an error, which the output tells.
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class RequestOutput:
 
     Attributes:
         prompt: None where only ids were given. prompt_logprobs: one per token, None for the first, if asked for.
-        finished: all completions ended.
+        finished: all completions ended. error: what ended them too early.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class RequestOutput:
     times: Times
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finished: bool = field(default=False)
+    error: MillpondError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class Recipe:
         return stack
 
     def entries(self, layer: int, seen: int, table: RegionTable) -> int:
-        """Entries per KV head that `layer` may keep of a text of `seen` tokens, where its content does not matter."""
-        return self._budgets.entries(layer, table, 0, seen)
+        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
+        return self._budgets.expected(layer, table, seen)
 
     def pool(self, key_dim: int, value_dim: int) -> PagePool:
         """The pool of entries of this shape."""
@@ -116,6 +116,12 @@ class Recipe:
 
 class _RequestBudgets(Budgets):
     """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
+
+    def expected(self, layer: int, table: RegionTable, seen: int) -> int:
+        """Entries per KV head, before the text is known."""
+        if self._budget is not None and self._policy.waits:
+            return self._average(table, seen)
+        return self.entries(layer, table, 0, seen)
 
     def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
         return super()._entries_of_bytes(table, amount * table.n_seq)
