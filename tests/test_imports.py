@@ -22,7 +22,8 @@ ORDER = [
     {"methods"},
     {"cache"},
     {"models"},
-    {"hf", "engine"},
+    {"hf"},
+    {"engine"},
     {"cluster", "server", "evals", "bench", "train"},
     {"cli"},
 ]
@@ -32,11 +33,12 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 OUTSIDE = {
     "transformers": {"models", "hf", "evals", "train", "bench", "cli"},
     "matplotlib": {"cli", "evals", "bench"},
-    "rich": {"cli", "bench", "train"},
+    "rich": {"cli", "bench", "engine", "train"},
     "typer": {"cli"},
     "triton": {"kernels"},
     "ray": {"cluster"},
     "fastapi": {"server"},
+    "xgrammar": {"engine"},
 }
 
 

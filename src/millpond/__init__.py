@@ -21,28 +21,41 @@ from millpond.errors import (
 from millpond.methods import METHODS as _METHODS  # here, so that the name `methods` stays the function below
 
 if TYPE_CHECKING:
+    from millpond.engine.async_llm import AsyncLLM
+    from millpond.engine.llm import LLM
+    from millpond.engine.sampling_params import SamplingParams
     from millpond.hf.cache import CacheStats, MillpondCache
     from millpond.hf.compress import compress
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (plainly sorted)
+    "AsyncLLM",
     "Budget",
     "BudgetError",
     "CacheMismatchError",
     "CacheStats",
+    "LLM",
     "MillpondCache",
     "MillpondError",
     "NumericsError",
     "OptionError",
     "PoolFullError",
+    "SamplingParams",
     "UnsupportedModelError",
     "codecs",
     "compress",
     "methods",
 ]
 
-_LAZY = {"compress": "millpond.hf.compress", "MillpondCache": "millpond.hf.cache", "CacheStats": "millpond.hf.cache"}
+_LAZY = {
+    "AsyncLLM": "millpond.engine.async_llm",
+    "CacheStats": "millpond.hf.cache",
+    "LLM": "millpond.engine.llm",
+    "MillpondCache": "millpond.hf.cache",
+    "SamplingParams": "millpond.engine.sampling_params",
+    "compress": "millpond.hf.compress",
+}
 
 
 def methods() -> list[str]:

@@ -15,3 +15,7 @@ class BySequence(dict[int, T]):
         if sequences is None:
             return BySequence(self)
         return BySequence({new: self[old] for new, old in enumerate(sequences) if old in self})
+
+    def join(self, other: BySequence[T], n_seq: int) -> None:
+        """Take over the values of the sequences of `other`, which come behind the `n_seq` of this batch."""
+        self.update({n_seq + sequence: value for sequence, value in other.items()})

@@ -24,6 +24,10 @@ class Companion(Protocol):
         """A copy that changes on its own, of the given sequences in this order, or of all; of none: as at first."""
         ...
 
+    def join(self, other: Any, n_seq: int) -> None:
+        """Take over the sequences of `other`, of the same kind and layer, behind the `n_seq` of this batch."""
+        ...
+
 
 @dataclass(slots=True)
 class Companions:
@@ -62,6 +66,13 @@ class Companions:
             part: Companion | None = getattr(self, name)
             copies[name] = None if part is None else part.copy(sequences)
         return Companions(**copies)
+
+    def join(self, other: Companions, n_seq: int) -> None:
+        """See `Companion.join`; the parts stay the ones that the layer's other parts know."""
+        for name in self.__slots__:
+            part: Companion | None = getattr(self, name)
+            if part is not None:
+                part.join(getattr(other, name), n_seq)
 
     def become(self, other: Companions) -> None:
         """Hold what `other` holds, for all parts of the layer that share this one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -51,6 +51,10 @@ class Focus(Protocol):
 
     def copy(self, sequences: list[int] | None = None) -> Focus:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
+        ...
+
+    def join(self, other: Any, n_seq: int) -> None:
+        """Take over the sequences of `other`, of the same layer, behind the `n_seq` of this batch."""
         ...
 
 

@@ -120,3 +120,7 @@ class Headwise:
     def copy(self, sequences: list[int] | None = None) -> Headwise:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         return Headwise(self._policy, self._asked.copy(sequences))
+
+    def join(self, other: Headwise, n_seq: int) -> None:
+        """Take over the sequences of `other`, behind the `n_seq` of this batch."""
+        self._asked.join(other._asked, n_seq)

@@ -44,6 +44,7 @@ class LayerCache:
     Attributes:
         columns: columns (pads included) that this layer has seen.
         peek: while set, passes of many tokens are looked at and not taken in.
+        reading: while set, a pass of one token is a part of the prompt, as one of many is.
         companions: what is remembered of the sequences beside their entries.
         attention: how queries meet entries. planner: what stays.
     """
@@ -66,6 +67,7 @@ class LayerCache:
         self.timeline = timeline
         self.columns = 0
         self.peek: Peek | None = None
+        self.reading = False
         self.companions = Companions.of(policy, index, rotation)
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
@@ -142,7 +144,7 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table or self._open(q, k, v, shape)
         self.attention.shape = shape
-        if span.length == 1 and (span.before > 0).all() and self.peek is None:
+        if span.length == 1 and (span.before > 0).all() and self.peek is None and not self.reading:
             if self.companions.pending:
                 self.planner.settle(table)
             out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), span.q_pos)[:, :, None]
@@ -259,6 +261,35 @@ class LayerCache:
         return out
 
     # ------------------------------------------------------------------ the batch, and going back
+
+    def join(self, other: LayerCache) -> None:
+        """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.
+
+        Pages move, none is copied. Both timelines must be joined as well.
+        """
+        table = other._require_table()
+        if self._table is None:
+            self._table, self._rule, self.attention.shape = table, other._rule, other.attention.shape
+            self.companions.become(other.companions)
+        else:
+            self.companions.join(other.companions, self._table.n_seq)
+            self._table.join(table)
+        other._table = None
+        other.reset()
+
+    def lend(self, sequences: list[int], to: LayerCache) -> None:
+        """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
+        to._table = self._require_table().fork()
+        to._table.select(sequences)
+        to._rule, to.attention.shape = self._rule, self.attention.shape
+        to.companions.become(self.companions.copy(sequences))
+
+    def pages_for_step(self) -> int:
+        """Most pages that the next decoding step may take."""
+        if self._table is None:
+            return 0
+        always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
+        return self._table.pages_for_step(always or self.policy.grows or bool(self._rivals.every), whole or not always)
 
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order (beams, batch selection, repetition)."""

@@ -29,6 +29,7 @@ class PagePool:
         slots: entries per page, a power of two.
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
+        arena_bytes: the grain in which memory is asked for, at most.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -44,6 +45,7 @@ class PagePool:
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
         masses: bool = False,
+        arena_bytes: int = ARENA_BYTES,
     ) -> None:
         check_slots(slots)
         item = torch.empty(0, dtype=dtype).element_size()
@@ -54,7 +56,7 @@ class PagePool:
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {self.page_bytes} bytes")
         self.max_pages = None if limit_bytes is None else limit_bytes // self.page_bytes
         self.limit_bytes = limit_bytes
-        per_arena = _floor_power_of_two(max(1, ARENA_BYTES // self.page_bytes))
+        per_arena = _floor_power_of_two(max(1, arena_bytes // self.page_bytes))
         self.arrays = PageArrays(per_arena, slots, key_dim, value_dim, dtype, torch.device(device), masses)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 

@@ -61,3 +61,8 @@ class QueryMemory:
         other = QueryMemory(self._policy)
         other._last, other._moments = self._last.copy(sequences), self._moments.copy(sequences)
         return other
+
+    def join(self, other: QueryMemory, n_seq: int) -> None:
+        """Take over the sequences of `other`, behind the `n_seq` of this batch."""
+        self._last.join(other._last, n_seq)
+        self._moments.join(other._moments, n_seq)

@@ -99,6 +99,10 @@ class Recall:
         """See `Focus.copy`."""
         return Recall(self._policy, self._known.copy(sequences))
 
+    def join(self, other: Recall, n_seq: int) -> None:
+        """See `Focus.join`."""
+        self._known.join(other._known, n_seq)
+
     # ------------------------------------------------------------------ attention
 
     def _attend(

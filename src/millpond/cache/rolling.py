@@ -61,6 +61,15 @@ class Rolling:
         other._base, other._keys = self._base[chosen], self._keys[chosen]
         return other
 
+    def join(self, other: Rolling, n_seq: int) -> None:
+        """Take over the sequences of `other`, behind the `n_seq` of this batch; both have seen their prompts."""
+        assert self._keys is not None, "a sequence joins others when its prompt was read"
+        assert other._keys is not None, "a sequence joins others when its prompt was read"
+        assert len(self._base) == n_seq, "one frame per sequence"
+        self._base = np.concatenate([self._base, other._base])
+        self._keys = torch.cat([self._keys, other._keys])
+        self._ready = None  # opened anew, for all
+
     def step(self, table: RegionTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
 

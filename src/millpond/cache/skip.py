@@ -51,6 +51,9 @@ class Skip:
         """See `Focus.copy`: there is nothing to copy."""
         return self
 
+    def join(self, other: Skip, n_seq: int) -> None:
+        """See `Focus.join`: there is nothing to take over."""
+
 
 def _attend_head(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, shape: AttentionShape, out: Tensor, lse: Tensor

@@ -134,6 +134,25 @@ class RegionTable:
             self._publish(lens=False)
         self._slack = int(spare[growing].min()) if growing.any() else 2**30
 
+    def pages_for_step(self, grows_always: bool, whole: bool) -> int:
+        """Most pages that the next decoding step may take: for regions that grow, and for copies of shared pages.
+
+        whole: the step writes to every page of a region, not only to its last.
+        """
+        if self._slack > 0 and not self._may_share:
+            return 0
+        full = self._owned * self.pool.slots == self._lens
+        growing = int((full if grows_always else full & (self._lens < self._caps)).sum())
+        if not self._may_share:
+            return growing
+        return growing + int((self.pool.refs(self._ids[self._written(whole)]) > 1).sum())
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included."""
+        need = -(-(self._lens + n_tokens) // self.pool.slots) - self._owned
+        shared = int((self.pool.refs(self.held()) > 1).sum()) if self._may_share else 0
+        return int(np.maximum(need, 0).sum()) + shared
+
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1
@@ -223,6 +242,24 @@ class RegionTable:
         self._may_share, self._slack = True, 0
         self._publish()
 
+    def join(self, other: RegionTable) -> None:
+        """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
+        assert other.pool is self.pool, "pages stay in their pool"
+        assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
+        width = max(self._ids.shape[1], other._ids.shape[1])
+        self._widen(width)
+        wide = np.zeros((other.n_regions, self._ids.shape[1]), dtype=np.int32)
+        wide[:, : other._ids.shape[1]] = other._ids
+        self._ids = np.concatenate([self._ids, wide])
+        for name in ("_owned", "_lens", "_caps", "_recent", "_kinds"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        self.n_seq += other.n_seq
+        self._may_share |= other._may_share
+        self._slack = 0
+        other._owned[:] = 0
+        other.clear()
+        self._publish()
+
     def fork(self) -> RegionTable:
         """Another table of the same entries: pages are shared until one of the two writes."""
         other = RegionTable(self.pool, self.n_seq, self.n_kv_heads)
@@ -242,13 +279,28 @@ class RegionTable:
         """
         if not self._may_share:
             return
-        column = np.arange(self._ids.shape[1])[None, :]
-        mine = column < self._owned[:, None]
-        if not whole:
-            mine &= column == (self._lens // self.pool.slots)[:, None]
+        if not (self.pool.refs(self.held()) > 1).any():
+            self._may_share = False
+            return
+        mine = self._written(whole)
         self._ids[mine] = self.pool.privatise(self._ids[mine])
         self._may_share = not whole
         self._publish(lens=False)
+
+    def give_up(self) -> npt.NDArray[np.int64]:
+        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        owned = self._owned.copy()
+        self.pool.release(self.held())
+        self._owned[:] = 0
+        return owned
+
+    def take_back(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `give_up` told."""
+        ends = owned.cumsum()
+        for row, (begin, end) in enumerate(zip(ends - owned, ends, strict=True)):
+            self._ids[row, : owned[row]] = ids[begin:end]
+        self._owned, self._slack, self._may_share = owned.copy(), 0, False
+        self._publish()
 
     def clear(self) -> None:
         """Give every page back."""
@@ -259,6 +311,12 @@ class RegionTable:
         self._publish()
 
     # ------------------------------------------------------------------ internal
+
+    def _written(self, whole: bool) -> npt.NDArray[np.bool_]:
+        """(R, n) which columns of `_ids` a step writes to: all pages, or the one that takes the next entry."""
+        column = np.arange(self._ids.shape[1])[None, :]
+        mine = column < self._owned[:, None]
+        return mine if whole else mine & (column == (self._lens // self.pool.slots)[:, None])
 
     def _widen(self, columns: int) -> None:
         if columns > self._ids.shape[1]:

@@ -182,6 +182,23 @@ class Timeline:
             self.tokens.select(sequences)
         self._spans.clear()
 
+    def copy(self, sequences: list[int]) -> Timeline:
+        """A timeline of some sequences alone, without the pads of their passes."""
+        other = Timeline()
+        other.seen, other.origin = self.seen[sequences], self.origin[sequences]
+        if self.tokens is not None:
+            other.tokens = self.tokens.copy(sequences)
+        return other
+
+    def join(self, other: Timeline) -> None:
+        """Take over the sequences of `other`, behind these. What was a pad in either is no longer known."""
+        self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
+        if self.tokens is not None:
+            assert other.tokens is not None, "batches that are joined keep the same things"
+            self.tokens.join(other.tokens)
+        self._padded = []
+        self._spans.clear()
+
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))

@@ -65,6 +65,21 @@ class TokenIds:
         """Follow a choice of sequences."""
         self._ids = self._ids[sequences]
 
+    def copy(self, sequences: list[int]) -> TokenIds:
+        """A copy of some sequences that changes on its own."""
+        other = TokenIds(self._required)
+        other._ids = self._ids[sequences]
+        return other
+
+    def join(self, other: TokenIds) -> None:
+        """Take over the sequences of `other`, behind these."""
+        columns = max(self._ids.shape[1], other._ids.shape[1])
+        before, self._ids = self._ids, torch.zeros(len(self._ids) + len(other._ids), columns, dtype=torch.int64).to(
+            other._ids.device
+        )
+        self._ids[: len(before), : before.shape[1] - 1] = before[:, :-1]
+        self._ids[len(before) :, : other._ids.shape[1] - 1] = other._ids[:, :-1]
+
     def reset(self) -> None:
         """Forget everything."""
         self._ids, self._coming, self._first = self._ids.new_zeros(0, 1), None, 0

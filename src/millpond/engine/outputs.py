@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from millpond.errors import MillpondError
+
 #: Why a completion ended: by a stop text, a stop token or the model's own end; by its length (max_tokens or the model's
-#: context); because somebody cancelled it; because its deadline came.
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+#: context); because somebody cancelled it; because its deadline came; because of an error, which the output tells.
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class RequestOutput:
 
     Attributes:
         prompt: None where only ids were given. prompt_logprobs: one per token, None for the first, if asked for.
-        finished: all completions ended.
+        finished: all completions ended. error: what ended them too early.
     """
 
     request_id: str
@@ -88,6 +90,28 @@ class RequestOutput:
     times: Times
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finished: bool = field(default=False)
+    error: MillpondError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one layer remembers of a request's first answer at one moment.
+
+    Attributes:
+        layer: it, of n_layers. n_kv_heads: its KV heads.
+        token_ids: of prompt and answer, as far as they were processed.
+        kept: per token the share of the KV heads that hold it, 0 to 1.
+        scores: per token the mean score over the heads that hold it; None where none does.
+        kv: of the whole cache.
+    """
+
+    layer: int
+    n_layers: int
+    n_kv_heads: int
+    token_ids: tuple[int, ...]
+    kept: tuple[float, ...]
+    scores: tuple[float | None, ...]
+    kv: KVFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class Request:
         prompt: a text, or token ids.
         priority: lower goes first; equal ones in the order of arrival.
         deadline: seconds after arrival at which the request ends with what it has; None: never.
+        watch: keep what the cache held at the end, for `AsyncLLM.memory`.
     """
 
     request_id: str
@@ -42,3 +43,4 @@ class Request:
     cache: CacheOptions = field(default_factory=CacheOptions)
     priority: int = 0
     deadline: float | None = None
+    watch: bool = False

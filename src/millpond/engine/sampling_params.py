@@ -85,6 +85,8 @@ class SamplingParams:
                 json.dumps(self.json_schema)
             except (TypeError, ValueError) as error:
                 raise OptionError(f"json_schema is not JSON: {error}") from None
+            if self.ignore_eos:
+                raise OptionError("json_schema ends the answer where its value is complete; leave ignore_eos out")
 
     @staticmethod
     def _within(name: str, value: float, least: float, most: float) -> None:

@@ -70,12 +70,12 @@ def compress(
     """
     check_supported(model)
     check_slots(page_slots)
-    policy = _policy(method, options)
+    policy = policy_of(method, options)
     if isinstance(policy, NestedPolicy):
         policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
     if isinstance(policy, RebuildPolicy):
         policy = replace(policy, ids=ask_ids(policy, tokenizer))
-    chosen = _budget(method, budget, policy)
+    chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
     config = text_config(model)
@@ -89,13 +89,13 @@ def compress(
         croppable=policy.keeps_all and not policy.takes_budget and not sliding,
     )  # fmt: skip
     show_outputs(model, cache.cores)
-    cache.on_close(_switch(model))
+    cache.on_close(switch_attention(model))
     if native_layers:
         cache.on_close(use_native_layers(model))
     return cache
 
 
-def _policy(method: str | Policy, options: dict[str, Any]) -> Policy:
+def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:
     if isinstance(method, str):
         return METHODS.get(method)(**options)
     if not isinstance(method, Policy):
@@ -105,7 +105,7 @@ def _policy(method: str | Policy, options: dict[str, Any]) -> Policy:
     return method
 
 
-def _budget(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
+def budget_of(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
     if not policy.takes_budget:
         if budget is not None:
             named = f"method {method!r}" if isinstance(method, str) else "this policy"
@@ -126,7 +126,7 @@ def _budget(method: str | Policy, budget: str | int | float | Budget | None, pol
 _switched: dict[int, tuple[int, str | None]] = {}
 
 
-def _switch(model: PreTrainedModel) -> Callable[[], None]:
+def switch_attention(model: PreTrainedModel) -> Callable[[], None]:
     """Let the model's language side attend through Millpond; returns what undoes it, once no other cache needs it."""
     attention.register()
     config = text_config(model)

@@ -1,0 +1,147 @@
+"""Stack: the caches of all layers for a batch of sequences, which move together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from millpond.cache.layer import LayerCache
+from millpond.cache.pool import PagePool
+from millpond.cache.swap import Carried, carry_in, carry_out
+from millpond.cache.timeline import Timeline
+
+
+class Stack:
+    """A batch of sequences that read or decode in step. Holds pages until it is cleared.
+
+    Args:
+        cores: one per layer, new ones. timeline: theirs. before_plan: called when the prompt is about to be planned.
+
+    Attributes:
+        reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+    """
+
+    def __init__(
+        self, cores: Sequence[LayerCache], timeline: Timeline, before_plan: Callable[[], None] = lambda: None
+    ) -> None:
+        self.cores = list(cores)
+        self.timeline = timeline
+        self._before_plan = before_plan
+        self._carried: list[Carried] | None = None
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences held."""
+        return self.timeline.n_seq
+
+    @property
+    def reading(self) -> bool:
+        return self.cores[0].reading
+
+    @reading.setter
+    def reading(self, value: bool) -> None:
+        for core in self.cores:
+            core.reading = value
+
+    def settle(self) -> None:
+        """The prompt is complete: every layer plans what it keeps."""
+        self.reading = False
+        self._before_plan()
+        for core in self.cores:
+            core.settle()
+
+    # ------------------------------------------------------------------ the batch
+
+    def begin(self, ids: Tensor) -> None:
+        """A pass with these tokens (n_seq, columns) begins."""
+        self.timeline.begin_pass(ids)
+
+    def join(self, other: Stack) -> None:
+        """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
+        for core, joining in zip(self.cores, other.cores, strict=True):
+            core.join(joining)
+        self.timeline.join(other.timeline)
+        other.timeline.reset()
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences, in this order; of none, hold nothing."""
+        if sequences == list(range(self.n_seq)):
+            return
+        if not sequences:
+            self.clear()
+            return
+        for core in self.cores:
+            core.select(sequences)
+        self.timeline.select(sequences)
+
+    def part(self, sequences: list[int], into: Stack) -> None:
+        """Move some sequences to `into`, an empty stack of the same kind."""
+        for core, other in zip(self.cores, into.cores, strict=True):
+            core.lend(sequences, other)
+        into.timeline.join(self.timeline.copy(sequences))
+        self.select([s for s in range(self.n_seq) if s not in set(sequences)])
+
+    def clear(self) -> None:
+        """Give every page back and forget every sequence."""
+        for core in self.cores:
+            core.reset()
+        self.timeline.reset()
+        self._carried = None
+
+    # ------------------------------------------------------------------ room
+
+    def pages_for_step(self) -> dict[PagePool, int]:
+        """Most pages that the next decoding step may take of each pool."""
+        need: Counter[PagePool] = Counter()
+        for core in self.cores:
+            if core.table is not None:
+                need[core.table.pool] += core.pages_for_step()
+        return dict(need)
+
+    def pages_for(self, n_tokens: int) -> dict[PagePool, int]:
+        """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
+        need: Counter[PagePool] = Counter()
+        for core in self.cores:
+            if core.table is not None:
+                need[core.table.pool] += core.table.pages_for(n_tokens)
+        return dict(need)
+
+    # ------------------------------------------------------------------ out of the pool and back
+
+    @property
+    def carried(self) -> bool:
+        """Whether the pages lie outside the pool."""
+        return self._carried is not None
+
+    def carry_out(self) -> None:
+        """Copy all pages to the host's memory and give them back."""
+        self._carried = [carry_out(core.table) for core in self.cores if core.table is not None]
+
+    def carry_in(self) -> None:
+        """Take the pages in again. Ask `pages_to_carry_in` for room first."""
+        assert self._carried is not None, "pages come back that were carried out"
+        for table, carried in zip([c.table for c in self.cores if c.table is not None], self._carried, strict=True):
+            carry_in(table, carried)
+        self._carried = None
+
+    def pages_to_carry_in(self) -> dict[PagePool, int]:
+        """Pages of each pool that `carry_in` takes."""
+        need: Counter[PagePool] = Counter()
+        tables = [core.table for core in self.cores if core.table is not None]
+        for table, carried in zip(tables, self._carried or [], strict=True):
+            need[table.pool] += carried.n_pages
+        return dict(need)
+
+    # ------------------------------------------------------------------ figures
+
+    def held(self) -> np.ndarray:
+        """(n_layers, n_seq, n_kv_heads) entries held; heads that a layer lacks count 0."""
+        stored = [core.stored for core in self.cores]
+        heads = max((s.shape[1] for s in stored), default=0)
+        found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
+        for layer, entries in enumerate(stored):
+            found[layer, : entries.shape[0], : entries.shape[1]] = entries
+        return found

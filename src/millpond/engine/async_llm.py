@@ -1,0 +1,226 @@
+"""AsyncLLM: a model with an engine, for a server: requests come and go while one thread steps the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from millpond.engine.engine import Engine
+from millpond.engine.llm import load
+from millpond.engine.outputs import EngineStats, RequestOutput
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import MillpondError
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """Answers requests of many tasks; safe to use from any event loop and thread.
+
+    Args:
+        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model.
+        model_name: as clients name it; None: the model's own. dtype: where the model is loaded here; see `LLM`.
+        **options: of the `Engine`.
+
+    Raises:
+        OptionError, BudgetError, UnsupportedModelError: as `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        model_name: str | None = None,
+        tokenizer: Any = None,
+        dtype: str | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> None:
+        loaded, tokenizer = load(model, tokenizer, dtype, threads)
+        self.model_name = model_name or str(
+            model if loaded is not model else getattr(model, "name_or_path", "") or "model"
+        )
+        self._engine = Engine(loaded, tokenizer, **options)
+        self._boxes: dict[str, _Box] = {}  # only the engine's thread looks at it
+        self._asked: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what is asked
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self._engine.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it are tokens."""
+        return self._engine.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._engine.context_length or sys.maxsize
+
+    @property
+    def cache(self) -> CacheOptions:
+        """How caches are kept where a request does not say."""
+        return self._engine.cache
+
+    def stats(self) -> EngineStats:
+        """The engine after its last step."""
+        return self._engine.stats()
+
+    async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """The answers of a request as they grow, each time all of them; closing the generator cancels the request.
+
+        A slow reader gets fewer outputs, never old ones.
+
+        Raises:
+            MillpondError: the request is refused, or an error ended it.
+        """
+        box = _Box(asyncio.get_running_loop())
+        try:
+            await self.call(lambda engine: self._take_in(engine, request, box))
+            while not box.finished:
+                output = await box.next()
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            if not box.finished:
+                self._post(lambda: self._drop(request.request_id, box))
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request with what it has; one that is not there any more is no error."""
+        await self.call(lambda engine: engine.cancel(request_id))
+
+    async def call(self, ask: Callable[[Engine], T]) -> T:
+        """Run `ask` in the engine's thread between two steps, and return what it returns.
+
+        Raises:
+            MillpondError: the engine was closed. Also what `ask` raises.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(ask(self._engine))
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self._post(run):
+            raise MillpondError("the engine was closed and takes no requests any more")
+        return await asyncio.wrap_future(answer)
+
+    async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests and stop; with `drain` what runs may finish first, for at most `timeout` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if drain:
+            await asyncio.to_thread(self._thread.join, timeout)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                while self._asked:
+                    self._asked.popleft()()
+                if self._engine.busy:
+                    self._hand_out(self._step())
+        finally:
+            with self._changed:
+                self._stopped = True
+            self._hand_out(self._engine.end_all())
+            while self._asked:
+                self._asked.popleft()()
+            self._engine.close()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False: it is time to stop."""
+        with self._changed:
+            while not (self._asked or self._engine.busy or self._closing or self._stopped):
+                self._changed.wait()
+            return not self._stopped and bool(self._asked or self._engine.busy or not self._closing)
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self._engine.step()
+        except Exception as error:  # a mistake of ours must not leave anybody waiting
+            return self._engine.end_all(error)
+
+    def _take_in(self, engine: Engine, request: Request, box: _Box) -> None:
+        if self._closing:
+            raise MillpondError("the engine is closing and takes no requests any more")
+        engine.add(request)
+        self._boxes[request.request_id] = box
+
+    def _drop(self, request_id: str, box: _Box) -> None:
+        """Nobody reads this request's answers any more; another one may have its name."""
+        if self._boxes.get(request_id) is box:
+            del self._boxes[request_id]
+            self._engine.cancel(request_id)
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            box = self._boxes.get(output.request_id)
+            if box is not None:
+                if output.finished:
+                    del self._boxes[output.request_id]
+                if not box.put(output):
+                    self._drop(output.request_id, box)
+
+    def _post(self, run: Callable[[], None]) -> bool:
+        """Let the engine's thread run this; False if there is none any more."""
+        with self._changed:
+            if self._stopped:
+                return False
+            self._asked.append(run)
+            self._changed.notify()
+        return True
+
+
+class _Box:
+    """The newest output of a request, for the task that reads it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.finished = False
+        self._loop = loop
+        self._there = asyncio.Event()
+        self._output: RequestOutput | None = None
+
+    def put(self, output: RequestOutput) -> bool:
+        """Called by the engine's thread; False if nobody can read it any more."""
+        try:
+            self._loop.call_soon_threadsafe(self._arrive, output)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    async def next(self) -> RequestOutput:
+        """The newest output that was not read yet."""
+        await self._there.wait()
+        self._there.clear()
+        assert self._output is not None, "an output came"
+        self.finished = self._output.finished
+        return self._output
+
+    def _arrive(self, output: RequestOutput) -> None:
+        self._output = output
+        self._there.set()

@@ -1,0 +1,353 @@
+"""Engine: many requests inside one memory limit, step by step.
+
+A request first reads its prompt in a cache of its own, in chunks beside what the others do. Then its method plans
+what stays, and its answers decode in one batch with all others of the same method, options, budget and format. Each
+step is one forward pass of the model over everything that runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millpond.budget import Budget, parse_bytes
+from millpond.cache.account import Account
+from millpond.cache.pool import DEFAULT_SLOTS, check_slots
+from millpond.cache.stack import Stack
+from millpond.engine.answer import Answer, with_texts
+from millpond.engine.groups import Group, figures_of
+from millpond.engine.intake import Intake
+from millpond.engine.live import Live
+from millpond.engine.outputs import EngineStats, FinishReason, RequestOutput
+from millpond.engine.recipes import Recipes
+from millpond.engine.request import CacheOptions, Request
+from millpond.engine.room import Room, groups_of
+from millpond.engine.runner import Reading, run
+from millpond.engine.sampling import BadLogitsError, Sampler
+from millpond.engine.sampling_logprobs import score_tokens
+from millpond.engine.scheduler import Scheduler, State
+from millpond.errors import MillpondError, OptionError
+from millpond.hf.packed import PackedModel
+
+
+class Engine:
+    """Runs requests; not safe for several threads at once.
+
+    Args:
+        model: a transformers decoder. tokenizer: its own; without one requests bring token ids and get no text.
+        method, options, budget, codec: how caches are kept where a request says nothing; see `compress`.
+        kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
+        max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
+        overcommit: see `Scheduler`. page_slots, native_layers: see `compress`.
+
+    Raises:
+        UnsupportedModelError, OptionError, BudgetError: as `compress`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        method: str = "h2o",
+        options: Mapping[str, Any] | None = None,
+        budget: Budget | str | int | float | None = "20%",
+        codec: str | None = None,
+        kv_memory: str | int | None = None,
+        max_step_tokens: int = 512,
+        max_running: int = 256,
+        overcommit: float = 1.0,
+        page_slots: int = DEFAULT_SLOTS,
+        native_layers: bool = True,
+    ) -> None:
+        check_slots(page_slots)
+        limit = None if kv_memory is None else parse_bytes(kv_memory)
+        self.tokenizer = tokenizer
+        self._account = Account(limit)
+        self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
+        self._sampler = Sampler(tokenizer)
+        self._model = PackedModel(model, native_layers=native_layers)
+        self._live: dict[str, Live] = {}
+        self._told: list[Live] = []  # requests that changed outside a step
+        self._room = Room(self._account, self._scheduler, self._live, self._model.layers)
+        defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
+        try:
+            self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
+            self.cache = self._recipes.complete(CacheOptions())
+            self._recipes.group(self.cache)
+        except BaseException:
+            self._model.close()
+            raise
+        self._intake = Intake(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
+        self._counts = {
+            "prompt_tokens": 0,
+            "generated_tokens": 0,
+            "evicted_entries": 0,
+            "shared_tokens": 0,
+            "finished": 0,
+        }
+        self._stats = self._count()
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of a prompt and its answer together; None where the model sets no limit."""
+        return self._model.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it are tokens."""
+        return self._model.vocabulary
+
+    def add(self, request: Request) -> None:
+        """Take a request in; `step` works on it.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: the request is refused; the message says why.
+        """
+        if request.request_id in self._live:
+            raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
+        live = self._intake.take(request)
+        for answer in live.answers:
+            self._sampler.start(answer.key, request.params, live.ids, answer.index)
+        self._live[request.request_id] = live
+        self._scheduler.add(live.job)
+        self._stats = self._count()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with what it has; one that is not there any more is no error."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live, "cancelled")
+            self._told.append(live)
+            self._stats = self._count()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do or tell anything."""
+        return bool(self._live or self._told)
+
+    def cache_of(self, request_id: str, index: int = 0) -> tuple[Stack, int] | None:
+        """The caches that hold an answer, and which of their sequences it is; None while it holds none.
+
+        What is read there is right until the next step.
+        """
+        live = self._live.get(request_id)
+        if live is None or live.job.state is State.SWAPPED:
+            return None
+        if live.stack is not None:
+            return (live.stack, 0) if live.stack.n_seq else None
+        answer = live.answers[index]
+        return (live.group.stack, live.group.answers.index(answer)) if answer in live.group.answers else None
+
+    def stats(self) -> EngineStats:
+        """The engine after its last step; may be asked from any thread."""
+        return self._stats
+
+    def drain(self) -> list[RequestOutput]:
+        """Step until nothing is left; returns what each request came to."""
+        done: list[RequestOutput] = []
+        while self.busy:
+            done += [output for output in self.step() if output.finished]
+        return done
+
+    def end_all(self, error: Exception | None = None) -> list[RequestOutput]:
+        """End all requests, cancelled or because of an error; returns what they came to."""
+        ended = list(dict.fromkeys([*self._told, *self._live.values()]))
+        self._told = []
+        for live in list(self._live.values()):
+            if error is None:
+                self._end(live, "cancelled")
+            else:
+                self._fail(live, error)
+                self._tidy(live)
+        self._trim()
+        self._stats = self._count()
+        return [live.show() for live in ended]
+
+    def close(self) -> None:
+        """End all requests, give all memory back, and the model its own attention."""
+        self.end_all()
+        self._model.close()
+
+    def check_integrity(self) -> None:
+        """Assert that every page is held by exactly the caches that name it, within the limit."""
+        stacks = [group.stack for group in self._recipes.groups]
+        stacks += [live.stack for live in self._live.values() if live.stack is not None]
+        tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
+        for pool in self._account.pools:
+            pool.check_integrity([table.held() for table in tables if table.pool is pool])
+        limit = self._account.limit_bytes
+        assert limit is None or self._account.nbytes <= limit, "more bytes than the limit"
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """One forward pass; returns the requests that changed, as far as they have come."""
+        changed, self._told = self._told, []
+        for job in self._scheduler.expired(time.monotonic()):
+            changed.append(live := self._live[job.key])
+            self._end(live, "deadline")
+        step = self._scheduler.plan()
+        self._room.prepare(step)
+        groups = groups_of(step, self._live)
+        reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
+        changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
+        changed += [live for live, n in reading if live.job.read + n == live.job.prompt]
+        try:
+            if groups or reading:
+                self._run(groups, reading)
+        except Exception as error:
+            self._break_off(groups, reading, error)
+            if not isinstance(error, MillpondError):
+                self._told += changed
+                raise
+        if not self._live:
+            self._trim()
+        self._stats = self._count()
+        return [live.show() for live in dict.fromkeys(changed)]
+
+    def _run(self, groups: list[Group], reading: list[tuple[Live, int]]) -> None:
+        readings = [self._begin(live, n) for live, n in reading]
+        logits = run(self._model, groups, readings)
+        answers = [answer for group in groups for answer in group.answers]
+        rows = logits[: len(groups)]
+        read: list[Live] = []
+        for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
+            self._scheduler.took(live.job, n)
+            self._counts["prompt_tokens"] += n
+            self._score_prompt(live, part, found)
+            if part.ends:
+                read.append(live)
+                answers += live.answers
+                rows.append(found[-1:].expand(len(live.answers), -1))
+        if answers:
+            self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
+        for live in read:
+            self._settle(live)
+        for group in dict.fromkeys([*groups, *(live.group for live in read)]):
+            group.note_figures()
+            group.leave()
+        for live in dict.fromkeys(self._live[key] for key in [answer.key[0] for answer in answers]):
+            self._tidy(live)
+
+    def _begin(self, live: Live, n: int) -> Reading:
+        """The next `n` tokens of a prompt."""
+        if live.stack is None:
+            live.stack = live.group.recipe.stack(len(live.ids))
+            live.times = replace(live.times, started=time.monotonic())
+        start = live.job.read
+        ends = start + n == len(live.ids)
+        return Reading(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
+
+    def _score_prompt(self, live: Live, part: Reading, logits: Tensor) -> None:
+        """Log probabilities of the prompt's tokens behind those that were read, if asked for."""
+        if live.prompt_logprobs is None:
+            return
+        tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]
+        top = [live.request.params.prompt_logprobs or 0] * len(tokens)
+        for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
+            live.prompt_logprobs.append(with_texts(self.tokenizer, token, value, likeliest))
+
+    def _choose(self, answers: list[Answer], logits: Tensor) -> None:
+        """The next token of every answer; those whose logits allow none end."""
+        keys = [answer.key for answer in answers]
+        try:
+            sampled = self._sampler(keys, logits)
+        except BadLogitsError as error:
+            bad = set(error.keys)
+            for answer in answers:
+                if answer.key in bad:
+                    answer.end("error")
+                    self._live[answer.key[0]].error = error
+            good = [place for place, key in enumerate(keys) if key not in bad]
+            answers = [answers[place] for place in good]
+            sampled = self._sampler([keys[place] for place in good], logits[good])
+        for answer, one in zip(answers, sampled, strict=True):
+            answer.take(one)
+        self._counts["generated_tokens"] += len(answers)
+
+    def _settle(self, live: Live) -> None:
+        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others."""
+        stack, going = live.stack, live.going
+        assert stack is not None, "a prompt that was read has a cache"
+        live.times = replace(live.times, first_token=time.monotonic())
+        try:
+            if going:
+                stack.settle()
+        except MillpondError as error:
+            self._fail(live, error)
+            going = []
+        for answer in live.answers:
+            answer.kv = figures_of(stack, live.group.recipe, self._model.layers)[0]
+        if going:
+            stack.select([0] * len(going))
+            live.group.join(stack, going)
+            live.stack = None
+
+    # ------------------------------------------------------------------ ends
+
+    def _tidy(self, live: Live) -> None:
+        """Forget the answers that have ended; and the request with the last of them."""
+        going = live.going
+        for answer in live.answers:
+            if answer.finished:
+                self._sampler.stop(answer.key)
+        if going:
+            if len(going) < live.job.width:
+                self._scheduler.narrowed(live.job, len(going))
+            return
+        if live.stack is not None:
+            live.stack.clear()
+            live.stack = None
+        live.group.leave()
+        self._scheduler.remove(live.job)
+        del self._live[live.request.request_id]
+        live.times = replace(live.times, finished=time.monotonic())
+        self._counts["finished"] += 1
+        self._counts["evicted_entries"] += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
+
+    def _end(self, live: Live, reason: FinishReason) -> None:
+        """All answers of a request end as they are."""
+        for answer in live.going:
+            answer.end(reason)
+        self._tidy(live)
+
+    def _fail(self, live: Live, error: Exception) -> None:
+        """All answers of a request end because of an error."""
+        if not isinstance(error, MillpondError):
+            error = MillpondError(f"the step failed: {type(error).__name__}: {error}")
+        live.error = error
+        for answer in live.going:
+            answer.end("error")
+
+    def _break_off(self, groups: list[Group], reading: list[tuple[Live, int]], error: Exception) -> None:
+        """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
+        lives = [self._live[answer.key[0]] for group in groups for answer in group.answers]
+        for group in groups:
+            group.clear()
+        for live in dict.fromkeys([*lives, *(live for live, _ in reading)]):
+            self._fail(live, error)
+            if live.request.request_id in self._live:
+                self._tidy(live)
+
+    def _trim(self) -> None:
+        for pool in self._account.pools:
+            pool.trim()
+
+    def _count(self) -> EngineStats:
+        scheduler, going = self._scheduler, [a for live in self._live.values() for a in live.going]
+        figures = [answer.kv for answer in going if answer.kv is not None]
+        return EngineStats(
+            running=scheduler.count(State.READING, State.DECODING), waiting=scheduler.count(State.WAITING),
+            swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes, kv_reserved=self._account.nbytes,
+            kv_limit=self._account.limit_bytes, kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
+            preemptions=self._room.carried_out, **self._counts,
+        )  # fmt: skip

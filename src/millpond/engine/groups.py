@@ -1,0 +1,78 @@
+"""Group: the answers that decode together, since their caches are kept in the same way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millpond.cache.stack import Stack
+from millpond.engine.answer import Answer
+from millpond.engine.outputs import KVFigures
+from millpond.hf.packed import LayerShape
+from millpond.hf.recipe import Recipe
+
+
+class Group:
+    """One batch of caches, and whose they are.
+
+    Args:
+        layers: what each layer of the model stores.
+
+    Attributes:
+        recipe: how their caches are made. stack: the caches. answers: whose sequences these are, in order.
+    """
+
+    def __init__(self, recipe: Recipe, layers: list[LayerShape]) -> None:
+        self.recipe = recipe
+        self.stack = recipe.stack()
+        self.answers: list[Answer] = []
+        self._layers = layers
+
+    def join(self, stack: Stack, answers: list[Answer]) -> None:
+        """Answers begin to decode, or come back; `stack` holds a sequence for each and is empty afterwards."""
+        assert stack.n_seq == len(answers), "a sequence for each answer"
+        self.stack.join(stack)
+        self.answers += answers
+
+    def part(self, answers: list[Answer]) -> Stack:
+        """Answers stop decoding for now; returns their caches."""
+        own = self.recipe.stack()
+        chosen = [self.answers.index(answer) for answer in answers]
+        self.stack.part(chosen, own)
+        self.answers = [answer for answer in self.answers if answer not in answers]
+        return own
+
+    def leave(self) -> None:
+        """Forget the answers that are finished, and give their pages back."""
+        stay = [place for place, answer in enumerate(self.answers) if not answer.finished]
+        if len(stay) < len(self.answers):
+            self.stack.select(stay)
+            self.answers = [self.answers[place] for place in stay]
+
+    def clear(self) -> None:
+        """Forget all answers and give their pages back."""
+        self.stack.clear()
+        self.answers = []
+
+    def note_figures(self) -> None:
+        """Tell every answer what its cache holds now."""
+        for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
+            answer.kv = figures
+
+
+def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[KVFigures]:
+    """What each sequence of a stack holds."""
+    held, seen = stack.held(), stack.timeline.seen
+    heads = np.array([layer.n_kv_heads for layer in layers])
+    pools = [recipe.pool(layer.key_dim, layer.value_dim) for layer in layers]
+    slots = pools[0].slots
+    page = np.array([pool.kv_bytes_per_page for pool in pools])
+    kv_bytes = ((-(-held // slots)).sum(2) * page[:, None]).sum(0)
+    entry_bytes = int((heads * page).sum()) // slots
+    entries = held.sum((0, 2))
+    return [
+        KVFigures(
+            seen=int(seen[s]), held=float(entries[s]) / int(heads.sum()), kv_bytes=int(kv_bytes[s]),
+            full_kv_bytes=int(seen[s]) * entry_bytes, evicted=int(seen[s]) * int(heads.sum()) - int(entries[s]),
+        )
+        for s in range(stack.n_seq)
+    ]  # fmt: skip

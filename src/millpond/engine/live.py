@@ -1,0 +1,53 @@
+"""Live: one request while the engine works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millpond.cache.stack import Stack
+from millpond.engine.answer import Answer
+from millpond.engine.groups import Group
+from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
+from millpond.engine.request import Request
+from millpond.engine.scheduler import Job
+from millpond.errors import MillpondError
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request, what the scheduler knows of it, its answers and, while it does not decode, its cache.
+
+    Attributes:
+        ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
+        prompt_logprobs: None where nobody asked. times: so far. error: what ended it too early.
+    """
+
+    request: Request
+    ids: tuple[int, ...]
+    job: Job
+    group: Group
+    answers: list[Answer]
+    times: Times
+    stack: Stack | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: MillpondError | None = None
+    numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
+
+    def __post_init__(self) -> None:
+        self.numbers = np.array(self.ids, dtype=np.int64)
+
+    @property
+    def going(self) -> list[Answer]:
+        """Answers that are not finished."""
+        return [answer for answer in self.answers if not answer.finished]
+
+    def show(self) -> RequestOutput:
+        """As far as it has come."""
+        prompt = self.request.prompt
+        return RequestOutput(
+            self.request.request_id, prompt if isinstance(prompt, str) else None, self.ids,
+            tuple(answer.show() for answer in self.answers), self.times,
+            None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.going, self.error,
+        )  # fmt: skip

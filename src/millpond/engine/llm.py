@@ -1,0 +1,179 @@
+"""LLM: a model with an engine, for scripts: prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from millpond.budget import Budget
+from millpond.engine.engine import Engine
+from millpond.engine.outputs import EngineStats, RequestOutput
+from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sampling_params import SamplingParams
+from millpond.errors import OptionError
+from millpond.models.load import load_model, load_tokenizer
+
+#: What `generate` takes: a text, token ids, or several of either.
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+
+class LLM:
+    """A model that answers many prompts at once inside one memory limit.
+
+    Args:
+        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model.
+        method, budget, codec, options: how caches are kept where `generate` says nothing else; see `compress`.
+        kv_memory: most bytes of all caches together ("2GiB"); None for no limit.
+        dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
+        max_step_tokens: tokens of one step of the model where prompts are read: more read faster, fewer keep the
+            others' next tokens coming.
+        threads: of torch in this process; None leaves them as they are.
+
+    Raises:
+        OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        method: str = "h2o",
+        budget: Budget | str | int | float | None = "20%",
+        codec: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        kv_memory: str | int | None = None,
+        dtype: str | None = None,
+        max_step_tokens: int = 512,
+        tokenizer: Any = None,
+        threads: int | None = None,
+    ) -> None:
+        model, tokenizer = load(model, tokenizer, dtype, threads)
+        self.engine = Engine(
+            model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
+            max_step_tokens=max_step_tokens,
+        )  # fmt: skip
+        self._names = count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheOptions | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer all prompts.
+
+        Args:
+            prompts: one or several, texts or token ids. params: for all of them, or for each its own.
+            cache: how their caches are kept; None: as the LLM's are. progress: show a bar (needs rich).
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
+        """
+        return sorted(self.stream(prompts, params, cache=cache, progress=progress), key=lambda out: int(out.request_id))
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheOptions | None = None,
+        progress: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, each output as soon as it is finished."""
+        each = _prompts(prompts)
+        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
+        if len(chosen) != len(each):
+            raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
+        asked = [
+            Request(request_id=str(next(self._names)), prompt=prompt, params=own, cache=cache or CacheOptions())
+            for prompt, own in zip(each, chosen, strict=True)
+        ]
+        try:
+            for request in asked:
+                self.engine.add(request)
+            outputs = self._outputs()
+            yield from _shown(outputs, len(asked)) if progress else outputs
+        finally:
+            for request in asked:
+                self.engine.cancel(request.request_id)
+            self.engine.drain()
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give all memory back, and the model its own attention."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _outputs(self) -> Iterator[RequestOutput]:
+        while self.engine.busy:
+            for output in self.engine.step():
+                if output.error is not None:
+                    raise output.error
+                if output.finished:
+                    yield output
+
+
+def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> tuple[Any, Any]:
+    """A model and its tokenizer, loaded if `model` is a name or a folder.
+
+    Raises:
+        OptionError: it cannot be loaded, or a dtype beside a model that is loaded already.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if isinstance(model, str | PathLike):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        return load_model(model, "auto" if dtype is None else dtype), tokenizer
+    if dtype is not None:
+        raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")
+    return model, tokenizer
+
+
+def _prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:
+    """Each prompt of what a user gave.
+
+    Raises:
+        OptionError: neither texts nor token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    given: list[Any] = list(prompts)
+    if given and all(isinstance(one, int) for one in given):
+        return [tuple(given)]
+    if all(isinstance(one, str) for one in given):
+        return given
+    if all(not isinstance(one, str | int) and all(isinstance(i, int) for i in one) for one in given):
+        return [tuple(one) for one in given]
+    raise OptionError("prompts must be a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
+    """The outputs, and a bar that says how many there were."""
+    from rich.progress import track
+
+    yield from track(outputs, description="generating", total=total)

@@ -1,0 +1,85 @@
+"""Recipes: the groups of an engine, by how their caches are kept, and the pools that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from millpond.cache.account import Account
+from millpond.cache.pool import PagePool
+from millpond.engine.groups import Group
+from millpond.engine.request import CacheOptions
+from millpond.errors import OptionError
+from millpond.hf.compress import policy_of
+from millpond.hf.packed import PackedModel
+from millpond.hf.recipe import Recipe
+
+
+class Recipes:
+    """Makes groups when a request first asks for one, and keeps them.
+
+    Args:
+        defaults: what holds where a request says nothing. account: what all pools share.
+    """
+
+    def __init__(
+        self, model: PackedModel, defaults: CacheOptions, account: Account, page_slots: int, tokenizer: Any
+    ) -> None:
+        self.defaults = defaults
+        self._model = model
+        self._account = account
+        self._page_slots = page_slots
+        self._tokenizer = tokenizer
+        self._groups: dict[tuple[Any, ...], Group] = {}
+        self._pools: dict[tuple[Any, ...], PagePool] = {}
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups so far."""
+        return list(self._groups.values())
+
+    def group(self, asked: CacheOptions) -> Group:
+        """The group of a request.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: as `compress`; or a method that the engine cannot run.
+        """
+        chosen = self.complete(asked)
+        codec = "auto" if chosen.codec is None else chosen.codec
+        if not isinstance(codec, str):
+            raise OptionError(f"codec={codec!r}: formats of their own for keys and values are not stored yet; name one")
+        method = str(chosen.method)
+        key = (
+            method,
+            *sorted((name, repr(value)) for name, value in chosen.options.items()),
+            repr(chosen.budget),
+            codec,
+        )
+        if key not in self._groups:
+            recipe = Recipe(self._model, self._pool, method, chosen.options, chosen.budget, codec, self._tokenizer)
+            self._groups[key] = Group(recipe, self._model.layers)
+        return self._groups[key]
+
+    def complete(self, asked: CacheOptions) -> CacheOptions:
+        """What a request asks for, with the engine's defaults where it says nothing.
+
+        The default options belong to the default method; a default budget holds for methods that take one.
+        """
+        usual = self.defaults
+        method = usual.method if asked.method is None else asked.method
+        options = {**(usual.options if method == usual.method else {}), **asked.options}
+        budget = asked.budget
+        if budget is None and policy_of(str(method), options).takes_budget:
+            budget = usual.budget
+        return CacheOptions(
+            method=method, options=options, budget=budget, codec=usual.codec if asked.codec is None else asked.codec
+        )
+
+    def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, masses: bool) -> PagePool:
+        key = (key_dim, value_dim, dtype, device, masses)
+        if key not in self._pools:
+            self._pools[key] = self._account.open(
+                key_dim, value_dim, dtype, device, slots=self._page_slots, masses=masses
+            )
+        return self._pools[key]

@@ -1,0 +1,97 @@
+"""Room: requests leave the pool when pages run short, and come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from millpond.cache.account import Account
+from millpond.cache.pool import PagePool
+from millpond.engine.groups import Group
+from millpond.engine.live import Live
+from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.hf.packed import LayerShape
+
+
+class Room:
+    """Carries requests out and in, so that a step finds the pages it needs.
+
+    Args:
+        live: the engine's requests by name. layers: what each layer of the model stores.
+
+    Attributes:
+        carried_out: how often a request had to leave.
+    """
+
+    def __init__(
+        self, account: Account, scheduler: Scheduler, live: Mapping[str, Live], layers: list[LayerShape]
+    ) -> None:
+        self.carried_out = 0
+        self._account = account
+        self._scheduler = scheduler
+        self._live = live
+        self._layers = layers
+
+    def prepare(self, step: Step) -> None:
+        """Carry out and in as the step says, and carry out more until the rest of it has room.
+
+        A request that is alone is never carried out: if it finds no room, running it says so.
+        """
+        for job in step.out:
+            self._carry_out(job)
+        for job in step.back:
+            self._carry_in(job)
+        while not self._account.can_take(self._pages(step)):
+            if len([job for job in _jobs(step) if job.running]) < 2:
+                return
+            victim = self._scheduler.victim()
+            assert victim is not None, "what runs can be carried out"
+            self._carry_out(victim)
+
+    def _carry_out(self, job: Job) -> None:
+        live = self._live[job.key]
+        if live.stack is None:
+            live.stack = (
+                live.group.recipe.stack(len(live.ids)) if job.read < job.prompt else live.group.part(live.going)
+            )
+        live.stack.carry_out()
+        self.carried_out += 1
+
+    def _carry_in(self, job: Job) -> None:
+        live = self._live[job.key]
+        assert live.stack is not None, "what comes back was carried out"
+        if not self._account.can_take(live.stack.pages_to_carry_in()):
+            self._scheduler.put_off(job)
+            return
+        live.stack.carry_in()
+        if job.read == job.prompt:
+            live.group.join(live.stack, live.going)
+            live.stack = None
+
+    def _pages(self, step: Step) -> dict[PagePool, int]:
+        """Pages that the running part of the step may take."""
+        need: Counter[PagePool] = Counter()
+        for group in groups_of(step, self._live):
+            need.update(group.stack.pages_for_step())
+        for job, n in step.chunks:
+            if job.running:
+                need.update(self._pages_to_read(self._live[job.key], n))
+        return dict(need)
+
+    def _pages_to_read(self, live: Live, n: int) -> dict[PagePool, int]:
+        if live.stack is not None and live.stack.n_seq:
+            return live.stack.pages_for(n)
+        need: Counter[PagePool] = Counter()
+        for layer in self._layers:
+            pool = live.group.recipe.pool(layer.key_dim, layer.value_dim)
+            need[pool] += layer.n_kv_heads * -(-n // pool.slots)
+        return dict(need)
+
+
+def groups_of(step: Step, live: Mapping[str, Live]) -> list[Group]:
+    """The groups that decode in a step, each once."""
+    return list(dict.fromkeys(live[job.key].group for job in step.decodes if job.running))
+
+
+def _jobs(step: Step) -> list[Job]:
+    return [*step.decodes, *(job for job, _ in step.chunks)]

@@ -1,0 +1,194 @@
+"""Sampler: the next token of every completion in the batch, from one row of logits each.
+
+It knows nothing of sequences, pages or order: its state hangs on keys, so a completion may leave the batch for a while
+and come back.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millpond.engine.choose import Choice, choose, uniform
+from millpond.engine.constrain import Constraints
+from millpond.engine.penalties import Penalties
+from millpond.engine.sampling_logprobs import score_tokens
+from millpond.engine.sampling_params import SamplingParams
+from millpond.errors import NumericsError, OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for a completion.
+
+    Attributes:
+        logprob: of the token as the model gave it, before penalties and temperature; None if not asked for.
+        top: (token id, log probability) of the likeliest tokens, the likeliest first, as many as asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class BadLogitsError(NumericsError):
+    """Some completions' logits hold NaN, or leave no token to choose; nothing was chosen for any.
+
+    Attributes:
+        keys: of those completions. The others can be sampled by another call without them.
+    """
+
+    def __init__(self, keys: Sequence[Hashable]) -> None:
+        self.keys = tuple(keys)
+        super().__init__(
+            f"the logits of {', '.join(map(str, keys))} hold NaN or no finite maximum, so no token can be chosen; "
+            "a wider dtype may help"
+        )
+
+
+@dataclass(slots=True)
+class _State:
+    params: SamplingParams
+    seed: int
+    index: int
+    step: int = 0
+
+
+class Sampler:
+    """Chooses tokens for an engine's completions, each by its own parameters.
+
+    Each draw takes one number that depends on the completion's seed, its index and its step alone, so the same seed
+    gives the same tokens whatever else is in the batch.
+
+    Args:
+        tokenizer: needed for `json_schema` only.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._states: dict[Hashable, _State] = {}
+        self._penalties = Penalties()
+        self._constraints = Constraints(tokenizer)
+
+    def check(self, params: SamplingParams, vocab_size: int) -> None:
+        """Refuse what only the model can tell is wrong; safe to call while another thread samples.
+
+        Raises:
+            OptionError: a token id outside the vocabulary, or a JSON schema that cannot be followed.
+        """
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            wrong = [token for token in ids if not 0 <= token < vocab_size]
+            if wrong:
+                raise OptionError(f"{name} names token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
+        self._constraints.check(params)
+
+    def start(self, key: Hashable, params: SamplingParams, prompt: Sequence[int], index: int = 0) -> None:
+        """A completion begins.
+
+        Args:
+            key: what it is called until `stop`. prompt: its token ids, for the repetition penalty.
+            index: which of the request's `n` completions it is: each draws its own numbers from the one seed.
+
+        Raises:
+            OptionError: the JSON schema cannot be followed.
+        """
+        assert key not in self._states, f"{key} has begun already"
+        self._constraints.start(key, params)
+        self._penalties.start(key, params, prompt)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._states[key] = _State(params, seed, index)
+
+    def stop(self, key: Hashable) -> None:
+        """It is over: forget it. A key that never began is nothing to forget."""
+        self._states.pop(key, None)
+        self._penalties.stop(key)
+        self._constraints.stop(key)
+
+    def __len__(self) -> int:
+        """Completions that have begun and not ended."""
+        return len(self._states)
+
+    @torch.inference_mode()
+    def __call__(self, keys: Sequence[Hashable], logits: Tensor) -> list[Sampled]:
+        """The next token of each completion; `logits` (S, V), any float dtype, one row per key, are left as they are.
+
+        Raises:
+            BadLogitsError: a row has no finite maximum. Nothing has changed; call again without those keys.
+        """
+        assert len(keys) == len(logits), f"{len(keys)} keys, {len(logits)} rows of logits"
+        if not keys:
+            return []
+        states = [self._states[key] for key in keys]
+        best, tokens = logits.max(-1)
+        self._check_finite(keys, best)
+        changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
+        if changed:
+            at = torch.tensor(changed, device=logits.device)
+            some = logits[at] if len(changed) < len(states) else logits.clone()
+            tokens[at] = self._choose(
+                [keys[i] for i in changed], [states[i] for i in changed], some.float(), tokens[at]
+            )
+        ids: list[int] = tokens.tolist()
+        self._penalties.count(keys, ids)
+        self._constraints.advance(keys, ids)
+        for state in states:
+            state.step += 1
+        return self._with_logprobs(states, logits, ids)
+
+    def _changes(self, key: Hashable, state: _State) -> bool:
+        """Whether the likeliest token as the model gave it may not be the one."""
+        return state.params.temperature > 0 or key in self._penalties or key in self._constraints
+
+    def _choose(self, keys: Sequence[Hashable], states: Sequence[_State], logits: Tensor, tokens: Tensor) -> Tensor:
+        """Token ids (R,) by penalties, constraints and draws; `logits` (R, V) may be written.
+
+        `tokens` are the likeliest before all that.
+        """
+        if any(key in self._penalties or key in self._constraints for key in keys):
+            self._penalties.apply_(keys, logits)
+            self._constraints.apply_(keys, logits)
+            best, tokens = logits.max(-1)
+            self._check_finite(keys, best)
+        drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
+        if drawn:
+            at = torch.tensor(drawn, device=logits.device)
+            rows = logits[at] if len(drawn) < len(states) else logits
+            tokens[at] = choose(rows, _choice([states[i] for i in drawn], logits.device))
+        return tokens
+
+    @staticmethod
+    def _check_finite(keys: Sequence[Hashable], best: Tensor) -> None:
+        good: list[bool] = best.isfinite().tolist()
+        if not all(good):
+            raise BadLogitsError([key for key, fine in zip(keys, good, strict=True) if not fine])
+
+    @staticmethod
+    def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:
+        sampled = [Sampled(token) for token in ids]
+        asked = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        if asked:
+            rows = logits if len(asked) == len(states) else logits[torch.tensor(asked, device=logits.device)]
+            top = [states[i].params.logprobs or 0 for i in asked]
+            for i, (value, likeliest) in zip(asked, score_tokens(rows, [ids[i] for i in asked], top), strict=True):
+                sampled[i] = Sampled(ids[i], value, likeliest)
+        return sampled
+
+
+def _choice(states: Iterable[_State], device: torch.device) -> Choice:
+    """The parameters of the rows as tensors, with this step's number of each."""
+    rows = [
+        (s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, uniform(s.seed, s.index, s.step))
+        for s in states
+    ]
+    temperature, top_k, top_p, min_p, draws = zip(*rows, strict=True)
+    return Choice(
+        torch.tensor(temperature, dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.long, device=device),
+        torch.tensor(top_p, dtype=torch.float64, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+        torch.tensor(draws, dtype=torch.float64, device=device),
+    )

@@ -1,0 +1,273 @@
+"""PackedModel: one forward pass over the tokens of many sequences, each of which attends to its own cache.
+
+The tokens lie behind each other in one row, so every linear layer reads its weights once for all of them. At each
+attention the row is cut into segments: the next tokens of a group of decoding sequences, which one call serves, or
+tokens of one prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
+from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.hf.attention import forget_pending, none_pending, tag
+from millpond.hf.budgets import layer_windows
+from millpond.hf.compress import switch_attention
+from millpond.hf.native import use_native_layers
+from millpond.hf.plain import plain
+from millpond.hf.rotation import CHANGING
+from millpond.hf.support import (
+    check_supported,
+    n_layers,
+    position_limit,
+    rotary_of,
+    stores_latents,
+    text_config,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores of a token: keys of `key_dim` and values of `value_dim` numbers in each KV head.
+
+    window: positions that a query sees, its own among them; 0 for all.
+    """
+
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of a pass that go to one batch of caches.
+
+    Attributes:
+        cores: of all layers. begin, end: which rows. decoding: one row per sequence; else all rows are one sequence's.
+    """
+
+    cores: Sequence[LayerCache]
+    begin: int
+    end: int
+    decoding: bool
+
+
+class PackedModel:
+    """A transformers decoder that runs packed passes, until it is closed.
+
+    Args:
+        native_layers: as of `compress`.
+
+    Attributes:
+        context_length: most tokens of one sequence; None where the model sets no limit.
+        layers: what each layer stores.
+        end_tokens: ids that end a text, as the model's configuration has them.
+
+    Raises:
+        UnsupportedModelError: the model cannot run on packed rows; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, native_layers: bool = True) -> None:
+        check_supported(model)
+        self._check_packable(model)
+        self.model = model
+        self.config = text_config(model)
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.context_length = _context_length(model)
+        self.end_tokens = _end_tokens(model)
+        self.vocabulary = int(self.config.vocab_size)
+        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._undo: list[Callable[[], None]] = [switch_attention(model)]
+        if native_layers:
+            self._undo.append(use_native_layers(model))
+        try:
+            self.layers = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the model its own attention back."""
+        while self._undo:
+            self._undo.pop()()
+
+    @plain
+    def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor) -> Tensor:
+        """Run tokens `ids` (T,) at `positions` (T,) of their own texts through the model.
+
+        Args:
+            segments: cut all T rows. rows: (n,) int64, ascending: those whose next token is asked for.
+
+        Returns:
+            (n, vocabulary): the logits of these rows.
+        """
+        return self._run(ids, positions, _Packed(_Split(segments), len(self.layers)), rows)
+
+    def _run(self, ids: Tensor, positions: Tensor, cache: Cache, rows: Tensor) -> Tensor:
+        forget_pending()
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
+        out = self.model(
+            input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
+        )
+        none_pending()
+        logits: Tensor = out.logits[0]
+        return logits if len(logits) == len(rows) else logits[rows]
+
+    @plain
+    def _probe(self) -> list[LayerShape]:
+        """What the layers store of a token: one runs through the model and is not kept."""
+        watch = _Watch()
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        layers = n_layers(self.config)
+        self._run(token, token, _Packed(watch, layers), token)
+        missing = [index for index in range(layers) if index not in watch.found]
+        if missing:
+            raise UnsupportedModelError(
+                f"layer {missing[0]} of {type(self.model).__name__} hands no keys and values to its cache"
+            )
+        windows = layer_windows(self.config, layers)
+        return [LayerShape(*watch.found[index], windows[index]) for index in range(layers)]
+
+    @staticmethod
+    def _check_packable(model: PreTrainedModel) -> None:
+        name, config = type(model).__name__, text_config(model)
+        if stores_latents(config):
+            raise UnsupportedModelError(
+                f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "
+                "rows of many texts do not allow; use compress(model, ...).generate"
+            )
+        if "mrope_section" in str(getattr(config, "rope_parameters", None)) or config is not model.config:
+            raise UnsupportedModelError(
+                f"{name} takes images beside text, which the engine does not carry; use compress(model, ...).generate"
+            )
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedModelError(
+                f"{name} takes no position_ids, so tokens of several texts cannot run in one row; use "
+                "compress(model, ...).generate"
+            )
+
+
+class _Split:
+    """Attention of each layer, segment by segment."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(1, Hq, T, value_dim), rows contiguous, of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        outs = [self._one(s, index, q, k, v, shape) for s in self._segments]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None].transpose(1, 2)
+
+    @staticmethod
+    def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(n, Hq, value_dim) of the rows of one segment."""
+        q, k, v = (t[:, :, segment.begin : segment.end] for t in (q, k, v))
+        core = segment.cores[index]
+        if segment.decoding:
+            q, k, v = (t.transpose(0, 2) for t in (q, k, v))  # (S, heads, 1, D)
+            return core.attend(q, k, v, None, shape)[:, :, 0]
+        return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+
+
+class _Watch:
+    """Learns the shapes of keys and values, and keeps none."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, int, int]] = {}
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+class _PackedLayer(CacheLayerMixin):
+    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, index: int, served: _Split | _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.index = index
+        self._served = served
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages are taken when entries arrive."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return tag(key_states, self), value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+        """See `_Split.attend`. The mask of the row says nothing: no row is a pad."""
+        if q.shape[0] != 1:
+            raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
+        return self._served.attend(self.index, q, k, v, shape)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Packed(Cache):
+    """The `past_key_values` of one packed pass."""
+
+    def __init__(self, served: _Split | _Watch, layers: int) -> None:
+        super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens of a text; where rotary frequencies change with the length of a pass, as far as they do not."""
+    limit = position_limit(model)
+    rotary = rotary_of(model)
+    kinds = getattr(rotary, "rope_type", "default")
+    changing = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING)
+    if not changing:
+        return limit
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings") or getattr(
+        text_config(model), "original_max_position_embeddings", None
+    )
+    found = [int(n) for n in (original, limit) if n]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its rotary frequencies with the length of a pass "
+            f"({', '.join(sorted(changing))}) and does not say from where on"
+        )
+    return min(found)
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), text_config(model)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()
+
+
+def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
+    """
+    Raises:
+        OptionError: no tokens, or an id that the model does not have.
+    """
+    if not len(ids):
+        raise OptionError("the prompt is empty; give at least one token")
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise OptionError(f"token id {token} is not one of the model's {vocabulary} (0 to {vocabulary - 1})")

@@ -1,0 +1,140 @@
+"""Recipe: how the caches of some requests are made: a method with its options, a budget and a number format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from millpond.budget import Budget
+from millpond.cache.layer import LayerCache
+from millpond.cache.pool import PagePool
+from millpond.cache.stack import Stack
+from millpond.cache.table import RegionTable
+from millpond.cache.timeline import Timeline
+from millpond.cache.tokens import TokenIds
+from millpond.codec import storage_dtype
+from millpond.errors import OptionError
+from millpond.hf.budgets import Budgets
+from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.outputs import show_outputs
+from millpond.hf.packed import PackedModel
+from millpond.hf.rotation import ModelRotation, show_rotations
+from millpond.hf.tokens import fill_classes
+from millpond.policy.entropy import EntropyPolicy
+from millpond.policy.nested import NestedPolicy
+from millpond.policy.pattern import PatternPolicy
+from millpond.policy.policy import Policy
+from millpond.policy.rebuild import RebuildPolicy
+from millpond.policy.recall import RecallPolicy
+
+#: Opens or finds a pool: key_dim, value_dim, storage dtype, device, whether entries have masses.
+Pools = Callable[[int, int, torch.dtype, torch.device, bool], PagePool]
+
+
+class Recipe:
+    """Makes stacks of one kind: sequences of the same recipe decode together.
+
+    Args:
+        pools: where their pages come from. The rest: as of `compress`; a budget in bytes is that of one sequence.
+
+    Attributes:
+        policy, budget: what is kept. storage: the dtype of entries.
+        whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
+
+    Raises:
+        OptionError: as `compress`, or the method cannot run beside others in one pass; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        pools: Pools,
+        method: str,
+        options: Mapping[str, Any],
+        budget: Budget | str | int | float | None,
+        codec: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        policy = policy_of(method, dict(options))
+        _check_packable(method, policy)
+        if isinstance(policy, NestedPolicy):
+            policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
+        self.policy = policy
+        self.budget = budget_of(method, budget, policy)
+        if self.budget is not None and self.budget.kind == "tokens":
+            policy.protect.check(int(self.budget.amount))
+        self.storage = storage_dtype(codec) or model.dtype
+        self.whole_prompt = isinstance(policy, PatternPolicy | RecallPolicy)
+        self._model, self._pools = model, pools
+        self._rotation = ModelRotation.of(model.model) if policy.positions == "cache_relative" else None
+        self._budgets = _RequestBudgets(self.budget, policy, [layer.window for layer in model.layers])
+        self._pattern = self._cores(Timeline(), 0)
+        show_rotations(model.model, self._pattern)
+        show_outputs(model.model, self._pattern)
+
+    def stack(self, prompt: int = 0) -> Stack:
+        """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
+        timeline = Timeline()
+        if isinstance(self.policy, NestedPolicy):
+            timeline.tokens = TokenIds()
+        cores = self._cores(timeline, prompt)
+        for core, pattern in zip(cores, self._pattern, strict=True):
+            core.attention.rope, core.attention.outputs = pattern.attention.rope, pattern.attention.outputs
+
+        def before_plan() -> None:
+            self._budgets.cores = cores
+
+        stack = Stack(cores, timeline, before_plan)
+        stack.reading = prompt > 0
+        return stack
+
+    def entries(self, layer: int, seen: int, table: RegionTable) -> int:
+        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
+        return self._budgets.expected(layer, table, seen)
+
+    def pool(self, key_dim: int, value_dim: int) -> PagePool:
+        """The pool of entries of this shape."""
+        return self._pools(key_dim, value_dim, self.storage, self._model.device, self.policy.mass_bias)
+
+    def _cores(self, timeline: Timeline, prompt: int) -> list[LayerCache]:
+        def entries(layer: int, table: RegionTable, sequence: int, seen: int) -> int:
+            return self._budgets.entries(layer, table, sequence, max(seen, prompt))
+
+        return [
+            LayerCache(
+                index, self.policy, partial(entries, index), lambda k, v, dtype, device: self.pool(k, v), timeline,
+                between_chunks=False, rotation=self._rotation,
+            )
+            for index in range(len(self._model.layers))
+        ]  # fmt: skip
+
+
+class _RequestBudgets(Budgets):
+    """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
+
+    def expected(self, layer: int, table: RegionTable, seen: int) -> int:
+        """Entries per KV head, before the text is known."""
+        if self._budget is not None and self._policy.waits:
+            return self._average(table, seen)
+        return self.entries(layer, table, 0, seen)
+
+    def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
+        return super()._entries_of_bytes(table, amount * table.n_seq)
+
+
+def _check_packable(method: str, policy: Policy) -> None:
+    if isinstance(policy, RebuildPolicy):
+        raise OptionError(
+            f"method {method!r} lets the model repeat each prompt before it plans, which the engine does not do; use "
+            "compress(model, ...).generate, or another method"
+        )
+    if isinstance(policy, EntropyPolicy):
+        raise OptionError(
+            f"method {method!r} looks at the predictions for every token, which the engine does not make; use "
+            "compress(model, ...).generate, or another method"
+        )

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server and its page. What it serves it knows only as `llm.ServedLLM`."""

@@ -1,0 +1,47 @@
+"""The app: all routes, behind the doors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import millpond
+from millpond.server import about, chat, completions, errors, pages, remembered
+from millpond.server.doors import Keys, ShortBodies
+from millpond.server.llm import ServedLLM
+from millpond.server.metrics import Counted
+from millpond.server.service import Service
+from millpond.server.settings import ServerSettings
+
+
+def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAPI:
+    """An ASGI app that serves one model; `app.state.service` is what stands behind its routes.
+
+    The engine is closed when the app shuts down.
+    """
+    settings = settings or ServerSettings()
+    service = Service(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.gate.drain(settings.drain_s)
+        await llm.close(drain=False)
+        service.tokens.close()
+
+    app = FastAPI(
+        title="Millpond", version=millpond.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        description="An OpenAI-compatible server whose KV cache stays inside a memory budget.",
+    )  # fmt: skip
+    app.state.service = service
+    errors.install(app)
+    for part in (completions, chat, about, remembered):
+        app.include_router(part.routes(service))
+    app.include_router(pages.routes())
+    # the last one added is met first
+    app.add_middleware(ShortBodies, limit=settings.max_body_bytes)
+    app.add_middleware(Keys, keys=settings.api_keys, open_paths=pages.PATHS | {"/health"})
+    app.add_middleware(Counted, metrics=service.metrics)
+    return app

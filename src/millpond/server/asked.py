@@ -1,0 +1,79 @@
+"""From a request's fields to the engine's words: how tokens are chosen, how the cache is kept, when time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sampling_params import SamplingParams
+from millpond.server.errors import ApiError
+from millpond.server.fields import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat
+
+#: Fields that have the same name and meaning in `SamplingParams`; null leaves its default.
+_SAME = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "logit_bias", "n", "seed", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+
+
+def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
+    """How tokens are chosen; `more` are `SamplingParams` that the two kinds of completion name differently.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+    given = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    more["stop"] = stop + tuple(more.get("stop", ()))
+    return SamplingParams(**given, stop_token_ids=tuple(fields.stop_token_ids or ()), **more)
+
+
+def cache_options(fields: CacheFields) -> CacheOptions:
+    """How the cache is kept."""
+    return CacheOptions(method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec)
+
+
+def requests(
+    name: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, fields: CacheFields, timeout_s: float | None
+) -> list[Request]:
+    """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
+    limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
+    return [
+        Request(
+            request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
+            priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
+        )
+        for place, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that an answer must follow."""
+    if isinstance(wanted, SchemaFormat):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
+
+
+def most_tokens(asked: int | None, limit: int | None) -> int | None:
+    """New tokens at most: as asked, where nothing was asked the server's limit; None: what the context holds.
+
+    Raises:
+        ApiError: more than the server's limit.
+    """
+    if asked is not None and limit is not None and asked > limit:
+        raise ApiError(400, f"max_tokens={asked}: this server gives at most {limit}", "invalid_value", "max_tokens")
+    return limit if asked is None else asked
+
+
+def check_room(prompts: Sequence[tuple[int, ...]], asked: int | None, context: int) -> None:
+    """Raises:
+    ApiError: an empty prompt, or one that with its answer is longer than the model's context.
+    """
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt has no token", "empty_prompt", "prompt")
+        if len(prompt) + (asked or 1) > context:
+            parts = f"{len(prompt):,} tokens of prompt and {asked or 1:,} new ones"
+            message = f"{parts} are {len(prompt) + (asked or 1):,}; the model's context holds {context:,}"
+            raise ApiError(400, message, "context_length_exceeded", "prompt")

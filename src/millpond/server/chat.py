@@ -1,0 +1,56 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from millpond.server.asked import check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.errors import ApiError
+from millpond.server.fields import ChatBody
+from millpond.server.service import Job, Service
+from millpond.server.tokens import PLAIN_STOP
+from millpond.server.voice import ChatVoice
+
+
+def routes(service: Service) -> APIRouter:
+    """The route that answers chats."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        """The next message of a chat."""
+        return await service.answer(http, await job_of(service, body))
+
+    return router
+
+
+async def job_of(service: Service, body: ChatBody) -> Job:
+    """What a body asks for, checked.
+
+    Raises:
+        ApiError, OptionError: it cannot be.
+    """
+    service.check_model(body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: give one"
+        raise ApiError(400, message, "invalid_value", "max_tokens")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
+    most = most_tokens(asked, service.settings.max_tokens)
+    _, prompt = await service.tokens.chat(body.messages, body, use_tools=body.tool_choice != "none")
+    check_room([prompt], asked, service.llm.context_length)
+    params = sampling(
+        body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=schema_of(body.response_format), stop=() if service.tokens.has_template else (PLAIN_STOP,),
+    )  # fmt: skip
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    made = requests(name, [prompt], params, body.millpond, service.settings.timeout_s)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return Job(name, made, ChatVoice(bool(body.logprobs)), bool(body.stream), include_usage)

@@ -1,0 +1,150 @@
+"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}} and a status."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from millpond.errors import (
+    BudgetError,
+    DataError,
+    MillpondError,
+    OptionError,
+    PoolFullError,
+    UnsupportedModelError,
+)
+
+#: Status and code of Millpond's own errors; the first that fits. What cannot be parsed is 400, what can be parsed and
+#: never done is 422.
+_STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
+    (BudgetError, 422, "budget_impossible"),
+    (PoolFullError, 422, "kv_memory_exceeded"),
+    (UnsupportedModelError, 422, "unsupported"),
+    (OptionError, 400, "invalid_value"),
+    (DataError, 400, "invalid_value"),
+)
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+#: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
+UNSUPPORTED = {
+    "suffix": "text is only ever continued at its end",
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+    "audio": "answers are text",
+    "modalities": "answers are text",
+    "prediction": "there is no speculative decoding",
+    "reasoning_effort": "put what the chat template takes into chat_template_kwargs",
+    "web_search_options": "the server does not search",
+    "verbosity": "the model has no such setting",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP. message: for a person. code: for a program. param: the field that it is about.
+        headers: to be sent with it.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def of(cls, error: MillpondError) -> ApiError:
+        """A typed error of Millpond with the status that fits it."""
+        status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "engine_failed"))
+        return cls(status, str(error), code)
+
+    def body(self) -> dict[str, Any]:
+        """What is sent; a lone surrogate from the request cannot be, and is replaced."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        text = self.message.encode("utf-8", "replace").decode()
+        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
+        return {"error": {"message": text, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of `app` leave in this shape."""
+
+    async def api_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def millpond_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, MillpondError)
+        return ApiError.of(error).response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error.errors()).response()
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response()
+
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        message = f"the server failed with {type(error).__name__}; its log says more"
+        return ApiError(500, message, "internal_error").response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(MillpondError, millpond_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, bug)
+
+
+def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found, the first of it: broken JSON, an unknown field, a value of the wrong kind."""
+    first = next(iter(errors))
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    name = ".".join(place)
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is not JSON: {reason} (at byte {place[0]})", "invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, _unknown(place), "unknown_parameter", name)
+    if not place:
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return ApiError(400, message, "invalid_body")
+    if place[0] == "prompt" and first["type"] != "missing":
+        message = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+        return ApiError(400, message, "invalid_value", "prompt")
+    return ApiError(400, f"{name}: {first['msg']}, not {_shown(first.get('input'))}", "invalid_value", name)
+
+
+def _unknown(place: list[str]) -> str:
+    from millpond.server.fields import KNOWN
+
+    name = place[-1]
+    if name in UNSUPPORTED:
+        return f"{'.'.join(place)} is not supported: {UNSUPPORTED[name]}"
+    close = difflib.get_close_matches(name, KNOWN, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown field {'.'.join(place)!r}{hint}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; a value nested beyond reason
+        return f"this {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,183 @@
+"""What clients send: the bodies of requests. A field that is not here is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+
+#: Of seeds and priorities: what 64 bits hold.
+_INT64 = 2**63 - 1
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
+
+
+class Body(BaseModel):
+    """Refuses unknown fields, infinities and NaN."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class CacheFields(Body):
+    """`millpond`: how this request's cache is kept and when it is served.
+
+    Attributes:
+        watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
+    """
+
+    method: str | None = None
+    budget: StrictInt | StrictFloat | str | None = None
+    codec: str | tuple[str, str] | None = None
+    options: dict[str, StrictBool | StrictInt | StrictFloat | str | None] = Field(default_factory=dict)
+    priority: int = Field(default=0, ge=-1_000, le=1_000)
+    deadline_s: float | None = Field(default=None, gt=0)
+    watch: bool = False
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Body):
+    """What both kinds of completion have in common; null stands for the default."""
+
+    model: str | None = None
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=_INT64)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1, le=128)
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    millpond: CacheFields = CacheFields()
+    # said for the one who runs the server; no answer depends on them
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class CompletionBody(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    best_of: int | None = Field(default=None, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat, as the template gets it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Body):
+    """What a tool is called with."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the template shows to the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class JsonSchema(Body):
+    """A schema by name; ours is always strict."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """No rule."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatFields(Body):
+    """What makes a prompt of messages."""
+
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class ChatBody(SamplingFields, ChatFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+
+class TokenizeBody(ChatFields):
+    """POST /tokenize: either a text or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: list[Message] | None = Field(default=None, min_length=1)
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+#: Every field by name, for suggestions.
+KNOWN = sorted(
+    {
+        name
+        for body in (CompletionBody, ChatBody, CacheFields, StreamOptions, Message, Tool, TokenizeBody, DetokenizeBody)
+        for name in body.model_fields
+    }
+)

@@ -1,0 +1,59 @@
+"""Log probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.engine.outputs import TokenLogprob
+
+#: What stands for minus infinity, which JSON does not have; OpenAI's number.
+_NEVER = -9999.0
+
+
+def for_completions(
+    ids: Sequence[int], found: Sequence[TokenLogprob | None], texts: Sequence[str], offset: int
+) -> dict[str, Any]:
+    """Four parallel lists; None where a token has nothing before it.
+
+    Where two tokens of one place read the same (pieces of a character, mostly), each is named by its id, so that a
+    client that compares names compares tokens.
+
+    Args:
+        texts: of tokens without log probabilities. offset: characters before the first token.
+    """
+    tokens: list[str] = []
+    offsets: list[int] = []
+    top: list[dict[str, float] | None] = []
+    for token_id, entry, text in zip(ids, found, texts, strict=True):
+        offsets.append(offset)
+        if entry is None:
+            tokens.append(text)
+            top.append(None)
+            offset += len(text)
+            continue
+        candidates = {i: (name, max(logprob, _NEVER)) for i, logprob, name in entry.top}
+        candidates.setdefault(token_id, (entry.text, max(entry.logprob, _NEVER)))
+        names = [name for name, _ in candidates.values()]
+        shown = {i: name if names.count(name) == 1 else f"token_id:{i}" for i, (name, _) in candidates.items()}
+        tokens.append(shown[token_id])
+        top.append({shown[i]: logprob for i, (_, logprob) in candidates.items()})
+        offset += len(entry.text)
+    logprobs = [None if entry is None else max(entry.logprob, _NEVER) for entry in found]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+def for_chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """One object per token."""
+    return {
+        "content": [
+            _item(entry.text, entry.logprob)
+            | {"top_logprobs": [_item(text, logprob) for _, logprob, text in entry.top]}
+            for entry in found
+        ],
+        "refusal": None,
+    }
+
+
+def _item(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, _NEVER), "bytes": list(text.encode())}

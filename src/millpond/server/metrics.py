@@ -1,0 +1,114 @@
+"""Metrics for Prometheus: the engine's numbers as they are when asked, and times of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from millpond.engine.outputs import RequestOutput
+from millpond.server.gate import Gate
+from millpond.server.llm import ServedLLM
+
+#: Seconds. From a tiny model in memory to a long prompt behind a queue.
+_TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_WHOLE = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class EngineCollector(Collector):
+    """Reads `EngineStats` anew at every scrape."""
+
+    def __init__(self, llm: ServedLLM, gate: Gate) -> None:
+        self._llm = llm
+        self._gate = gate
+
+    def collect(self) -> Iterator[Metric]:
+        """Every number of the engine under its name."""
+        stats = self._llm.stats()
+        gauges = {
+            "requests_running": ("Requests that hold pages and move.", stats.running),
+            "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
+            "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
+            "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
+            "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
+            "kv_reserved_bytes": ("Bytes of all pages, free ones included.", stats.kv_reserved),
+            "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"millpond_{name}", text, value)
+        if stats.kv_limit is not None:
+            yield GaugeMetricFamily("millpond_kv_limit_bytes", "What pages may never exceed.", stats.kv_limit)
+        counters = {
+            "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
+            "generated_tokens": ("Tokens written.", stats.generated_tokens),
+            "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
+            "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
+            "preemptions": ("Requests that had to make room.", stats.preemptions),
+            "requests_finished": ("Requests that ended, however.", stats.finished),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"millpond_{name}", text, value)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, llm: ServedLLM, gate: Gate) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(llm, gate))
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
+        self._each = self._histogram("time_per_output_token_seconds", "Per token after the first.", _TPOT)
+        self._whole = self._histogram("request_seconds", "From arrival to the last token.", _WHOLE)
+        self._ends = Counter("millpond_answers", "Answers by their ends.", ["reason"], registry=self._registry)
+        self._http = Counter(
+            "millpond_http_requests", "Requests by path and status.", ["path", "status"], registry=self._registry
+        )
+        self.left = Counter("millpond_clients_left", "Clients that did not wait.", registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"millpond_{name}", text, buckets=buckets, registry=self._registry)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Note the times of a request that is over."""
+        for completion in output.completions:
+            self._ends.labels(completion.finish_reason).inc()
+        times = output.times
+        if times.first_token is None or times.finished is None:
+            return
+        self._first.observe(times.first_token - times.arrived)
+        self._whole.observe(times.finished - times.arrived)
+        longest = max(len(completion.token_ids) for completion in output.completions)
+        if longest > 1:
+            self._each.observe((times.finished - times.first_token) / (longest - 1))
+
+    def answered(self, path: str, status: int) -> None:
+        """Note an answer of HTTP."""
+        self._http.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self._registry)
+
+
+class Counted:
+    """Counts every answer by the route that gave it; paths without a route are one. Plain ASGI."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)

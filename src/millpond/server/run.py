@@ -1,0 +1,54 @@
+"""Running the app in uvicorn, and stopping it so that nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import FrameType
+
+import uvicorn
+
+from millpond.server.app import create_app
+from millpond.server.llm import ServedLLM
+from millpond.server.service import Service
+from millpond.server.settings import ServerSettings
+
+#: Seconds that answers have to leave after their requests were ended.
+_LEAVE_S = 5.0
+
+
+class DrainingServer(uvicorn.Server):
+    """At the first signal nobody comes in any more, and what runs may finish or returns what it has.
+
+    The second signal ends the process at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What uvicorn calls at a signal."""
+        self._service.gate.draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """End what runs while uvicorn waits for the connections."""
+        self._drain = asyncio.create_task(self._service.gate.drain(self._service.settings.drain_s))
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await self._drain
+
+
+def run(llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve until a signal comes."""
+    server_of(llm, settings or ServerSettings(), host, port).run()
+
+
+def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> DrainingServer:
+    """A server that is ready to run."""
+    app = create_app(llm, settings)
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="info", access_log=False, server_header=False,
+        timeout_graceful_shutdown=int(settings.drain_s + _LEAVE_S) + 1,
+    )  # fmt: skip
+    return DrainingServer(config, app.state.service)

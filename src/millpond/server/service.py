@@ -1,0 +1,152 @@
+"""Service: a request for text on its way from fields to an answer, whole or streamed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from millpond.engine.outputs import RequestOutput
+from millpond.engine.request import Request
+from millpond.errors import MillpondError
+from millpond.server.errors import ApiError
+from millpond.server.figures import usage
+from millpond.server.gate import Gate
+from millpond.server.llm import ServedLLM
+from millpond.server.metrics import Metrics
+from millpond.server.settings import ServerSettings
+from millpond.server.streams import ClientGone, EventStream, together, while_connected
+from millpond.server.tokens import Tokens
+from millpond.server.voice import Sent, Voice
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+#: nginx's status for a client that closed its connection; it reaches nobody but logs and metrics.
+_CLIENT_GONE = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be answered, and how.
+
+    Attributes:
+        name: the id of the answer. requests: one per prompt. include_usage: end a stream with the numbers.
+    """
+
+    name: str
+    requests: list[Request]
+    voice: Voice
+    stream: bool = False
+    include_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Service:
+    """The engine, and what stands in front of it.
+
+    Attributes:
+        llm, settings, tokens, gate, metrics: see their classes.
+    """
+
+    def __init__(self, llm: ServedLLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.tokens = Tokens(llm)
+        self.gate = Gate(llm, settings.max_queue)
+        self.metrics = Metrics(llm, self.gate)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises:
+        ApiError: 404, another model is served.
+        """
+        if name is not None and name != self.llm.model_name:
+            message = f"model {name!r} is not here; this server has {self.llm.model_name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+
+    async def answer(self, http: HttpRequest, job: Job) -> Response:
+        """The answer to a job. A client that goes away ends it, whether it is streamed or not.
+
+        Raises:
+            ApiError, MillpondError: it is refused; nothing of it is left in the engine.
+        """
+        outputs = self._outputs(job)
+        try:
+            if not job.stream:
+                async with aclosing(outputs):
+                    return JSONResponse(await while_connected(http.receive, self._whole(job, outputs)))
+            first = await while_connected(http.receive, anext(outputs))  # so that a refusal has a status of its own
+        except ClientGone:
+            self.metrics.left.inc()
+            return Response(status_code=_CLIENT_GONE)
+        return EventStream(self._events(job, first, outputs), outputs)
+
+    async def _outputs(self, job: Job) -> Outputs:
+        """What the engine says, from the gate in to the gate out."""
+        with self.gate.enter([request.request_id for request in job.requests]):
+            async with aclosing(together(self.llm, job.requests)) as outputs:
+                async for place, output in outputs:
+                    if output.finished:
+                        self.metrics.finished(output)
+                        if len(job.requests) == 1:
+                            _check_deadline(output)
+                    yield place, output
+
+    async def _whole(self, job: Job, outputs: Outputs) -> dict[str, Any]:
+        last = {place: output async for place, output in outputs}
+        answers = [last[place] for place in range(len(job.requests))]
+        choices = [
+            job.voice.choice(place, output, completion)
+            for place, output in enumerate(answers)
+            for completion in output.completions
+        ]
+        return self._envelope(job, job.voice.kind) | {
+            "choices": choices,
+            "usage": usage(answers, job.voice.new_tokens),
+        }
+
+    async def _events(self, job: Job, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
+        envelope = self._envelope(job, job.voice.chunk_kind) | ({"usage": None} if job.include_usage else {})
+        sent: dict[tuple[int, int], Sent] = {}
+        last: dict[int, RequestOutput] = {}
+        try:
+            place, output = first
+            while True:
+                last[place] = output
+                for completion in output.completions:
+                    so_far = sent.setdefault((place, completion.index), Sent())
+                    if not so_far.ended:
+                        for piece in job.voice.pieces(place, output, completion, so_far):
+                            yield _event(envelope | {"choices": [piece]})
+                try:
+                    place, output = await anext(rest)
+                except StopAsyncIteration:
+                    break
+        except (ApiError, MillpondError) as error:  # the status is long sent
+            yield _event((error if isinstance(error, ApiError) else ApiError.of(error)).body())
+            return
+        if job.include_usage:
+            answers = [last[place] for place in sorted(last)]
+            yield _event(envelope | {"choices": [], "usage": usage(answers, job.voice.new_tokens)})
+        yield "data: [DONE]\n\n"
+
+    def _envelope(self, job: Job, kind: str) -> dict[str, Any]:
+        return {"id": job.name, "object": kind, "created": job.created, "model": self.llm.model_name}
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+def _check_deadline(output: RequestOutput) -> None:
+    """Raises:
+    ApiError: time was up before there was anything to give.
+    """
+    if all(c.finish_reason == "deadline" and not c.token_ids for c in output.completions):
+        message = "the deadline came before the first token"
+        raise ApiError(503, message, "deadline_exceeded", headers={"Retry-After": "1"})

@@ -1,0 +1,43 @@
+"""ServerSettings: the limits of a server, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millpond.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What a server allows.
+
+    Attributes:
+        api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
+        max_queue: most prompts that wait for the engine; beyond it requests are refused with 429.
+        max_tokens: most new tokens per answer; None: as many as the model's context holds.
+        max_body_bytes: longest body of a request.
+        timeout_s: seconds after which a request ends with what it has; None: never.
+        drain_s: seconds that running requests have to finish when the server is told to stop.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 256
+    max_tokens: int | None = None
+    max_body_bytes: int = 16 * 2**20
+    timeout_s: float | None = None
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_tokens", "max_body_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name}={value}: must be at least 1")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise OptionError(f"timeout_s={self.timeout_s}: must be above 0; leave it out for no limit")
+        if not self.drain_s >= 0:
+            raise OptionError(f"drain_s={self.drain_s}: must not be negative")
+        if any(not key.strip() for key in self.api_keys):
+            raise OptionError("an API key is empty; leave it out to let everybody ask")

@@ -1,0 +1,149 @@
+"""Tokens: text to ids and back, in a thread of its own, so that a long prompt stops nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from millpond.server.errors import ApiError
+from millpond.server.fields import ChatFields, Message
+from millpond.server.llm import ServedLLM
+
+T = TypeVar("T")
+
+#: For tokenizers without a chat template: names before the messages, and the model writes until the user's next turn.
+PLAIN_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+PLAIN_STOP = "\nUser:"
+#: What the template is given by the server, and `chat_template_kwargs` may not change.
+_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
+
+
+class Tokens:
+    """The tokenizer of a model behind one thread.
+
+    Attributes:
+        has_template: whether the tokenizer has a chat template; else chats are written plainly.
+    """
+
+    def __init__(self, llm: ServedLLM) -> None:
+        self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
+        self._tokenizer = llm.tokenizer
+        self._vocab_size = llm.vocab_size
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    def close(self) -> None:
+        """Let the thread go."""
+        self._thread.shutdown()
+
+    async def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the tokenizer puts around it or without.
+
+        Raises:
+            ApiError: the text is no Unicode.
+        """
+        check_text(text, "prompt")
+        return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included.
+
+        Raises:
+            ApiError: an id that is no token.
+        """
+        self.check(ids, "tokens")
+        return await self._run(lambda: str(self._tokenizer.decode(list(ids), skip_special_tokens=False)))
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of every id alone."""
+        return await self._run(lambda: [str(self._tokenizer.decode([i], skip_special_tokens=False)) for i in ids])
+
+    def check(self, ids: Sequence[int], param: str) -> None:
+        """Raises:
+        ApiError: an id that is no token of this model.
+        """
+        worst = max(ids, default=0)
+        if worst >= self._vocab_size or min(ids, default=0) < 0:
+            rule = f"the model's tokens are 0 to {self._vocab_size - 1}"
+            raise ApiError(400, f"token id {worst}: {rule}", "invalid_token", param)
+
+    async def chat(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+    ) -> tuple[str, tuple[int, ...]]:
+        """A chat as the model reads it: the text, and its ids.
+
+        Raises:
+            ApiError: the template refuses these messages, or there are tools and no template that shows them.
+        """
+        messages = [_plain(message) for message in said]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if use_tools else []
+        extra = body.chat_template_kwargs or {}
+        if taken := sorted(_OWN & extra.keys()):
+            raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
+        if not self.has_template:
+            for name, given in (("tools", tools), ("chat_template_kwargs", extra)):
+                if given:
+                    message = f"the tokenizer has no chat template, so there is nothing that could show {name}"
+                    raise ApiError(400, message, "no_chat_template", name)
+            text = plain_chat(messages, body.add_generation_prompt)
+        else:
+            text = await self._run(lambda: self._render(messages, tools, body.add_generation_prompt, extra))
+        return text, await self.encode(text, special=not self.has_template)
+
+    def _render(self, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **extra
+                )
+            )
+        except Exception as error:  # the template is a program of the model's, run on what the client sent
+            message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
+            raise ApiError(400, message, "template_error", "messages") from error
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+    """A chat without a template: a line per message, with a name in front.
+
+    Example:
+        >>> plain_chat([{"role": "user", "content": "Hi"}], True)
+        'User: Hi\\nAssistant:'
+    """
+    lines = [f"{PLAIN_NAMES[message['role']]}: {message.get('content') or ''}" for message in messages]
+    return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: one text, and arguments of tool calls as values instead of JSON."""
+    found = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        found["content"] = "".join(part.text for part in message.content)
+    found.setdefault("content", "")
+    for call in found.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError as error:
+                message_ = f"the arguments of a tool call are not JSON: {error}"
+                raise ApiError(400, message_, "invalid_value", "messages") from error
+    for part in found.values():
+        if isinstance(part, str):
+            check_text(part, "messages")
+    return found
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises:
+    ApiError: half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"half of a surrogate pair at character {error.start}: not a text"
+        raise ApiError(400, message, "invalid_text", param) from None
