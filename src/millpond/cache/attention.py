@@ -12,6 +12,7 @@ from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.rolling import Rotation
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
+from millpond.kernels.packed import ops as packed_ops
 from millpond.kernels.rules import DecodeRule, Reduce
 
 
@@ -71,10 +72,11 @@ class Attention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
-        out, lse, _ = ops.decode(
-            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule,
-            **self.shape.kwargs,
-        )  # fmt: skip
+        plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule)
+        if table.sealed is None:
+            out, lse, _ = ops.decode(*plain, **self.shape.kwargs)
+        else:
+            out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
         return out, lse
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:

@@ -8,17 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache import contents
+from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
 from millpond.cache.finite import FiniteCheck
 from millpond.cache.growth import grow
-from millpond.cache.parts import AttentionShape, Chunk
+from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
 from millpond.cache.pool import PagePool
 from millpond.cache.rivals import Rivals
 from millpond.cache.rolling import Rotation
+from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
 from millpond.errors import CacheMismatchError
@@ -41,6 +42,8 @@ class LayerCache:
         timeline: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
         rotation: how keys are rotated by position, for policies with cache-relative positions.
+        sealed: `sealed(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None: they
+            stay as they are.
 
     Attributes:
         columns: columns (pads included) that this layer has seen.
@@ -61,6 +64,7 @@ class LayerCache:
         *,
         between_chunks: bool = True,
         rotation: Rotation | None = None,
+        sealed: Callable[[int, int, int, int, int, torch.device], Sealed] | None = None,
     ) -> None:
         self.index = index
         self.policy = policy
@@ -71,6 +75,7 @@ class LayerCache:
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
         self._pool = pool
+        self._sealed = sealed
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
         self._rule: DecodeRule = policy.decode_rule(index)
@@ -87,7 +92,7 @@ class LayerCache:
     @property
     def stored(self) -> np.ndarray:
         """(n_seq, n_kv_heads) entries held."""
-        return self._table.lengths() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
+        return self._table.entries() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
 
     @property
     def pending(self) -> bool:
@@ -157,7 +162,10 @@ class LayerCache:
     def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
-        self._table = RegionTable(pool, k.shape[0], k.shape[1])
+        sealed = None
+        if self._sealed is not None:
+            sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
+        self._table = RegionTable(pool, k.shape[0], k.shape[1], sealed)
         self._rule = self.policy.decode_rule(self.index)
         if shape.window:
             own = self.policy.replans or self.companions.headwise is not None
@@ -184,6 +192,7 @@ class LayerCache:
         rule, window = self._rule, self.attention.shape.window
         rolling, headwise = self.companions.rolling, self.companions.headwise
         always = rule.evict is Evict.NEVER
+        sealing.seal_due(table, positions >= 0)
         table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self.policy.grows:
             grow(table, positions, self.planner.budget)
@@ -245,6 +254,8 @@ class LayerCache:
         """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
         if self.companions.rolling is not None:
             q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
+        if table.sealed is not None:
+            table.sealed.observe(sequence, q, k)
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
@@ -260,10 +271,19 @@ class LayerCache:
             positions = found.positions.expand(len(met), -1)
             self.peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            contents.append(table, sequence, k, v, q_pos)
+            self._append(table, sequence, k, v, q_pos, found)
         else:
             self.planner.take_in(table, chunk, lse, sums, by_head, defer=not self._between_chunks)
         return out
+
+    def _append(
+        self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Candidates
+    ) -> None:
+        """Keep all new entries; `found`: they behind the stored ones."""
+        if table.sealed is None:
+            contents.append(table, sequence, k, v, q_pos)
+        else:
+            contents.rewrite(table, sequence, found, found.positions >= 0, last=self._between_chunks)
 
     @property
     def _measures_heads(self) -> bool:
@@ -290,7 +310,10 @@ class LayerCache:
         """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region of a sequence."""
         if self._table is not None:
             for sequence, lens in enumerate(self._table.lengths()):
-                self._table.set_lengths(sequence, lens - tokens[sequence].astype(np.int32))
+                gone = tokens[sequence].astype(np.int32)
+                if self._table.sealed is not None:
+                    gone = gone - sealing.truncate(self._table.sealed, sequence, int(self.timeline.seen[sequence]))
+                self._table.set_lengths(sequence, lens - gone)
             self.columns -= columns
 
     def fork(self) -> LayerState:

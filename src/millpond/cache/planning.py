@@ -98,7 +98,7 @@ class Planner:
         seen = int(q_pos[-1]) + 1
         if defer:
             self._companions.pending[sequence] = seen
-            contents.rewrite(table, sequence, found, found.positions >= 0)
+            contents.rewrite(table, sequence, found, found.positions >= 0, last=False)
         else:
             self.plan(table, sequence, found, seen)
 
@@ -132,7 +132,7 @@ class Planner:
             for s in np.flatnonzero(active).tolist():
                 self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
         caps = table.budgets().astype(np.int64)
-        due = active & (table.lengths() - caps >= self._policy.merge_every).any(1)
+        due = active & (table.entries() - caps >= self._policy.merge_every).any(1)
         if merger is not None:
             if due.any():
                 merger.merge(table, q_pos, due)
