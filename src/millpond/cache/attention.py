@@ -11,6 +11,7 @@ from millpond.cache.companions import Companions
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.rolling import Rotation
 from millpond.cache.table import RegionTable
+from millpond.codec.rotate import rotate
 from millpond.kernels import ops
 from millpond.kernels.packed import ops as packed_ops
 from millpond.kernels.rules import DecodeRule, Reduce
@@ -24,6 +25,7 @@ class Attention:
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
         rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
         outputs: see `View.outputs`. Set by whoever knows the model.
+        turned: keys and values are stored after a Hadamard rotation.
     """
 
     def __init__(self, index: int, companions: Companions) -> None:
@@ -31,6 +33,7 @@ class Attention:
         self.shape = AttentionShape(1.0)
         self.rope: Rotation | None = None
         self.outputs: Callable[[], Tensor] | None = None
+        self.turned = False
         self._companions = companions
 
     def value_dim(self, v: Tensor) -> int:
@@ -91,4 +94,5 @@ class Attention:
 
     def contents(self, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
         """(H, N, dim): the keys or the values of candidates, for a score that looks at them."""
-        return found.keys if part == "keys" else found.values
+        stored = found.keys if part == "keys" else found.values
+        return rotate(stored) if self.turned else stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,10 +23,11 @@ from millpond.cache.rolling import Rotation
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
+from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError
 from millpond.kernels import ops
 from millpond.kernels.reference import reduce_group
-from millpond.kernels.rules import DecodeRule, Evict, Signal
+from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
 from millpond.policy.view import View
@@ -79,6 +81,7 @@ class LayerCache:
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
         self._rule: DecodeRule = policy.decode_rule(index)
+        self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
         self._rivals = policy.rivals
         self._finite = FiniteCheck(index)
 
@@ -101,7 +104,10 @@ class LayerCache:
 
     def read(self, sequence: int) -> ops.Dense:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
-        return contents.in_order(contents.read(self._require_table(), sequence))
+        found = contents.in_order(contents.read(self._require_table(), sequence))
+        if self.attention.turned:
+            found = found._replace(keys=rotate(found.keys), values=rotate(found.values))
+        return found
 
     def measure(self, sequence: int, of: Callable[[View], float]) -> float:
         """A number `of` one sequence as a plan would see it now."""
@@ -148,6 +154,9 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table or self._open(q, k, v, shape)
         self.attention.shape = shape
+        turned = self.attention.turned
+        if turned:
+            q, k, v = rotate(q), rotate(k), rotate(v)
         if span.length == 1 and (span.before > 0).all() and self.peek is None:
             if self.companions.pending:
                 self.planner.settle(table)
@@ -157,7 +166,7 @@ class LayerCache:
         else:
             out = self._prefill(table, q, k, v, span)
         self.columns += span.length
-        return out
+        return rotate(out) if turned else out
 
     def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
@@ -165,12 +174,18 @@ class LayerCache:
         sealed = None
         if self._sealed is not None:
             sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
+            if shape.window and sealed.codec.tiered:
+                sealed = None  # what a window hides needs no lower tier
         self._table = RegionTable(pool, k.shape[0], k.shape[1], sealed)
+        self.attention.turned = sealed is not None and sealed.codec.rotated
         self._rule = self.policy.decode_rule(self.index)
         if shape.window:
             own = self.policy.replans or self.companions.headwise is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
             self.companions.rolling = None  # the window hides the sinks, and no distance exceeds it
+        if sealed is not None and sealed.codec.tiered:
+            self._demotes = self._rule
+            self._rule = replace(self._rule, evict=Evict.NEVER)
         return self._table
 
     def _require_table(self) -> RegionTable:
@@ -209,6 +224,8 @@ class LayerCache:
             headwise.admit(table, self.timeline.tokens, positions, window)
         if rivals is not None:
             rivals.compete(rule, q_pos, window)
+        if self._demotes.evict is not Evict.NEVER:
+            sealing.demote_due(table, self._demotes, q_pos)
         if self.policy.replans:
             self.planner.stepped(table, q, q_pos, positions)
         return out

@@ -22,6 +22,8 @@ from millpond.kernels.packed import ops
 from millpond.kernels.packed.regions import PackedRegions
 
 Ints = npt.NDArray[np.int32]
+#: Regions: neighbours, or any.
+Rows = slice | npt.NDArray[np.int64]
 
 
 class Sealed:
@@ -87,7 +89,7 @@ class Sealed:
         """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
         return ops.read(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
 
-    def slot_ids(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
         lens = torch.from_numpy(self.lens[rows])
         width = int(lens.max()) if len(lens) else 0
@@ -96,12 +98,12 @@ class Sealed:
         ids = (pages[:, :, None] * self.slots + torch.arange(self.slots)).flatten(1)[:, :width]
         return torch.where(used, ids, 0), used
 
-    def positions(self, rows: slice) -> Tensor:
+    def positions(self, rows: Rows) -> Tensor:
         """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
         ids, used = self.slot_ids(rows)
         return torch.where(used, reference.gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
 
-    def scores(self, rows: slice) -> Tensor:
+    def scores(self, rows: Rows) -> Tensor:
         """(n, width) float32: the accumulators of some regions."""
         ids, _ = self.slot_ids(rows)
         return reference.gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
@@ -135,7 +137,7 @@ class Sealed:
         )  # fmt: skip
         self.lens[rows] += more
 
-    def bury(self, rows: slice, leave: Tensor) -> None:
+    def bury(self, rows: Rows, leave: Tensor) -> None:
         """Make tombstones of the entries in some slots, leave (n, width) bool, of some regions."""
         if not bool(leave.any()):
             return
@@ -145,7 +147,7 @@ class Sealed:
         reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
         self.dead[rows] += leave.sum(1).numpy().astype(np.int32)
 
-    def rescore(self, rows: slice, scores: Tensor, where: Tensor) -> None:
+    def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
         """Give the entries in the slots `where` (n, width) bool of some regions new accumulators (n, width)."""
         if bool(where.any()):
             self.privatise()
@@ -153,14 +155,16 @@ class Sealed:
             reference.scatter(self.pool.arrays.scores, ids[where], scores[where].float())
 
     def sparse(self, rows: slice) -> npt.NDArray[np.bool_]:
-        """(n, pages) which pages of some regions are at least half dead: they are worth giving back."""
-        positions, slots = self.positions(rows).numpy(), self.slots
-        n_pages = -(-positions.shape[1] // slots)
-        used = np.arange(n_pages * slots) < self.lens[rows][:, None]
-        dead = np.zeros(used.shape, dtype=bool)
+        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back."""
+        slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
+        if not self.dead[rows].any():
+            return np.zeros((rows.stop - rows.start, n_pages), dtype=bool)
+        positions = self.positions(rows).numpy()
+        dead = np.zeros((len(positions), n_pages * slots), dtype=bool)
         dead[:, : positions.shape[1]] = positions < 0
-        counts: Ints = (dead & used).reshape(len(used), n_pages, slots).sum(2)
-        return 2 * counts >= slots
+        full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
+        counts: Ints = dead.reshape(len(dead), n_pages, slots).sum(2)
+        return full & (2 * counts >= slots)
 
     def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> Dense:
         """The entries of the `chosen` pages (n, pages) of some regions as numbers, in the order of their slots."""

@@ -57,6 +57,11 @@ class RegionTable:
         """(n_seq, n_kv_heads) entries held in both parts, on the host."""
         return self.lengths() if self.sealed is None else self.lengths() + self.sealed.live
 
+    def budgeted(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries that count against the budget, on the host: a lower tier does not."""
+        tiered = self.sealed is not None and self.sealed.codec.tiered
+        return self.lengths() if tiered else self.entries()
+
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
