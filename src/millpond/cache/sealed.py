@@ -79,7 +79,11 @@ class Sealed:
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
-        return np.concatenate([row[:n] for row, n in zip(self._ids, self._owned, strict=True)]).astype(np.int32)
+        return np.concatenate([self.held_by(row) for row in range(len(self.lens))])
+
+    def held_by(self, row: int) -> PageIds:
+        """Page ids of one region, in the order of its slots."""
+        return self._ids[row, : self._owned[row]]
 
     def width(self, sequence: int) -> int:
         """Slots of the longest region of a sequence."""
