@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millpond.codec import codecs, preset, storage_dtype
+from millpond.codec import codecs, preset, resolve
 from millpond.codec.presets import PRESETS
 from millpond.errors import OptionError
 
@@ -69,4 +69,4 @@ def test_groups_that_do_not_fit_a_model_are_refused_by_name() -> None:
 def test_the_cache_lists_only_what_it_can_use() -> None:
     assert codecs() == ["auto", "f32", "f16", "bf16"]
     with pytest.raises(OptionError, match="unknown codec"):
-        storage_dtype("kivi2")
+        resolve("kivi2")

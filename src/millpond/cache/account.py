@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millpond.cache.pool import ARENA_BYTES, PagePool
+from millpond.cache.counted import ARENA_BYTES
+from millpond.cache.pool import PagePool
 
 #: Arenas that the limit is cut into, so that pools of several shapes can share it.
 GRAIN = 64

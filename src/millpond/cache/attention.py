@@ -11,7 +11,9 @@ from millpond.cache.companions import Companions
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.rolling import Rotation
 from millpond.cache.table import RegionTable
+from millpond.codec.rotate import rotate
 from millpond.kernels import ops
+from millpond.kernels.packed import ops as packed_ops
 from millpond.kernels.rules import DecodeRule, Reduce
 
 
@@ -23,6 +25,7 @@ class Attention:
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
         rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
         outputs: see `View.outputs`. Set by whoever knows the model.
+        turned: keys and values are stored after a Hadamard rotation.
     """
 
     def __init__(self, index: int, companions: Companions) -> None:
@@ -30,6 +33,7 @@ class Attention:
         self.shape = AttentionShape(1.0)
         self.rope: Rotation | None = None
         self.outputs: Callable[[], Tensor] | None = None
+        self.turned = False
         self._companions = companions
 
     def value_dim(self, v: Tensor) -> int:
@@ -57,10 +61,11 @@ class Attention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
-        out, lse, _ = ops.decode(
-            q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule,
-            **self.shape.kwargs,
-        )  # fmt: skip
+        plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule)
+        if table.sealed is None:
+            out, lse, _ = ops.decode(*plain, **self.shape.kwargs)
+        else:
+            out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
         return out, lse
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
@@ -75,4 +80,5 @@ class Attention:
 
     def contents(self, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
         """(H, N, dim): the keys or the values of candidates, for a score that looks at them."""
-        return found.keys if part == "keys" else found.values
+        stored = found.keys if part == "keys" else found.values
+        return rotate(stored) if self.turned else stored

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millpond.cache import sealing
 from millpond.cache.parts import Candidates, by_position
+from millpond.cache.plain import hold
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
 from millpond.policy.view import columns_of
@@ -17,7 +18,8 @@ def read(table: RegionTable, sequence: int) -> Candidates:
     """All entries that a sequence holds, one row per KV head, padded at the end, in any order."""
     rows = table.rows(sequence)
     width = int(table.lengths()[sequence].max(initial=0))
-    return Candidates(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+    plain = Candidates(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+    return plain if table.sealed is None else sealing.before(table.sealed, sequence, plain)
 
 
 def in_order(found: Candidates) -> ops.Dense:
@@ -41,6 +43,7 @@ def join(past: Candidates, k: Tensor, v: Tensor, q_pos: Tensor) -> Candidates:
         torch.cat([past.positions, positions], 1),
         F.pad(past.scores, (0, n_new)),
         None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
+        past.n_sealed,
     )
 
 
@@ -58,16 +61,15 @@ def append(table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tenso
     table.set_lengths(sequence, after)
 
 
-def rewrite(table: RegionTable, sequence: int, found: Candidates, keep: Tensor) -> None:
-    """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages."""
+def rewrite(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *, last: bool = True) -> None:
+    """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages.
+
+    Where a table seals entries, what is sealed stays as it is, and more is sealed unless a plan is still to come
+    (`last` is False).
+    """
+    if table.sealed is not None:
+        sealing.place(table, sequence, found, keep, seal=last)
+        return
     order = by_position(torch.where(keep, found.positions, -1))
     counts = keep.sum(1)
-    lens = counts.cpu().numpy().astype(np.int32)
-    rows = table.rows(sequence)
-    table.renew(sequence, lens)
-    index = order[:, : int(lens.max(initial=0))].int().contiguous()
-    ops.write(
-        table.pool.arrays, table.pages[rows], torch.zeros_like(counts).int(), counts.int(), index,
-        found.keys, found.values, found.positions, found.scores, found.log_masses,
-    )  # fmt: skip
-    table.set_lengths(sequence, lens)
+    hold(table, sequence, found, order[:, : int(counts.max())], counts)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from millpond.cache.by_sequence import BySequence
-from millpond.cache.gaps import close_gaps, rows_at, slots_of
 from millpond.cache.parts import AttentionShape
+from millpond.cache.slots import Slots
 from millpond.cache.table import RegionTable
 from millpond.cache.tokens import TokenIds
 from millpond.kernels import ops
@@ -92,28 +92,24 @@ class Headwise:
         seen = torch.from_numpy(positions[sequences] + 1).to(device)
         together = torch.from_numpy(most[sequences]).to(device)
         policy = self._policy
-        if ops.admit(
+        if table.sealed is None and ops.admit(
             table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device), table.kinds,
             table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks, window=window,
         ):  # fmt: skip
             table.trim()
             return
-        rows = torch.from_numpy((sequences[:, None] * n_heads + np.arange(n_heads)).ravel()).to(device)
-        lengths = table.lengths()[sequences]
-        ids, valid = slots_of(table, table.pages[rows], table.lens[rows], int(lengths.max()))
-        arrays, by_head = table.pool.arrays, (len(sequences), n_heads, -1)
-        here = torch.where(valid, rows_at(arrays.positions, ids), -1).view(by_head)
+        slots = Slots.of(table, (sequences[:, None] * n_heads + np.arange(n_heads)).ravel())
+        rows, by_head = torch.from_numpy(slots.rows).to(device), (len(sequences), n_heads, -1)
+        here = slots.positions.view(by_head)
         heads = Heads(
-            rows_at(arrays.scores, ids).view(by_head), here,
+            slots.scores.view(by_head), here,
             policy.classes_of(tokens.at(chosen, here), here), table.kinds[rows].view(by_head[:2]), seen,
             table.recent[rows].view(by_head)[:, 0, 0], together,
         )  # fmt: skip
         hidden = (here >= 0) & (seen[:, None, None] - here >= window) if window else torch.zeros_like(here).bool()
         leave = hidden | policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
-        close_gaps(arrays, ids, valid, leave.flatten(0, 1))
-        left = leave.sum(-1).cpu().numpy()
-        if left.any():
-            table.shrink(sequences, lengths - left.astype(np.int32))
+        if bool(leave.any()):
+            table.shrink(sequences, slots.leave(leave.flatten(0, 1)).reshape(by_head[:2]))
 
     # ------------------------------------------------------------------ the batch
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache import contents
+from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
 from millpond.cache.finite import FiniteCheck
 from millpond.cache.growth import grow
-from millpond.cache.parts import AttentionShape, Chunk
+from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
 from millpond.cache.pool import PagePool
 from millpond.cache.rivals import Rivals
 from millpond.cache.rolling import Rotation
+from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
+from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError
 from millpond.kernels import ops
-from millpond.kernels.rules import DecodeRule, Evict, Signal
+from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
 from millpond.policy.view import View
@@ -40,6 +43,8 @@ class LayerCache:
         timeline: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
         rotation: how keys are rotated by position, for policies with cache-relative positions.
+        sealed: `sealed(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None: they
+            stay as they are.
 
     Attributes:
         columns: columns (pads included) that this layer has seen.
@@ -61,6 +66,7 @@ class LayerCache:
         *,
         between_chunks: bool = True,
         rotation: Rotation | None = None,
+        sealed: Callable[[int, int, int, int, int, torch.device], Sealed] | None = None,
     ) -> None:
         self.index = index
         self.policy = policy
@@ -72,9 +78,11 @@ class LayerCache:
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
         self._pool = pool
+        self._sealed = sealed
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
         self._rule: DecodeRule = policy.decode_rule(index)
+        self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
         self._rivals = policy.rivals
         self._finite = FiniteCheck(index)
 
@@ -88,7 +96,7 @@ class LayerCache:
     @property
     def stored(self) -> np.ndarray:
         """(n_seq, n_kv_heads) entries held."""
-        return self._table.lengths() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
+        return self._table.entries() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
 
     @property
     def pending(self) -> bool:
@@ -97,7 +105,10 @@ class LayerCache:
 
     def read(self, sequence: int) -> ops.Dense:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
-        return contents.in_order(contents.read(self._require_table(), sequence))
+        found = contents.in_order(contents.read(self._require_table(), sequence))
+        if self.attention.turned:
+            found = found._replace(keys=rotate(found.keys), values=rotate(found.values))
+        return found
 
     def measure(self, sequence: int, of: Callable[[View], float]) -> float:
         """A number `of` one sequence as a plan would see it now."""
@@ -144,6 +155,9 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table or self._open(q, k, v, shape)
         self.attention.shape = shape
+        turned = self.attention.turned
+        if turned:
+            q, k, v = rotate(q), rotate(k), rotate(v)
         if span.length == 1 and (span.before > 0).all() and self.peek is None and not self.reading:
             if self.companions.pending:
                 self.planner.settle(table)
@@ -153,17 +167,26 @@ class LayerCache:
         else:
             out = self._prefill(table, q, k, v, span)
         self.columns += span.length
-        return out
+        return rotate(out) if turned else out
 
     def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
-        self._table = RegionTable(pool, k.shape[0], k.shape[1])
+        sealed = None
+        if self._sealed is not None:
+            sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
+            if shape.window and sealed.codec.tiered:
+                sealed = None  # what a window hides needs no lower tier
+        self._table = RegionTable(pool, k.shape[0], k.shape[1], sealed)
+        self.attention.turned = sealed is not None and sealed.codec.rotated
         self._rule = self.policy.decode_rule(self.index)
         if shape.window:
             own = self.policy.replans or self.companions.headwise is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
             self.companions.rolling = None  # the window hides the sinks, and no distance exceeds it
+        if sealed is not None and sealed.codec.tiered:
+            self._demotes = self._rule
+            self._rule = replace(self._rule, evict=Evict.NEVER)
         return self._table
 
     def _require_table(self) -> RegionTable:
@@ -185,6 +208,7 @@ class LayerCache:
         rule, window = self._rule, self.attention.shape.window
         rolling, headwise = self.companions.rolling, self.companions.headwise
         always = rule.evict is Evict.NEVER
+        sealing.seal_due(table, positions >= 0)
         table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self.policy.grows:
             grow(table, positions, self.planner.budget)
@@ -201,6 +225,8 @@ class LayerCache:
             headwise.admit(table, self.timeline.tokens, positions, window)
         if rivals is not None:
             rivals.compete(rule, q_pos, window)
+        if self._demotes.evict is not Evict.NEVER:
+            sealing.demote_due(table, self._demotes, q_pos)
         if self.policy.replans:
             self.planner.stepped(table, q, q_pos, positions)
         return out
@@ -246,6 +272,8 @@ class LayerCache:
         """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
         if self.companions.rolling is not None:
             q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
+        if table.sealed is not None:
+            table.sealed.observe(sequence, q, k)
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
@@ -255,10 +283,19 @@ class LayerCache:
             positions = found.positions.expand(len(met), -1)
             self.peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            contents.append(table, sequence, k, v, q_pos)
+            self._append(table, sequence, k, v, q_pos, found)
         else:
             self.planner.take_in(table, chunk, lse, sums, defer=not self._between_chunks)
         return out
+
+    def _append(
+        self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Candidates
+    ) -> None:
+        """Keep all new entries; `found`: they behind the stored ones."""
+        if table.sealed is None:
+            contents.append(table, sequence, k, v, q_pos)
+        else:
+            contents.rewrite(table, sequence, found, found.positions >= 0, last=self._between_chunks)
 
     # ------------------------------------------------------------------ the batch, and going back
 
@@ -307,7 +344,10 @@ class LayerCache:
         """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region of a sequence."""
         if self._table is not None:
             for sequence, lens in enumerate(self._table.lengths()):
-                self._table.set_lengths(sequence, lens - tokens[sequence].astype(np.int32))
+                gone = tokens[sequence].astype(np.int32)
+                if self._table.sealed is not None:
+                    gone = gone - sealing.truncate(self._table.sealed, sequence, int(self.timeline.seen[sequence]))
+                self._table.set_lengths(sequence, lens - gone)
             self.columns -= columns
 
     def fork(self) -> LayerState:

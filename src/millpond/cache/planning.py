@@ -96,7 +96,7 @@ class Planner:
         seen = int(q_pos[-1]) + 1
         if defer:
             self._companions.pending[sequence] = seen
-            contents.rewrite(table, sequence, found, found.positions >= 0)
+            contents.rewrite(table, sequence, found, found.positions >= 0, last=False)
         else:
             self.plan(table, sequence, found, seen)
 
@@ -130,7 +130,7 @@ class Planner:
             for s in np.flatnonzero(active).tolist():
                 self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
         caps = table.budgets().astype(np.int64)
-        due = active & (table.lengths() - caps >= self._policy.plan_every).any(1)
+        due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
             if due.any():
                 merger.merge(table, q_pos, due)
@@ -138,6 +138,11 @@ class Planner:
         for s in np.flatnonzero(due).tolist():
             budget = int(caps[s].sum()) // table.n_kv_heads
             self.plan(table, s, contents.read(table, s), int(positions[s]) + 1, budget)
+
+    def _together(self, table: RegionTable) -> int:
+        """How many entries beyond the budget a plan while decoding waits for: a page of them where it demotes."""
+        sealed = table.sealed
+        return self._policy.plan_every if sealed is None or not sealed.codec.tiered else sealed.slots
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -165,6 +170,9 @@ class Planner:
     ) -> Plan:
         """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps."""
         found = self.views.signal(sequence, found)
+        if table.sealed is not None and table.sealed.codec.tiered:
+            alive = alive.clone()
+            alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(sequence, found, positions, order, seen)

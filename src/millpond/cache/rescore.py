@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.gaps import rows_at, slots_of
+from millpond.cache.slots import Slots
 from millpond.cache.table import RegionTable
-from millpond.kernels import reference
 
 
 def rescore(table: RegionTable, before: Tensor, values: Tensor, factors: Tensor | None = None) -> None:
@@ -19,14 +19,13 @@ def rescore(table: RegionTable, before: Tensor, values: Tensor, factors: Tensor 
         factors: (S,) on the scores of all earlier tokens; None: these stay as they are.
     """
     table.privatise(whole=True)
-    ids, valid = slots_of(table, table.pages, table.lens, int(table.lengths().max(initial=0)))
-    arrays, n_heads, n = table.pool.arrays, table.n_kv_heads, values.shape[1]
-    if not ids.numel():
+    slots, n = Slots.of(table, np.arange(table.n_regions)), values.shape[1]
+    if not slots.positions.numel():
         return
-    place = rows_at(arrays.positions, ids) - before.repeat_interleave(n_heads)[:, None]
-    told = valid & (place >= 0) & (place < n)
-    found = values.repeat_interleave(n_heads, 0).gather(1, place.clamp(0, n - 1).long())
+    place = slots.positions - before.repeat_interleave(table.n_kv_heads)[:, None]
+    told = slots.valid & (place >= 0) & (place < n)
+    found = values.repeat_interleave(table.n_kv_heads, 0).gather(1, place.clamp(0, n - 1).long())
     if factors is not None:
-        aged = rows_at(arrays.scores, ids) * factors.repeat_interleave(n_heads)[:, None]
-        found, told = torch.where(told, found, aged), told | (valid & (place < 0))
-    reference.scatter(arrays.scores, ids[told], found[told])
+        aged = slots.scores * factors.repeat_interleave(table.n_kv_heads)[:, None]
+        found, told = torch.where(told, found, aged), told | (slots.valid & (place < 0))
+    slots.rescore(found, told)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.gaps import close_gaps, slots_of
+from millpond.cache.slots import Slots
 from millpond.cache.table import RegionTable
 from millpond.errors import PoolFullError
 from millpond.kernels import reference
@@ -37,7 +37,7 @@ class Rivals:
         due = (positions >= 0) & ((positions + 1) % heads.every == 0)
         if not due.any():
             return None
-        due &= (table.lengths() == table.budgets()).all(1)
+        due &= (table.entries() == table.budgets()).all(1)
         return cls(table, heads, np.flatnonzero(due)) if due.any() else None
 
     def make_room(self, grows_always: bool) -> None:
@@ -60,19 +60,16 @@ class Rivals:
         """After the step: the lowest entries of all heads leave. q_pos (S,): positions of the new tokens."""
         table, n_heads = self.table, self.table.n_kv_heads
         rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
-        lengths = table.lengths()[self.sequences]
-        chosen = torch.from_numpy(rows).to(table.lens.device)
-        ids, valid = slots_of(table, table.pages[chosen], table.lens[chosen], int(lengths.max()))
-        arrays = table.pool.arrays
-        positions = torch.where(valid, reference.gather(arrays.positions, ids), -1)
-        scores = reference.gather(arrays.scores, ids)
+        slots = Slots.of(table, rows)
+        positions, valid = slots.positions, slots.valid
         query = q_pos[torch.from_numpy(self.sequences).to(q_pos.device)].repeat_interleave(n_heads)[:, None]
-        value = reference.eviction_value(rule, scores, positions, query, n_heads)
+        value = reference.eviction_value(rule, slots.scores, positions, query, n_heads)
         if window:
             value = value.masked_fill(query + 1 - positions >= window, -reference.INF)
-        pinned = valid & ((positions < rule.sinks) | (query - positions < table.recent[chosen][:, None]))
+        recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
+        pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
         caps = table.budgets()
-        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(ids.device)
+        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(value.device)
         floor = self.heads.floor(pinned.sum(1), budget.repeat_interleave(n_heads))
         spare = (valid.sum(1) - floor).clamp(min=0)
         by_head = (len(self.sequences), n_heads, -1)
@@ -80,9 +77,8 @@ class Rivals:
             value.view(by_head), positions.view(by_head), (valid & ~pinned).view(by_head), spare.view(by_head[:2]),
             n_heads,
         ).flatten(0, 1)  # fmt: skip
-        close_gaps(arrays, ids, valid, leave)
-        lengths -= leave.sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
-        caps[self.sequences] = lengths
+        lengths = slots.leave(leave).reshape(by_head[:2])
+        caps[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
             table.set_lengths(sequence, lens)
         table.set_budgets(caps)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pool import PageIds, PagePool
+from millpond.cache.sealed import Sealed
 from millpond.errors import PoolFullError
 from millpond.kernels.rules import UNBOUNDED
 
@@ -24,10 +25,12 @@ class RegionTable:
         pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
         recent: (R,) int32 how many newest positions are protected.
         kinds: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
+        sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
     """
 
-    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int) -> None:
+    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: Sealed | None = None) -> None:
         self.pool = pool
+        self.sealed = sealed
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
@@ -47,8 +50,17 @@ class RegionTable:
         return len(self._lens)
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """(n_seq, n_kv_heads) entries held, on the host."""
+        """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
         return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def entries(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries held in both parts, on the host."""
+        return self.lengths() if self.sealed is None else self.lengths() + self.sealed.live
+
+    def budgeted(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries that count against the budget, on the host: a lower tier does not."""
+        tiered = self.sealed is not None and self.sealed.codec.tiered
+        return self.lengths() if tiered else self.entries()
 
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
@@ -61,7 +73,8 @@ class RegionTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
-        return sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.caps, self.recent))
+        own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.caps, self.recent))
+        return own if self.sealed is None else own + self.sealed.nbytes
 
     # ------------------------------------------------------------------ budgets
 
@@ -123,6 +136,8 @@ class RegionTable:
         if self._slack > 0:
             return
         growing = np.full(self.n_regions, True) if grows_always else self._lens < self._caps
+        if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
+            growing |= self.sealed.live.ravel() > 0
         spare = self._owned * self.pool.slots - self._lens
         needy = np.flatnonzero(growing & (spare == 0))
         if len(needy):
@@ -239,6 +254,8 @@ class RegionTable:
         self.n_seq = len(sequences)
         self.pool.retain(self.held())
         self.pool.release(before)
+        if self.sealed is not None:
+            self.sealed.select(sequences)
         self._may_share, self._slack = True, 0
         self._publish()
 
@@ -262,7 +279,7 @@ class RegionTable:
 
     def fork(self) -> RegionTable:
         """Another table of the same entries: pages are shared until one of the two writes."""
-        other = RegionTable(self.pool, self.n_seq, self.n_kv_heads)
+        other = RegionTable(self.pool, self.n_seq, self.n_kv_heads, None if self.sealed is None else self.sealed.fork())
         other._ids, other._owned = self._ids.copy(), self._owned.copy()
         other._lens, other._caps, other._recent = self._lens.copy(), self._caps.copy(), self._recent.copy()
         other._kinds = self._kinds.copy()
@@ -277,6 +294,8 @@ class RegionTable:
         Raises:
             PoolFullError: no room for the copies; nothing was changed.
         """
+        if whole and self.sealed is not None:
+            self.sealed.privatise()
         if not self._may_share:
             return
         if not (self.pool.refs(self.held()) > 1).any():
@@ -304,6 +323,8 @@ class RegionTable:
 
     def clear(self) -> None:
         """Give every page back."""
+        if self.sealed is not None:
+            self.sealed.clear()
         self.pool.release(self.held())
         self._owned[:] = 0
         self._lens[:] = 0

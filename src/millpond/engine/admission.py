@@ -51,11 +51,11 @@ def _entries(
         if isinstance(policy, NestedPolicy) or isinstance(policy.heads, PromptHeads):
             before, after = prompt, total
         elif policy.every_step:
-            after = min(total, budget + policy.merge_every)
+            after = min(total, budget + policy.plan_every)
         else:
             after = before + answer
     if layer.window:
-        before, after = min(before, layer.window), min(after, layer.window + policy.merge_every)
+        before, after = min(before, layer.window), min(after, layer.window + policy.plan_every)
     return before, max(before, after)
 
 

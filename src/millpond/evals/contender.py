@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.codec import storage_dtype
+from millpond.codec import resolve
 from millpond.errors import unknown
 from millpond.evals.batch import Batch
 from millpond.evals.spec import Spec
@@ -81,7 +81,7 @@ class Compressed:
         return DEFAULT_BUDGET if policy.takes_budget and not isinstance(policy, NestedPolicy) else ""
 
     def check(self, budget: str, codec: str) -> None:
-        storage_dtype(codec)
+        resolve(codec)
         if budget:
             parsed = Budget.parse(budget)
             if parsed.kind == "tokens":

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.codec import storage_dtype
+from millpond.codec import resolve
 from millpond.errors import CacheMismatchError
 from millpond.evals.batch import Batch
 from millpond.evals.contender import DEFAULT_BUDGET, Contender, contender
@@ -41,7 +41,7 @@ class Oracle:
         return DEFAULT_BUDGET
 
     def check(self, budget: str, codec: str) -> None:
-        storage_dtype(codec)
+        resolve(codec)
         Budget.parse(budget or DEFAULT_BUDGET)
 
     def open(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from millpond.budget import Budget
-from millpond.codec import storage_dtype
+from millpond.codec import resolve
 from millpond.errors import OptionError, unknown
 from millpond.evals.contender import Contender, find_contender
 from millpond.evals.record import Cell, Protocol
@@ -49,7 +49,7 @@ class Plan:
             if protocol not in PROTOCOLS:
                 raise unknown("protocol", protocol, PROTOCOLS)
         for codec in self.codecs:
-            storage_dtype(codec)
+            resolve(codec)
         for budget in self.budgets or ():
             Budget.parse(budget)
         object.__setattr__(self, "contenders", {str(spec): find_contender(spec) for spec in self.methods})

@@ -7,18 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from millpond.budget import Budget
+from millpond.cache.counted import CountedPages
 from millpond.cache.journal import Journal
 from millpond.cache.layer import LayerCache
-from millpond.cache.pool import PagePool
+from millpond.cache.pools import Pools
 from millpond.cache.rolling import Rotation
+from millpond.cache.sealed import Sealed
+from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.cache.tokens import TokenIds
+from millpond.codec import Codec
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.budgets import Budgets, layer_windows
 from millpond.hf.entropies import Entropies
@@ -45,7 +50,7 @@ class CacheStats:
         evicted: entries that left, over all layers, sequences and heads.
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
         metadata_bytes: bytes of positions, scores and tables beside them.
-        full_kv_bytes: bytes of keys and values that a cache without a budget would hold, in the same format.
+        full_kv_bytes: bytes of keys and values that a cache without a budget would hold, in the format of plain pages.
         reserved_bytes: bytes of all pool buffers, free pages included.
     """
 
@@ -71,7 +76,7 @@ class MillpondCache(Cache):
         budget: Budget | None,
         *,
         n_layers: int,
-        storage: torch.dtype | None = None,
+        storage: torch.dtype | Codec | None = None,
         page_slots: int,
         memory_limit: int | None = None,
         between_chunks: bool = True,
@@ -90,10 +95,7 @@ class MillpondCache(Cache):
         self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
         self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
-        self._storage = storage
-        self._page_slots = page_slots
-        self._memory_limit = memory_limit
-        self._pools: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._pools = Pools(storage, page_slots, memory_limit, masses=policy.mass_bias)
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
         self._passes = Passes(self, decoder_modules(model))
@@ -105,8 +107,9 @@ class MillpondCache(Cache):
         make = layer_cache(config)
         cores = [
             make(
-                index, policy, partial(budgets.entries, index), self._pool, self.timeline,
+                index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
                 between_chunks=between_chunks and not (policy.waits or self._rebuilder), rotation=rotation,
+                sealed=self._pools.sealed if self._pools.codec is not None else None,
             )
             for index in range(n_layers)
         ]  # fmt: skip
@@ -122,9 +125,9 @@ class MillpondCache(Cache):
         return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
 
     @property
-    def pools(self) -> list[PagePool]:
-        """The page pools: one per shape of entry."""
-        return list(self._pools.values())
+    def pools(self) -> list[CountedPages[Any]]:
+        """The page pools: one per shape and format of entry."""
+        return list(self._pools)
 
     def stats(self) -> CacheStats:
         """Counts and bytes as they are now."""
@@ -173,9 +176,10 @@ class MillpondCache(Cache):
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
+        tables = [core.table for core in self.cores if core.table is not None]
+        parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
         for pool in self.pools:
-            tables = [core.table for core in self.cores if core.table is not None and core.table.pool is pool]
-            pool.check_integrity([table.held() for table in tables])
+            pool.check_integrity([part.held() for part in parts if part.pool is pool])
 
     def watch(self, observer: Observer | None) -> None:
         """Show `observer` what each layer attends with, pass by pass, before it is taken in; None: no longer."""
@@ -307,15 +311,3 @@ class MillpondCache(Cache):
     def _behind(self, columns: int) -> LayerCache | None:
         """The first layer that has not seen `columns` columns."""
         return next((core for core in self.cores if core.columns != columns), None)
-
-    # ------------------------------------------------------------------ pools
-
-    def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        storage = self._storage or dtype
-        key = (key_dim, value_dim, storage, device)
-        if key not in self._pools:
-            self._pools[key] = PagePool(
-                key_dim, value_dim, storage, device, slots=self._page_slots, limit_bytes=self._memory_limit,
-                masses=self.policy.mass_bias,
-            )  # fmt: skip
-        return self._pools[key]

@@ -9,8 +9,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget, parse_bytes
+from millpond.cache.compose import check_composition
+from millpond.cache.layer import LayerCache
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
-from millpond.codec import storage_dtype
+from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
@@ -18,7 +20,7 @@ from millpond.hf.native import use_native_layers
 from millpond.hf.outputs import show_outputs
 from millpond.hf.rebuild import ask_ids
 from millpond.hf.rotation import ModelRotation
-from millpond.hf.support import check_supported, n_layers, text_config
+from millpond.hf.support import check_supported, layer_cache, n_layers, text_config
 from millpond.hf.tokens import fill_classes
 from millpond.methods import METHODS
 from millpond.policy.nested import NestedPolicy
@@ -30,7 +32,7 @@ def compress(
     model: PreTrainedModel,
     method: str | Policy = "h2o",
     budget: str | int | float | Budget | None = None,
-    codec: str = "auto",
+    codec: str | tuple[str, str] = "auto",
     *,
     memory_limit: str | int | None = None,
     page_slots: int = DEFAULT_SLOTS,
@@ -47,9 +49,11 @@ def compress(
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt; `full` and `minference` take none, and `fastgen` needs none. Of `infllm`, which
             stores everything, it is what is attended to.
-        codec: how entries are stored; "auto" stores what the model computes.
+        codec: how entries are stored; "auto" stores what the model computes, `millpond.codecs()` names the others. A
+            pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
+            entries as they are.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
-        page_slots: entries per page, a power of two.
+        page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
             plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
             first pass of one token comes: choose a size that leaves no single token for the last chunk).
@@ -82,9 +86,17 @@ def compress(
     rotation = ModelRotation.of(model) if policy.positions == "cache_relative" else None
     sliding = bool(getattr(config, "sliding_window", None))
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    stored = resolve(codec)
+    if isinstance(stored, Codec):
+        check_composition(policy, stored)
+        if layer_cache(config) is not LayerCache:
+            raise OptionError(
+                f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "
+                "codec='bf16'"
+            )
     cache = MillpondCache(
         model, policy, chosen,
-        n_layers=n_layers(config), storage=storage_dtype(codec), page_slots=page_slots, memory_limit=limit,
+        n_layers=n_layers(config), storage=stored, page_slots=page_slots, memory_limit=limit,
         between_chunks=between_chunks, rotation=rotation,
         croppable=policy.keeps_all and not policy.takes_budget and not sliding,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from millpond.cache.stack import Stack
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.cache.tokens import TokenIds
-from millpond.codec import storage_dtype
+from millpond.codec import Codec, resolve
 from millpond.errors import OptionError
 from millpond.hf.budgets import Budgets
 from millpond.hf.compress import budget_of, policy_of
@@ -68,7 +68,12 @@ class Recipe:
         self.budget = budget_of(method, budget, policy)
         if self.budget is not None and self.budget.kind == "tokens":
             policy.protect.check(int(self.budget.amount))
-        self.storage = storage_dtype(codec) or model.dtype
+        stored = resolve(codec)
+        if isinstance(stored, Codec):
+            raise OptionError(
+                f"codec {codec!r}: the engine stores numbers as they are; use compress(model, ...).generate, or 'bf16'"
+            )
+        self.storage = stored or model.dtype
         self.whole_prompt = isinstance(policy, PatternPolicy | RecallPolicy)
         self._model, self._pools = model, pools
         self._rotation = ModelRotation.of(model.model) if policy.positions == "cache_relative" else None

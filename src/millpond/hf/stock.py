@@ -28,9 +28,7 @@ def remember(
     """Attach to the two-dimensional mask `padding` how transformers would make its own mask."""
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
-    make = partial(
-        sdpa_mask, q_length=q_length, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs
-    )
+    make = partial(sdpa_mask, q_length=q_length, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
     overlaid = use_vmap or (q_length > 1 and not allow_is_causal_skip)
     setattr(padding, _ATTRIBUTE, (make, overlaid))
 

@@ -13,6 +13,7 @@ except ImportError as error:
 from millpond.kernels.gpu.decode import decode
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
+
 # in torch: its matrix products will do
 from millpond.kernels.reference import absolute_sums, attend, newest_alike, window_signal
 

@@ -1,0 +1,37 @@
+"""PackedPool: pages of codes; see `CountedPages`."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.cache.counted import CountedPages, PageIds, pages_per_arena
+from millpond.cache.pool import side_bytes
+from millpond.kernels.packed.arrays import PackedArrays
+from millpond.kernels.packed.layout import PackedLayout
+
+
+class PackedPool(CountedPages[PackedArrays]):
+    """Pages of `layout`.
+
+    Args:
+        limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
+        masses: whether entries carry a mass, as in the plain pages beside these.
+
+    Raises:
+        OptionError: `limit_bytes` is smaller than one page.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        device: torch.device | str = "cpu",
+        *,
+        limit_bytes: int | None = None,
+        masses: bool = False,
+    ) -> None:
+        page_bytes = layout.page_bytes + layout.slots * side_bytes(masses)
+        arrays = PackedArrays(pages_per_arena(page_bytes), layout, torch.device(device), masses)
+        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes)
+
+    def _copy(self, source: PageIds, target: PageIds) -> None:
+        self.arrays.copy_pages(torch.from_numpy(source).long(), torch.from_numpy(target).long())

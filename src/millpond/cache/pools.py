@@ -1,0 +1,72 @@
+"""Pools: the page pools of one cache, one per shape and format of entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from millpond.cache.counted import CountedPages
+from millpond.cache.packed_pool import PackedPool
+from millpond.cache.pool import PagePool
+from millpond.cache.sealed import Sealed
+from millpond.cache.traits import kept_dim
+from millpond.codec import Codec
+from millpond.errors import OptionError
+
+
+class Pools:
+    """Makes pools as the layers ask for them.
+
+    Args:
+        storage: of all entries: a dtype, a codec, or None for what the model computes.
+        slots: entries per plain page. limit_bytes: most bytes of a pool; None for no limit.
+        masses: whether entries carry a mass.
+    """
+
+    def __init__(
+        self, storage: torch.dtype | Codec | None, slots: int, limit_bytes: int | None, *, masses: bool
+    ) -> None:
+        self.codec = storage if isinstance(storage, Codec) else None
+        self._dtype = storage if isinstance(storage, torch.dtype) else None
+        self._slots, self._limit_bytes, self._masses = slots, limit_bytes, masses
+        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._packed: dict[tuple[int, int], PackedPool] = {}
+
+    def __iter__(self) -> Iterator[CountedPages[Any]]:
+        return iter([*self._plain.values(), *self._packed.values()])
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._packed)
+
+    def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
+        """The pool of plain pages of one shape."""
+        key = (key_dim, value_dim, self._dtype or dtype, device)
+        if key not in self._plain:
+            self._plain[key] = PagePool(
+                *key, slots=self._slots, limit_bytes=self._limit_bytes, masses=self._masses,
+            )  # fmt: skip
+        return self._plain[key]
+
+    def sealed(
+        self, layer: int, n_seq: int, n_kv_heads: int, key_dim: int, value_dim: int, device: torch.device
+    ) -> Sealed:
+        """The packed part of the table of one layer.
+
+        Raises:
+            OptionError: a head_dim that the format's groups do not divide, or a model that is not on the CPU.
+        """
+        codec = self.codec
+        assert codec is not None, "only a codec has packed pages"
+        if device.type != "cpu":
+            raise OptionError(
+                f"codec {codec.name!r}: pages of codes are read on the CPU only, and the model is on {device}; "
+                "use codec='bf16'"
+            )
+        if (key_dim, value_dim) not in self._packed:
+            layout = codec.layout(kept_dim(codec, key_dim), value_dim)
+            self._packed[key_dim, value_dim] = PackedPool(
+                layout, device, limit_bytes=self._limit_bytes, masses=self._masses
+            )
+        return Sealed(codec, self._packed[key_dim, value_dim], n_seq, n_kv_heads, key_dim)

@@ -1,0 +1,286 @@
+"""Sealed: the packed part of a table's regions: entries as codes, in pages of a pool of their own.
+
+What is sealed is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in its
+slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.by_sequence import BySequence
+from millpond.cache.counted import PageIds
+from millpond.cache.packed_pool import PackedPool
+from millpond.cache.traits import Traits
+from millpond.codec.spec import Codec
+from millpond.kernels import reference
+from millpond.kernels.ops import Dense
+from millpond.kernels.packed import ops
+from millpond.kernels.packed.regions import PackedRegions
+
+Ints = npt.NDArray[np.int32]
+#: Regions: neighbours, or any.
+Rows = slice | npt.NDArray[np.int64]
+
+
+class Sealed:
+    """The packed part of `n_seq * n_kv_heads` regions, on the CPU.
+
+    Attributes:
+        codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
+        lens: (R,) slots in use, tombstones included. dead: (R,) tombstones, which the decode kernel counts too.
+    """
+
+    def __init__(self, codec: Codec, pool: PackedPool, n_seq: int, n_kv_heads: int, head_dim: int) -> None:
+        self.codec, self.pool, self.head_dim = codec, pool, head_dim
+        self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
+        n = n_seq * n_kv_heads
+        self.lens: Ints = np.zeros(n, dtype=np.int32)
+        self.dead: Ints = np.zeros(n, dtype=np.int32)
+        self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
+        self._owned = np.zeros(n, dtype=np.int64)
+        kept = pool.arrays.layout.key_dim
+        self._channels = torch.zeros(n, kept, dtype=torch.int32) if codec.prune else None
+        self._balance = torch.ones(n, kept) if codec.balanced else None
+        self._traits: BySequence[Traits] = BySequence()
+        self._decided: BySequence[bool] = BySequence()
+        self._may_share = False
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def slots(self) -> int:
+        """Entries of a page."""
+        return self.pool.slots
+
+    @property
+    def live(self) -> Ints:
+        """(n_seq, n_kv_heads) entries held."""
+        return (self.lens - self.dead).reshape(self.n_seq, self.n_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables themselves."""
+        beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
+        return self._ids.nbytes + self.lens.nbytes + self.dead.nbytes + beside
+
+    def rows(self, sequence: int) -> slice:
+        """The regions of one sequence."""
+        return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
+
+    def regions(self, rows: slice = slice(None)) -> PackedRegions:
+        """What the kernels see of some regions."""
+        channels, balance = (None if t is None else t[rows] for t in (self._channels, self._balance))
+        ids, lens, dead = (torch.from_numpy(x[rows]) for x in (self._ids, self.lens, self.dead))
+        return PackedRegions(self.pool.arrays, ids, lens, dead, channels, balance)
+
+    def held(self) -> PageIds:
+        """Page ids of all regions, a shared page once per holder."""
+        return np.concatenate([self.held_by(row) for row in range(len(self.lens))])
+
+    def held_by(self, row: int) -> PageIds:
+        """Page ids of one region, in the order of its slots."""
+        return self._ids[row, : self._owned[row]]
+
+    def width(self, sequence: int) -> int:
+        """Slots of the longest region of a sequence."""
+        return int(self.lens[self.rows(sequence)].max(initial=0))
+
+    def read(self, sequence: int) -> Dense:
+        """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
+        return ops.read(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
+
+    def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
+        lens = torch.from_numpy(self.lens[rows])
+        width = int(lens.max()) if len(lens) else 0
+        used = torch.arange(width) < lens[:, None]
+        pages = torch.from_numpy(self._ids[rows, : -(-width // self.slots)]).long()
+        ids = (pages[:, :, None] * self.slots + torch.arange(self.slots)).flatten(1)[:, :width]
+        return torch.where(used, ids, 0), used
+
+    def positions(self, rows: Rows) -> Tensor:
+        """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
+        ids, used = self.slot_ids(rows)
+        return torch.where(used, reference.gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
+
+    def scores(self, rows: Rows) -> Tensor:
+        """(n, width) float32: the accumulators of some regions."""
+        ids, _ = self.slot_ids(rows)
+        return reference.gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
+
+    # ------------------------------------------------------------------ writing
+
+    def observe(self, sequence: int, q: Tensor, k: Tensor) -> None:
+        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are sealed."""
+        if (self._channels is None and self._balance is None) or sequence in self._decided:
+            return
+        new, before = Traits.of(q, k), self._traits.get(sequence)
+        self._traits[sequence] = new if before is None else before.and_then(new)
+
+    def write(self, sequence: int, count: Tensor, index: Tensor, found: Dense) -> None:
+        """Seal rows index (H, width) of `found`, count (H,) of each head, behind what is sealed.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+            NumericsError: a number that the format cannot hold.
+        """
+        self.privatise()
+        rows, more = self.rows(sequence), count.numpy().astype(np.int32)
+        if not more.any():
+            return
+        self._decide(sequence)
+        self._reserve(rows, self.lens[rows] + more)
+        start = torch.from_numpy(self.lens[rows].copy())
+        ops.write(
+            self.regions(rows), start, count.int(), index.int().contiguous(), found.keys, found.values,
+            found.positions, found.scores, found.log_masses,
+        )  # fmt: skip
+        self.lens[rows] += more
+
+    def bury(self, rows: Rows, leave: Tensor) -> None:
+        """Make tombstones of the entries in some slots, leave (n, width) bool, of some regions."""
+        if not bool(leave.any()):
+            return
+        self.privatise()
+        ids, _ = self.slot_ids(rows)
+        target = ids[leave]
+        reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
+        self.dead[rows] += leave.sum(1).numpy().astype(np.int32)
+
+    def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
+        """Give the entries in the slots `where` (n, width) bool of some regions new accumulators (n, width)."""
+        if bool(where.any()):
+            self.privatise()
+            ids, _ = self.slot_ids(rows)
+            reference.scatter(self.pool.arrays.scores, ids[where], scores[where].float())
+
+    def sparse(self, rows: slice) -> npt.NDArray[np.bool_]:
+        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back."""
+        slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
+        if not self.dead[rows].any():
+            return np.zeros((rows.stop - rows.start, n_pages), dtype=bool)
+        positions = self.positions(rows).numpy()
+        dead = np.zeros((len(positions), n_pages * slots), dtype=bool)
+        dead[:, : positions.shape[1]] = positions < 0
+        full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
+        counts: Ints = dead.reshape(len(dead), n_pages, slots).sum(2)
+        return full & (2 * counts >= slots)
+
+    def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> Dense:
+        """The entries of the `chosen` pages (n, pages) of some regions as numbers, in the order of their slots."""
+        most = int(chosen.sum(1).max(initial=0))
+        some = np.zeros((len(chosen), max(most, 1)), dtype=np.int32)
+        lens = np.zeros(len(chosen), dtype=np.int32)
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            columns = np.flatnonzero(chosen[r])
+            some[r, : len(columns)] = self._ids[rows.start + r, columns]
+            lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
+        regions = self.regions(rows)
+        part = PackedRegions(
+            regions.pages, torch.from_numpy(some), torch.from_numpy(lens), regions.dead, regions.channels,
+            regions.balance,
+        )  # fmt: skip
+        return ops.read(part, int(lens.max(initial=0)), self.head_dim)
+
+    def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
+        """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
+        if not chosen.any():
+            return
+        positions = self.positions(rows).numpy()
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            row, columns = rows.start + r, np.flatnonzero(chosen[r])
+            for column in columns.tolist():
+                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
+                self.dead[row] -= int((positions[r, part] < 0).sum())
+            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
+            own = self._ids[row, : self._owned[row]].copy()
+            keep = np.ones(len(own), dtype=bool)
+            keep[columns] = False
+            self.pool.release(own[~keep])
+            self._owned[row] = keep.sum()
+            self._ids[row, : self._owned[row]] = own[keep]
+
+    def forget(self, sequence: int) -> None:
+        """Give back all pages of a sequence."""
+        rows = self.rows(sequence)
+        for row in range(rows.start, rows.stop):
+            self.pool.release(self._ids[row, : self._owned[row]])
+        self._owned[rows], self.lens[rows], self.dead[rows] = 0, 0, 0
+
+    # ------------------------------------------------------------------ sharing
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences, in this order; one may be named many times: pages are shared."""
+        regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
+        before = self.held()
+        self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
+        self.lens, self.dead = self.lens[regions], self.dead[regions]
+        self._channels, self._balance = (None if t is None else t[regions] for t in (self._channels, self._balance))
+        self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
+        self.n_seq = len(sequences)
+        self.pool.retain(self.held())
+        self.pool.release(before)
+        self._may_share = True
+
+    def fork(self) -> Sealed:
+        """The same entries once more: pages are shared until one of the two writes."""
+        other = Sealed(self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim)
+        other._ids, other._owned = self._ids.copy(), self._owned.copy()
+        other.lens, other.dead = self.lens.copy(), self.dead.copy()
+        other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
+        other._traits, other._decided = self._traits.copy(), self._decided.copy()
+        self.pool.retain(self.held())
+        self._may_share = other._may_share = True
+        return other
+
+    def privatise(self) -> None:
+        """Before a write, and before a step that writes scores or tombstones: copy every shared page.
+
+        Raises:
+            PoolFullError: no room for the copies; nothing was changed.
+        """
+        if self._may_share:
+            mine = np.arange(self._ids.shape[1])[None, :] < self._owned[:, None]
+            self._ids[mine] = self.pool.privatise(self._ids[mine])
+            self._may_share = False
+
+    def clear(self) -> None:
+        """Give every page back."""
+        self.pool.release(self.held())
+        self._owned[:], self.lens[:], self.dead[:] = 0, 0, 0
+
+    # ------------------------------------------------------------------ internal
+
+    def _decide(self, sequence: int) -> None:
+        """Fix the channels and the balance of a sequence by what its prompt has shown."""
+        if sequence in self._decided:
+            return
+        self._decided[sequence] = True
+        traits = self._traits.pop(sequence, None)
+        if traits is None:
+            return
+        rows, channels, balance = self.rows(sequence), traits.channels(self.codec), traits.balance(self.codec)
+        if self._channels is not None and channels is not None:
+            self._channels[rows] = channels
+            balance = None if balance is None else balance.gather(1, channels.long())
+        if self._balance is not None and balance is not None:
+            self._balance[rows] = balance
+
+    def _reserve(self, rows: slice, lens: Ints) -> None:
+        need = np.maximum(-(-lens // self.slots) - self._owned[rows], 0)
+        ids = self.pool.allocate(int(need.sum()))
+        most = int((self._owned[rows] + need).max(initial=0))
+        if most > self._ids.shape[1]:
+            grown = np.zeros((len(self.lens), max(most, self._ids.shape[1] * 5 // 4)), dtype=np.int32)
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
+        begin = 0
+        for row, n in zip(range(rows.start, rows.stop), need.tolist(), strict=True):
+            own = int(self._owned[row])
+            self._ids[row, own : own + n] = ids[begin : begin + n]
+            self._owned[row] += n
+            begin += n

@@ -1,0 +1,144 @@
+"""Sealing: which entries of a region become codes, and when.
+
+The first tokens of a text (`codec.sinks`) and its newest entries (`codec.residual`) stay in plain pages. What lies
+between them is sealed a page at a time, oldest first, so that how a text was split into passes changes no code. While
+decoding, new entries gather in plain pages until another page is full.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.parts import Candidates, by_position
+from millpond.cache.plain import hold
+from millpond.cache.sealed import Sealed
+from millpond.cache.table import RegionTable
+from millpond.kernels import ops, reference
+from millpond.kernels.ops import Dense
+from millpond.kernels.rules import DecodeRule
+
+
+def before(sealed: Sealed, sequence: int, plain: Candidates) -> Candidates:
+    """All entries of a sequence: the sealed ones as numbers, slot by slot, then the plain ones."""
+    return _behind(sealed.read(sequence), plain)._replace(n_sealed=sealed.width(sequence))
+
+
+def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *, seal: bool) -> None:
+    """Hold exactly the kept candidates (H, N), and with `seal` as many of them as codes as the format wants.
+
+    Sealed entries that stay keep their codes, those that leave become tombstones; only what survives in a page that is
+    at least half dead is encoded again. Candidates of which none was sealed (a merge made them) replace everything. In
+    a format with tiers nothing leaves: what is not kept is sealed.
+    """
+    sealed = table.sealed
+    assert sealed is not None
+    n, rows = found.n_sealed, table.rows(sequence)
+    here = found.positions >= 0
+    loose = keep.clone()
+    sparse = np.zeros((table.n_kv_heads, 0), dtype=bool)
+    if sealed.codec.tiered:
+        loose[:, :n] = False
+        codes = here & ~keep
+        codes[:, :n] = False
+    else:
+        if n:
+            stays = here[:, :n] & keep[:, :n]
+            sealed.bury(rows, here[:, :n] & ~keep[:, :n])
+            sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)))
+            sparse = sealed.sparse(rows)
+            loose[:, :n] = stays & torch.from_numpy(sparse)[:, torch.arange(n) // sealed.slots]
+        else:
+            sealed.forget(sequence)
+        codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
+    _lay(table, sealed, sequence, found, codes, loose & ~codes)
+    sealed.drop_pages(rows, sparse)
+
+
+def seal_due(table: RegionTable, active: np.ndarray) -> None:
+    """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
+    sealed = table.sealed
+    if sealed is None or sealed.codec.tiered:
+        return
+    due = active & (table.lengths() >= most_loose(sealed)).any(1)
+    for sequence in np.flatnonzero(due).tolist():
+        rows, found = table.rows(sequence), _plain(table, sequence)
+        sparse = sealed.sparse(rows)
+        if sparse.any():
+            found = _behind(sealed.pages_of(rows, sparse), found)
+        here = found.positions >= 0
+        codes = _oldest(sealed, found.positions, here)
+        _lay(table, sealed, sequence, found, codes, here & ~codes)
+        sealed.drop_pages(rows, sparse)
+
+
+def demote_due(table: RegionTable, rule: DecodeRule, q_pos: Tensor) -> None:
+    """After a decoding step at q_pos (S,), -1 for none: what a page's worth of new entries puts beyond the budget is
+    sealed, the lowest by `rule` first."""
+    sealed = table.sealed
+    assert sealed is not None
+    over = table.lengths() - table.budgets()
+    for sequence in np.flatnonzero((q_pos.numpy() >= 0) & (over >= sealed.slots).any(1)).tolist():
+        found = _plain(table, sequence)
+        query, positions = q_pos[sequence].expand(table.n_kv_heads, 1), found.positions
+        value = reference.eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
+        pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
+        value = value.masked_fill(pinned, torch.inf)
+        by_age = by_position(positions)
+        lowest = by_age.gather(1, value.gather(1, by_age).argsort(dim=1, stable=True))
+        place_of = torch.empty_like(lowest).scatter_(1, lowest, torch.arange(lowest.shape[1]).expand_as(lowest))
+        keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence])[:, None])
+        _lay(table, sealed, sequence, found, (positions >= 0) & ~keep, keep)
+
+
+def _plain(table: RegionTable, sequence: int) -> Candidates:
+    rows, width = table.rows(sequence), int(table.lengths()[sequence].max())
+    return Candidates(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+
+
+def most_loose(sealed: Sealed) -> int:
+    """Plain entries of a region at which a page of them is sealed."""
+    return sealed.codec.sinks + sealed.codec.residual + sealed.slots
+
+
+def truncate(sealed: Sealed, sequence: int, seen: int) -> np.ndarray:
+    """Let go of the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
+    rows = sealed.rows(sequence)
+    gone = sealed.positions(rows) >= seen
+    sealed.bury(rows, gone)
+    return gone.sum(1).numpy().astype(np.int32)
+
+
+def _behind(first: Dense, then: Candidates) -> Candidates:
+    """Two runs of entries as one, in the dtype of the second."""
+    if not first.positions.shape[1]:
+        return then
+    masses = None
+    if then.log_masses is not None and first.log_masses is not None:
+        masses = torch.cat([first.log_masses, then.log_masses], 1)
+    return Candidates(
+        torch.cat([first.keys.to(then.keys.dtype), then.keys], 1),
+        torch.cat([first.values.to(then.values.dtype), then.values], 1),
+        torch.cat([first.positions, then.positions], 1), torch.cat([first.scores, then.scores], 1), masses,
+    )  # fmt: skip
+
+
+def _oldest(sealed: Sealed, positions: Tensor, loose: Tensor) -> Tensor:
+    """(H, N) bool: which of the `loose` entries are sealed now, the first and the newest of the text left out."""
+    codec, page = sealed.codec, sealed.slots
+    more = (loose.sum(1) - codec.sinks - codec.residual).clamp(min=0) // page * page
+    order = by_position(torch.where(loose, positions, -1))
+    sinks = (loose & (positions < codec.sinks)).sum(1)
+    column = torch.arange(order.shape[1])
+    chosen = (column >= sinks[:, None]) & (column < (sinks + more)[:, None])
+    return torch.zeros_like(loose).scatter_(1, order, chosen)
+
+
+def _lay(table: RegionTable, sealed: Sealed, sequence: int, found: Candidates, codes: Tensor, plain: Tensor) -> None:
+    """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones."""
+    orders = [by_position(torch.where(chosen, found.positions, -1)) for chosen in (codes, plain)]
+    counts = [chosen.sum(1) for chosen in (codes, plain)]
+    rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
+    sealed.write(sequence, counts[0], rows[0], Dense(*found[:5]))
+    hold(table, sequence, found, rows[1], counts[1])
