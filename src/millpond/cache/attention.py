@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from millpond.cache.companions import Companions
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.rolling import Rotation
+from millpond.cache.shared_runs import SharedRuns
 from millpond.cache.table import RegionTable
 from millpond.codec.rotate import rotate
 from millpond.kernels import ops
 from millpond.kernels.packed import ops as packed_ops
-from millpond.kernels.rules import DecodeRule, Reduce
+from millpond.kernels.rules import KEEP_ALL, DecodeRule, Reduce
 
 
 class Attention:
@@ -61,12 +63,29 @@ class Attention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
+        runs = table.shared_runs() if rule == KEEP_ALL and table.sealed is None and not self.shape.window else None
+        if runs is not None:
+            return self._two_phases(table, runs, q, k, v, q_pos)
         plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule)
         if table.sealed is None:
             out, lse, _ = ops.decode(*plain, **self.shape.kwargs)
         else:
             out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
         return out, lse
+
+    def _two_phases(
+        self, table: RegionTable, runs: SharedRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A step where nothing leaves and nothing is scored: first what sequences share, then what is their own."""
+        found = runs.attend(q, self.shape)
+        lens = table.lens - runs.taken
+        out, lse, _ = ops.decode(
+            q, k, v, table.pool.arrays, runs.own, lens, table.caps, table.recent, q_pos, KEEP_ALL, **self.shape.kwargs
+        )
+        table.lens.copy_(lens + runs.taken)
+        together, both = ops.lse_merge(out.float(), lse, *found)
+        idle = (q_pos < 0)[:, None]
+        return together.masked_fill(idle[..., None], 0).to(q.dtype), both.masked_fill(idle, -torch.inf)
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
         """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from millpond.cache.pool import PageIds, PagePool
 from millpond.cache.sealed import Sealed
+from millpond.cache.shared_runs import SharedRuns
 from millpond.errors import PoolFullError
 from millpond.kernels.rules import UNBOUNDED
 
@@ -41,6 +42,8 @@ class RegionTable:
         self._kinds = np.zeros(n, dtype=np.int64)
         self._slack = 0  # decoding steps until some region may need a page
         self._may_share = False  # some page may have another holder
+        self._runs: SharedRuns | None = None
+        self._runs_known = True
         self._publish()
 
     # ------------------------------------------------------------------ views
@@ -306,6 +309,17 @@ class RegionTable:
         self._may_share = not whole
         self._publish(lens=False)
 
+    def shared_runs(self) -> SharedRuns | None:
+        """The runs of full pages that sequences begin with together; None where none is worth a look."""
+        if not self._may_share or self.n_seq < 2:
+            return None
+        if not self._runs_known:
+            by_sequence = (self.n_seq, self.n_kv_heads, -1)
+            full = (self._lens // self.pool.slots).reshape(by_sequence).min((1, 2))
+            self._runs = SharedRuns.of(self._ids.reshape(by_sequence), full, self.pool.arrays)
+            self._runs_known = True
+        return self._runs
+
     def give_up(self) -> npt.NDArray[np.int64]:
         """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
         owned = self._owned.copy()
@@ -351,6 +365,7 @@ class RegionTable:
         device = self.pool.arrays.device
         if ids:
             self.pages: Tensor = torch.from_numpy(self._ids).to(device)
+            self._runs_known = False
         if lens:
             self.lens: Tensor = torch.from_numpy(self._lens).to(device)
             self.caps: Tensor = torch.from_numpy(self._caps).to(device)

@@ -1,0 +1,96 @@
+"""SharedRuns: runs of pages that several sequences of a batch begin with, attended to once for all of them.
+
+The two-phase partition of ChunkAttention (Ye et al., 2024, section 3.2): queries of all sharers meet a shared run
+together, then each sequence decodes over what is its own, and the parts are put together by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.parts import AttentionShape
+from millpond.kernels import ops
+from millpond.kernels.pages import PageArrays
+
+#: Entries of a head that a run must spare the batch reading, to be worth a call of its own.
+WORTH = 512
+
+
+class Run(NamedTuple):
+    """Full pages begin .. end - 1 of each head, the same for all `members` (ascending sequences)."""
+
+    members: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SharedRuns:
+    """The runs of one table as it is now.
+
+    Attributes:
+        runs: those of a sequence follow each other, and its own pages follow the last one.
+        own: (R, n) int32, the pages behind the runs. taken: (R,) int32, entries in runs. On the device of the pages.
+    """
+
+    def __init__(self, runs: list[Run], ids: npt.NDArray[np.int32], arrays: PageArrays) -> None:
+        self.runs = runs
+        self._arrays, self._n_kv_heads = arrays, ids.shape[1]
+        taken = np.zeros((len(ids), 1, 1), dtype=np.int32)
+        for run in runs:
+            taken[list(run.members)] = run.end
+        last = ids.shape[2] - 1
+        own = np.take_along_axis(ids, np.minimum(np.arange(last + 1) + taken, last), 2)
+        self._pages, self.own = (torch.from_numpy(t).flatten(0, 1).to(arrays.device) for t in (ids, own))
+        entries = (taken[:, 0] * arrays.slots).repeat(self._n_kv_heads, 1).ravel()
+        self.taken = torch.from_numpy(entries).to(arrays.device)
+
+    @classmethod
+    def of(cls, ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], arrays: PageArrays) -> SharedRuns | None:
+        """The runs that are worth it, if there are any.
+
+        Args:
+            ids: (S, Hkv, n) page ids. full: (S,) leading pages that are full in every head. arrays: their memory.
+        """
+        runs = list(_runs(ids, full, tuple(range(len(ids))), 0, arrays.slots))
+        return cls(runs, ids, arrays) if runs else None
+
+    def attend(self, q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """What queries q (S, Hq, key_dim) find in the runs: out (S, Hq, value_dim) float32 and lse (S, Hq) float32."""
+        arrays = self._arrays
+        out = q.new_zeros(*q.shape[:2], arrays.value_dim, dtype=torch.float32)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        for members, begin, end in self.runs:
+            rows = list(members)
+            first = rows[0] * self._n_kv_heads
+            lens = torch.full((self._n_kv_heads,), (end - begin) * arrays.slots, dtype=torch.int32, device=q.device)
+            found = ops.attend(
+                q[rows], arrays, self._pages[first : first + self._n_kv_heads, begin:end], lens,
+                scale=shape.scale, softcap=shape.softcap,
+            )  # fmt: skip
+            out[rows], lse[rows] = ops.lse_merge(out[rows], lse[rows], *found)
+        return out, lse
+
+
+def _runs(
+    ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], members: tuple[int, ...], begin: int, slots: int
+) -> Iterator[Run]:
+    """The runs of `members`, who share everything before page `begin`."""
+    groups: dict[bytes, list[int]] = {}
+    for s in members:
+        if full[s] > begin:
+            groups.setdefault(ids[s, :, begin].tobytes(), []).append(s)
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        most = int(full[group].min())
+        alike = (ids[group, :, begin:most] == ids[group[:1], :, begin:most]).all((0, 1))
+        end = most if alike.all() else begin + int(alike.argmin())
+        if (len(group) - 1) * (end - begin) * slots >= WORTH:
+            yield Run(tuple(group), begin, end)
+            yield from _runs(ids, full, tuple(group), end, slots)
