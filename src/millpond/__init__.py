@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from millpond.engine.sampling_params import SamplingParams
     from millpond.hf.cache import CacheStats, MillpondCache
     from millpond.hf.compress import compress
+    from millpond.hf.document import restore_document, save_document
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,8 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "codecs",
     "compress",
     "methods",
+    "restore_document",
+    "save_document",
 ]
 
 _LAZY = {
@@ -55,6 +58,8 @@ _LAZY = {
     "MillpondCache": "millpond.hf.cache",
     "SamplingParams": "millpond.engine.sampling_params",
     "compress": "millpond.hf.compress",
+    "restore_document": "millpond.hf.document",
+    "save_document": "millpond.hf.document",
 }
 
 

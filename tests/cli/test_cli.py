@@ -22,7 +22,7 @@ from millpond.models.pond.words import VOCABULARY
 
 COMMANDS = [
     [], ["generate"], ["demo"], ["methods"], ["codecs"],
-    ["bench"], ["bench", "kernels"], ["bench", "generate"], ["train"], ["train", "recall"],
+    ["remember"], ["ask"], ["bench"], ["bench", "kernels"], ["bench", "generate"], ["train"], ["train", "recall"],
 ]  # fmt: skip
 FILLER = "go on and off past stone " * 40
 

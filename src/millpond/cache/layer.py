@@ -153,7 +153,7 @@ class LayerCache:
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-        table = self._table or self._open(q, k, v, shape)
+        table = self._table or self.open(k, v, shape)
         self.attention.shape = shape
         turned = self.attention.turned
         if turned:
@@ -169,7 +169,8 @@ class LayerCache:
         self.columns += span.length
         return rotate(out) if turned else out
 
-    def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
+    def open(self, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
+        """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim)."""
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
         sealed = None

@@ -56,6 +56,13 @@ class QueryMemory:
         """Sums over the queries of a sequence so far; None where nothing was summed."""
         return self._moments.get(sequence)
 
+    def adopt(self, sequence: int, found: tuple[Tensor, Tensor] | QueryMoments) -> None:
+        """Remember of a sequence what `last` or `moments` of another memory gave."""
+        if isinstance(found, QueryMoments):
+            self._moments[sequence] = found
+        else:
+            self._last[sequence] = found
+
     def copy(self, sequences: list[int] | None = None) -> QueryMemory:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         other = QueryMemory(self._policy)

@@ -253,6 +253,26 @@ class Sealed:
         self.pool.release(self.held())
         self._owned[:], self.lens[:], self.dead[:] = 0, 0, 0
 
+    def numbers(self) -> dict[str, Tensor]:
+        """All about the pages but what lies in them, for `adopt`."""
+        counts = {"owned": self._owned, "lens": self.lens, "dead": self.dead}
+        found = {name: torch.from_numpy(n) for name, n in counts.items()}
+        sides = {"channels": self._channels, "balance": self._balance}
+        return {name: t.clone() for name, t in (found | sides).items() if t is not None}
+
+    def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
+        """Become what gave these `numbers` of one sequence, in fresh pages; returns them in the order of `held`.
+
+        Raises:
+            PoolFullError: there is no room.
+        """
+        owned = numbers["owned"].numpy()
+        self._reserve(slice(0, len(owned)), (owned * self.slots).astype(np.int32))
+        self.lens, self.dead = (numbers[name].numpy().astype(np.int32) for name in ("lens", "dead"))
+        self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
+        self._decided[0] = True
+        return self.held()
+
     # ------------------------------------------------------------------ internal
 
     def _decide(self, sequence: int) -> None:

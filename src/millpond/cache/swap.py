@@ -7,13 +7,14 @@ room is carried to the host's memory, outside the pool's limit, and goes on late
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.pool import PageIds, PagePool
+from millpond.cache.counted import CountedPages, PageIds
 from millpond.cache.table import RegionTable
 
 
@@ -41,7 +42,7 @@ class Carried:
 
 def carry_out(table: RegionTable) -> Carried:
     """Copy the table's pages to the host and give them back; the table may only be carried in, or cleared."""
-    content = _read(table.pool, table.held())
+    content = read_pages(table.pool, table.held())
     return Carried(table.give_up(), content)
 
 
@@ -52,11 +53,11 @@ def carry_in(table: RegionTable, carried: Carried) -> None:
         PoolFullError: there is no room; nothing was changed.
     """
     ids = table.pool.allocate(carried.n_pages)
-    _write(table.pool, ids, carried.arrays)
+    write_pages(table.pool, ids, carried.arrays)
     table.take_back(ids, carried.owned)
 
 
-def _read(pool: PagePool, ids: PageIds) -> tuple[Tensor, ...]:
+def read_pages(pool: CountedPages[Any], ids: PageIds) -> tuple[Tensor, ...]:
     """The content of the pages, (n, slots, ...) per array of the pool; the pool has at least one arena."""
     found = []
     for arenas in pool.arrays.arrays:
@@ -67,13 +68,14 @@ def _read(pool: PagePool, ids: PageIds) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _write(pool: PagePool, ids: PageIds, content: tuple[Tensor, ...]) -> None:
+def write_pages(pool: CountedPages[Any], ids: PageIds, content: tuple[Tensor, ...]) -> None:
+    """Give the pages the content that `read_pages` returned of others."""
     for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
         for arena, places, rows in _by_arena(pool, ids):
             arenas[arena][rows.to(pool.arrays.device)] = rows_of[places].to(pool.arrays.device)
 
 
-def _by_arena(pool: PagePool, ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:
+def _by_arena(pool: CountedPages[Any], ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:
     """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
     per_arena = pool.arrays.pages_per_arena
     arenas = ids // per_arena

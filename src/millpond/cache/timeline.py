@@ -199,6 +199,11 @@ class Timeline:
         self._padded = []
         self._spans.clear()
 
+    def adopt(self, ids: Tensor) -> None:
+        """Stand behind one text of these ids (1, n), as if it had been read."""
+        self.begin_pass(ids)
+        self.span(0, ids.shape[1], 1, None, ids.device)
+
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, demo, eval_peer, generate, inspect, leaderboard, lm_eval, names, plot, train
+from millpond.cli import bench, demo, document, eval_peer, generate, inspect, leaderboard, lm_eval, names, plot, train
 from millpond.cli import eval as evaluation
 from millpond.cli.console import errors
 from millpond.errors import MillpondError
@@ -60,6 +60,8 @@ def _root(
 
 
 app.command("generate")(generate.generate)
+app.command("remember")(document.remember)
+app.command("ask")(document.ask)
 app.command("demo")(demo.demo)
 app.command("eval")(evaluation.evaluate)
 app.command("eval-peer")(eval_peer.eval_peer)

@@ -87,6 +87,8 @@ class MillpondCache(Cache):
         budgets = Budgets(budget, policy, layer_windows(config, n_layers))
         self.policy = policy
         self.budget = budget
+        self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
+        self.model = weakref.ref(model)
         self.timeline = Timeline()
         self._image_ids = image_ids(model.config)
         looks_at_tokens = isinstance(policy, NestedPolicy | RebuildPolicy)
@@ -180,6 +182,14 @@ class MillpondCache(Cache):
         parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
         for pool in self.pools:
             pool.check_integrity([part.held() for part in parts if part.pool is pool])
+
+    def stand_behind(self, ids: Tensor) -> None:
+        """Count the text of these ids (1, n) as read; the layers hold what stays of it."""
+        self.timeline.adopt(ids)
+        for core in self.cores:
+            core.columns = ids.shape[1]
+        if self._rebuilder is not None:
+            self._rebuilder.adopt(self.timeline.seen)
 
     def watch(self, observer: Observer | None) -> None:
         """Show `observer` what each layer attends with, pass by pass, before it is taken in; None: no longer."""

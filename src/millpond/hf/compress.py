@@ -100,6 +100,11 @@ def compress(
         between_chunks=between_chunks, rotation=rotation,
         croppable=policy.keeps_all and not policy.takes_budget and not sliding,
     )  # fmt: skip
+    if isinstance(method, str):
+        cache.settings = {
+            "method": method, "budget": None if chosen is None else [chosen.kind, chosen.amount], "codec": codec,
+            "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
+        }  # fmt: skip
     show_outputs(model, cache.cores)
     cache.on_close(switch_attention(model))
     if native_layers:

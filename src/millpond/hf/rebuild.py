@@ -82,6 +82,10 @@ class Rebuilder:
         """Follow a choice of sequences."""
         self._done = self._done[sequences]
 
+    def adopt(self, seen: np.ndarray) -> None:
+        """The first `seen` (S,) tokens were repeated elsewhere."""
+        self._done = seen.copy()
+
     def reset(self) -> None:
         """Forget everything."""
         self._done = self._done[:0]

@@ -1,0 +1,157 @@
+"""Compress once, ask many: the cache of a text as a file, and caches made of it that go on where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millpond.budget import Budget
+from millpond.cache.portable import put_away, take_up
+from millpond.errors import CacheMismatchError, DataError, OptionError
+from millpond.hf.cache import MillpondCache
+from millpond.hf.compress import compress
+from millpond.policy.entropy import EntropyPolicy
+
+#: What a file begins with, so that another one is told at once.
+FORMAT = "millpond-document-1"
+#: Numbers of each parameter that tell one model from another.
+LOOKED_AT = 64
+
+
+def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str], *, note: str = "") -> int:
+    """Write what `cache` holds of one text to a safetensors file; `restore_document` makes caches of it.
+
+    Args:
+        cache: from `compress` with the name of a method, after it has read the text, and nothing else.
+        ids: (1, n) the text, all of it: what was evicted too.
+        note: any words, such as the name of the model; `document_note` gives them back.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        CacheMismatchError: the cache holds several texts, pads, or not these tokens' number.
+        OptionError: a policy of one's own, or a method whose memory a file does not hold.
+        DataError: the file cannot be written.
+    """
+    settings = cache.settings
+    if settings is None:
+        raise OptionError("a Policy of one's own has no name to restore it by: register it as a method, and name that")
+    if isinstance(cache.policy, EntropyPolicy):
+        raise OptionError(f"method {settings['method']!r} remembers predictions, which a file does not hold")
+    timeline = cache.timeline
+    if timeline.n_seq != 1 or ids.shape[0] != 1:
+        raise CacheMismatchError(f"a document is one text; the cache holds {timeline.n_seq}, the ids {ids.shape[0]}")
+    if not timeline.columns == int(timeline.seen[0]) == ids.shape[1]:
+        raise CacheMismatchError(
+            f"the cache has read {int(timeline.seen[0])} tokens in {timeline.columns} columns, and {ids.shape[1]} ids "
+            "are given: pass the ids of the whole text, without pads"
+        )
+    for core in cache.cores:
+        if core.pending:
+            core.settle()
+    tensors = {f"{core.index}.{name}": t for core in cache.cores for name, t in put_away(core).items()}
+    tensors["ids"] = ids.cpu().int()
+    model = cache.model()
+    if model is None:
+        raise CacheMismatchError("the model of this cache is gone: save while it is still there")
+    about = {"format": FORMAT, "settings": json.dumps(settings), "model": fingerprint(model), "note": note}
+    try:
+        save_file(tensors, path, about)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+    return Path(path).stat().st_size
+
+
+def restore_document(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    memory_limit: str | int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[MillpondCache, Tensor]:
+    """A cache that stands behind the text of a file, and the text's ids (1, n).
+
+    Pass both on: `model.generate(torch.cat([ids, question], 1), past_key_values=cache)`. The cache is one of its own;
+    for another question restore again, or take the answer back with `crop` where the method allows.
+
+    Args:
+        model: the one that read the text. memory_limit, tokenizer: as of `compress`.
+
+    Raises:
+        CacheMismatchError: another model read it.
+        DataError: no such file, or it is broken.
+        PoolFullError: there is no room.
+    """
+    about, tensors = _read(path)
+    if about["model"] != fingerprint(model):
+        raise CacheMismatchError(
+            f"{os.fspath(path)!r} was made with another model than this {type(model).__name__}, or with other weights: "
+            "load that one, or read the text again"
+        )
+    settings: dict[str, Any] = json.loads(about["settings"])
+    options, codec, budget = (settings.pop(name) for name in ("options", "codec", "budget"))
+    cache = compress(
+        model, budget=None if budget is None else Budget(*budget),
+        codec=tuple(codec) if isinstance(codec, list) else codec, memory_limit=memory_limit, tokenizer=tokenizer,
+        **settings, **options,
+    )  # fmt: skip
+    ids = tensors.pop("ids").long().to(model.device)
+    try:
+        for core in cache.cores:
+            own = f"{core.index}."
+            part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
+            take_up(core, part, model.device)
+        cache.stand_behind(ids)
+    except BaseException:
+        cache.close()
+        raise
+    return cache, ids
+
+
+def document_note(path: str | os.PathLike[str]) -> str:
+    """The words that were saved with a document.
+
+    Raises:
+        DataError: no such file, or it is no document.
+    """
+    return _read(path, tensors=False)[0].get("note", "")
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """What tells a model from others: its class, and some numbers of each of its parameters."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if not parameter.is_meta:
+            digest.update(parameter.detach().flatten()[:LOOKED_AT].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
+    name = os.fspath(path)
+    try:
+        with safe_open(name, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise DataError(f"{name!r} is no document of this Millpond: its format is {about.get('format')!r}")
+            return about, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{name!r} cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def read_document(model: PreTrainedModel, cache: MillpondCache, ids: Tensor, chunk: int | None = None) -> None:
+    """Let the model read ids (1, n) into the cache, `chunk` tokens at a time."""
+    step = chunk or ids.shape[1]
+    for begin in range(0, ids.shape[1], step):
+        model(ids[:, begin : begin + step], past_key_values=cache, logits_to_keep=1)
