@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from millpond.cli import (
     bench,
     bench_serve,
+    chat,
     demo,
     eval_peer,
     generate,
@@ -73,6 +74,7 @@ def _root(
 
 
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("eval")(evaluation.evaluate)
 app.command("eval-peer")(eval_peer.eval_peer)

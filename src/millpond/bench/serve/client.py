@@ -145,7 +145,7 @@ class Client:
             if event == "[DONE]":
                 break
             try:
-                text, ended, usage = _parse(event)
+                text, ended, usage = parse_event(event)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 outcome.failure, outcome.detail = "bad event", f"{error}: {event[:200]}"
                 return
@@ -168,8 +168,12 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data:").strip()
 
 
-def _parse(event: str) -> tuple[str, bool, dict[str, Any] | None]:
-    """Text of the first choice, whether it ended, and the server's count if this event has it."""
+def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
+    """Text of the first choice, whether it ended, and the server's count if this event has it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is no event of a completion, or tells of an error.
+    """
     data = json.loads(event)
     if "error" in data:
         raise ValueError(f"the server says {data['error']}")
