@@ -51,6 +51,8 @@ def test_a_client_that_goes_away_in_the_middle_of_a_stream(server: Live, monkeyp
         assert next(answer.iter_lines()).startswith("data: ")
     until(lambda: bool(server.llm.ended))
     assert list(server.llm.ended.values()) == ["closed"]
+    with server.client() as client:
+        assert "millpond_clients_left_total 0.0" not in client.get("/metrics").text
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
