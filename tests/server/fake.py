@@ -37,7 +37,8 @@ class FakeLLM:
     """A `ServedLLM`.
 
     Attributes:
-        gate: set: tokens come as fast as they can; clear: they wait. asked: requests in the order of arrival.
+        open: set: tokens come as fast as they can; clear: all but the first `free` wait.
+        asked: requests in the order of arrival.
         ended: request id -> how its stream ended: "finished", "cancelled" or "closed". fails: raised after a token.
     """
 
@@ -49,6 +50,7 @@ class FakeLLM:
         self.cache = CacheOptions(method="h2o", budget="20%")
         self.open = asyncio.Event()
         self.open.set()
+        self.free = 0
         self.asked: list[Request] = []
         self.ended: dict[str, str] = {}
         self.running: set[str] = set()
@@ -68,7 +70,7 @@ class FakeLLM:
         end = "closed"
         try:
             for length in range(1, (request.params.max_tokens or 8) + 1):
-                reason = await self._wait(request, arrived)
+                reason = await self._wait(request, arrived, length)
                 if self.fails is not None and length > 1:
                     raise self.fails
                 last = length == (request.params.max_tokens or 8)
@@ -82,9 +84,9 @@ class FakeLLM:
             self.running.discard(request.request_id)
             self.ended[request.request_id] = end
 
-    async def _wait(self, request: Request, arrived: float) -> FinishReason | None:
+    async def _wait(self, request: Request, arrived: float, length: int) -> FinishReason | None:
         await asyncio.sleep(0)
-        while not self.open.is_set():
+        while length > self.free and not self.open.is_set():
             if request.request_id in self._cancelled:
                 return "cancelled"
             if request.deadline is not None and time.monotonic() - arrived > request.deadline:

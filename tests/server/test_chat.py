@@ -13,7 +13,8 @@ from server.test_completions import ask, events
 
 TEMPLATE = (
     "{% if tools %}w90{% for tool in tools %} {{ tool['function']['name'] }}{% endfor %} {% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     "{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %} {{ call['function']['arguments']['a'] }}{% endfor %} {% endfor %}"
     "{% if extra is defined %}{{ extra }} {% endif %}{% if add_generation_prompt %}w50{% endif %}"
@@ -113,9 +114,8 @@ def test_formats_become_schemas() -> None:
     ({"messages": [{"role": "system", "content": "w5"}]}, "template_error", "no system here"),
     ({"messages": []}, "invalid_value", "messages"),
     ({"messages": [{"role": "king", "content": "w5"}]}, "invalid_value", "role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "invalid_value", "type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "invalid_value",
-     "not JSON"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "type"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "invalid_value", "JSON"),
     ({"chat_template_kwargs": {"tokenize": True}}, "invalid_value", "set by the server"),
     ({"top_logprobs": 2}, "invalid_value", "logprobs"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "invalid_value", "give one"),

@@ -7,7 +7,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from millpond.cli import bench, demo, document, eval_peer, generate, inspect, leaderboard, lm_eval, names, plot, train
+from millpond.cli import (
+    bench,
+    bench_serve,
+    chat,
+    demo,
+    document,
+    eval_peer,
+    generate,
+    inspect,
+    leaderboard,
+    lm_eval,
+    names,
+    plot,
+    serve,
+    train,
+)
 from millpond.cli import eval as evaluation
 from millpond.cli.console import errors
 from millpond.errors import MillpondError
@@ -62,6 +77,7 @@ def _root(
 app.command("generate")(generate.generate)
 app.command("remember")(document.remember)
 app.command("ask")(document.ask)
+app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("eval")(evaluation.evaluate)
 app.command("eval-peer")(eval_peer.eval_peer)
@@ -70,9 +86,11 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(lm_eval.lm_eval)
 app.command("inspect")(inspect.inspect)
+app.command("serve")(serve.serve)
 app.command("plot")(plot.plot)
 app.command("leaderboard")(leaderboard.leaderboard)
 app.command("methods")(names.methods)
 app.command("codecs")(names.codecs)
+bench.app.command("serve")(bench_serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")

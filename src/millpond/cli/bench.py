@@ -45,7 +45,7 @@ def kernels(
     data = {
         "benchmark": "kernels", "machine": machine.as_dict(),
         "hardware": machine.hardware, "software": machine.software,
-        "command": _command(), "rounds": rounds, "results": [asdict(row) for row in rows],
+        "command": command_line(), "rounds": rounds, "results": [asdict(row) for row in rows],
     }  # fmt: skip
     _deliver("kernels", data, kernels_markdown(data), out)
 
@@ -82,7 +82,7 @@ def generate(
     child = Peer(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
         data = run(plan, peer=peer, progress=status.update)
-    data["command"] = _command()
+    data["command"] = command_line()
     _deliver("generate-quick" if quick else "generate", data, generate_markdown(data), out)
 
 
@@ -120,7 +120,7 @@ def methods(
     )  # fmt: skip
     with errors().status("measuring") as status:
         data = run(plan, status.update)
-    data["command"] = _command()
+    data["command"] = command_line()
     _deliver("methods-quick" if quick else "methods", data, methods_markdown(data), out)
 
 
@@ -145,7 +145,7 @@ def stream(
     names = [name.strip() for name in methods.split(",")]
     with errors().status("streaming") as status:
         data = run(load_model(model), names, tokens, budget, seed, status.update)
-    data["command"] = _command()
+    data["command"] = command_line()
     _deliver("stream", data, stream_markdown(data), out)
 
 
@@ -174,7 +174,7 @@ def _shape(text: str) -> ModelShape:
     return ModelShape(layers, width, heads, kv_heads, head_dim, ffn=max(1, width * 11 // 4))
 
 
-def _command() -> str:
+def command_line() -> str:
     """What the user typed, without the path of the program."""
     return shlex.join(["millpond", *sys.argv[1:]])
 

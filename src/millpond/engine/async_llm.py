@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from millpond.engine.engine import Engine
 from millpond.engine.llm import load
-from millpond.engine.outputs import EngineStats, RequestOutput
+from millpond.engine.outputs import EngineStats, Memory, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
 
@@ -102,6 +102,10 @@ class AsyncLLM:
     async def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
         await self.call(lambda engine: engine.cancel(request_id))
+
+    async def memory(self, request_id: str, layer: int) -> Memory | None:
+        """What a layer remembers of a request's first answer; see `Engine.memory`."""
+        return await self.call(lambda engine: engine.memory(request_id, layer))
 
     async def call(self, ask: Callable[[Engine], T]) -> T:
         """Run `ask` in the engine's thread between two steps, and return what it returns.

@@ -23,7 +23,8 @@ from millpond.engine.answer import Answer, with_texts
 from millpond.engine.groups import Group, figures_of
 from millpond.engine.intake import Intake
 from millpond.engine.live import Live
-from millpond.engine.outputs import EngineStats, FinishReason, RequestOutput
+from millpond.engine.memory import Memories, look
+from millpond.engine.outputs import EngineStats, FinishReason, Memory, RequestOutput
 from millpond.engine.recipes import Recipes
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.room import Room, groups_of
@@ -74,6 +75,7 @@ class Engine:
         self._model = PackedModel(model, native_layers=native_layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
+        self._memories = Memories()
         self._room = Room(self._account, self._scheduler, self._live, self._model.layers)
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
@@ -145,6 +147,17 @@ class Engine:
             return (live.stack, 0) if live.stack.n_seq else None
         answer = live.answers[index]
         return (live.group.stack, live.group.answers.index(answer)) if answer in live.group.answers else None
+
+    def memory(self, request_id: str, layer: int) -> Memory | None:
+        """What a layer remembers of a request's first answer now; or when it ended, if it was watched.
+
+        None: it has not begun, lies outside the pool, or nothing is known of it any more.
+
+        Raises:
+            OptionError: there is no such layer.
+        """
+        found = self._memory(request_id, layer)
+        return self._memories.of(request_id, layer) if found is None else found
 
     def stats(self) -> EngineStats:
         """The engine after its last step; may be asked from any thread."""
@@ -232,8 +245,12 @@ class Engine:
             self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
         for live in read:
             self._settle(live)
-        for group in dict.fromkeys([*groups, *(live.group for live in read)]):
+        changed = list(dict.fromkeys([*groups, *(live.group for live in read)]))
+        for group in changed:
             group.note_figures()
+        for live in [self._live[answer.key[0]] for answer in answers if answer.finished and answer.index == 0]:
+            self._remember(live)
+        for group in changed:
             group.leave()
         for live in dict.fromkeys(self._live[key] for key in [answer.key[0] for answer in answers]):
             self._tidy(live)
@@ -316,6 +333,8 @@ class Engine:
 
     def _end(self, live: Live, reason: FinishReason) -> None:
         """All answers of a request end as they are."""
+        if not live.answers[0].finished:
+            self._remember(live)
         for answer in live.going:
             answer.end(reason)
         self._tidy(live)
@@ -337,6 +356,23 @@ class Engine:
             self._fail(live, error)
             if live.request.request_id in self._live:
                 self._tidy(live)
+
+    def _memory(self, request_id: str, layer: int) -> Memory | None:
+        found = self.cache_of(request_id)
+        if found is None:
+            return None
+        live, (stack, sequence) = self._live[request_id], found
+        first = live.answers[0]
+        kv = first.kv or figures_of(stack, live.group.recipe, self._model.layers)[sequence]
+        return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
+
+    def _remember(self, live: Live) -> None:
+        """The first answer of a request ends: note what its cache holds, if somebody watches."""
+        name = live.request.request_id
+        if live.request.watch:
+            found = [self._memory(name, layer) for layer in range(len(self._model.layers))]
+            if layers := [memory for memory in found if memory is not None]:
+                self._memories.keep(name, layers)
 
     def _trim(self) -> None:
         for pool in self._account.pools:

@@ -35,6 +35,7 @@ async def job_of(service: Service, body: ChatBody) -> Job:
         ApiError, OptionError: it cannot be.
     """
     service.check_model(body.model)
+    service.tokens.check_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

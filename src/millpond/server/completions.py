@@ -37,6 +37,7 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
         ApiError, OptionError: it cannot be.
     """
     service.check_model(body.model)
+    service.tokens.check_fields(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of={body.best_of}: exactly n={body.n or 1} answers are made, and none is thrown away"
         raise ApiError(400, message, "unsupported_parameter", "best_of")

@@ -28,7 +28,7 @@ class Keys:
 
     def _known(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("utf-8", "replace")
+        given = key.strip().encode("latin-1")  # how headers are decoded
         found = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
         return kind.lower() == "bearer" and any(found)
 

@@ -84,7 +84,7 @@ class Service:
         except ClientGone:
             self.metrics.left.inc()
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(self._events(job, first, outputs), outputs)
+        return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
     async def _outputs(self, job: Job) -> Outputs:
         """What the engine says, from the gate in to the gate out."""

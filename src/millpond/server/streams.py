@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -83,20 +83,29 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. When they end, and when the client goes away, `events` and their `source` are closed."""
+    """Server-sent events. When they end, and when the client goes away, `events` and their `source` are closed.
+
+    Args:
+        left: called when the client goes away.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None], left: Callable[[], None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._left = left
         self._source = source  # which closing events that never began would leave open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone, OSError):  # nobody is there to be told
+        try:
             async with aclosing(self._source), aclosing(self._events):
                 await while_connected(receive, self._send(send))
+        except (ClientGone, OSError):  # nobody is there to be told
+            self._left()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

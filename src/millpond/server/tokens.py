@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.server.errors import ApiError
-from millpond.server.fields import ChatFields, Message
+from millpond.server.fields import ChatFields, Message, SamplingFields
 from millpond.server.llm import ServedLLM
 
 T = TypeVar("T")
@@ -68,6 +68,13 @@ class Tokens:
         if worst >= self._vocab_size or min(ids, default=0) < 0:
             rule = f"the model's tokens are 0 to {self._vocab_size - 1}"
             raise ApiError(400, f"token id {worst}: {rule}", "invalid_token", param)
+
+    def check_fields(self, body: SamplingFields) -> None:
+        """Raises:
+        ApiError: a field names an id that is no token of this model.
+        """
+        self.check(list(body.logit_bias or ()), "logit_bias")
+        self.check(body.stop_token_ids or (), "stop_token_ids")
 
     async def chat(
         self, said: Sequence[Message], body: ChatFields, use_tools: bool = True

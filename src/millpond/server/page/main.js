@@ -36,9 +36,9 @@ function wanted() {
     const text = $(name).value.trim();
     if (text) millpond[name] = text;
   }
-  return {
-    messages, millpond, max_tokens: Number($("most").value) || 256, temperature: Number($("temperature").value),
-  };
+  const body = { messages, millpond, temperature: Number($("temperature").value) };
+  if ($("most").value) body.max_tokens = Number($("most").value);
+  return body;
 }
 
 function pace(began, first, tokens, now) {

@@ -114,7 +114,7 @@ export class MemoryView {
     let look = "t gone";
     if (kept > 0) {
       const level = score > 0 && high > low ? Math.round((COLOURS - 1) * (Math.log(score) - low) / (high - low)) : null;
-      look = `t kept ${level === null ? "plain" : `c${level}`}${kept < 0.5 ? " part" : ""}`;
+      look = `t kept ${level === null ? "plain" : `c${level}`}${kept <= 0.5 ? " part" : ""}`;
     }
     if (span.className !== look) span.className = look;
   }

@@ -1,0 +1,6 @@
+"""Load for any OpenAI-compatible server, and how well it bears it.
+
+`asks` says what a request is, `traces` and `synthetic` make lists of them, `client` sends one and notes its times,
+`drive` says when each is sent, `figures` makes numbers of the times, `gauges` asks the server for its own, `run` puts
+all together, `table` prints it. Nothing here knows Millpond's engine: peers run through the same client.
+"""

@@ -1,0 +1,105 @@
+"""`millpond serve`: a model behind an OpenAI-compatible address, and a page that shows what it remembers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from millpond.cli.console import errors
+from millpond.cli.options import (
+    BudgetText,
+    DtypeName,
+    MethodName,
+    MethodOptions,
+    ModelName,
+    optional,
+    parse_options,
+)
+from millpond.errors import OptionError
+
+#: Where API keys may stand, separated by commas, so that no list of processes shows them.
+KEYS_VARIABLE = "MILLPOND_API_KEYS"
+
+
+def serve(
+    model: ModelName = "pond-recall",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_name: Annotated[str | None, optional(help="What clients call the model. Default: as --model.")] = None,
+    method: MethodName = "h2o",
+    budget: BudgetText = None,
+    option: MethodOptions = None,
+    codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
+    kv_memory: Annotated[
+        str | None, optional(help="Most memory for the caches of all requests together ('2GiB'). Default: no limit.")
+    ] = None,
+    dtype: DtypeName = "auto",
+    threads: Annotated[int | None, optional(min=1, help="Threads of the model. Default: torch's own choice.")] = None,
+    max_step_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one step: more read prompts faster, fewer keep answers flowing.")
+    ] = 512,
+    max_queue: Annotated[int, typer.Option(min=1, help="Prompts that may wait; beyond it: 429.")] = 256,
+    max_tokens: Annotated[
+        int | None, optional(min=1, help="Most new tokens per answer. Default: what the context holds.")
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Longest body of a request.")] = "16MiB",
+    timeout: Annotated[
+        float | None, optional(help="Seconds after which a request ends with what it has. Default: none.")
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests have to finish when the server is stopped.")
+    ] = 30.0,
+    api_key: Annotated[
+        list[str] | None,
+        optional(help=f"A key that clients must send; may be repeated. Also: {KEYS_VARIABLE}, separated by commas."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP as OpenAI's API does, inside a memory limit; http://HOST:PORT/ is a page to chat on."""
+    try:
+        from millpond.server.run import run
+        from millpond.server.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise OptionError(f"the server needs {error.name}: pip install 'millpond[server]'") from error
+    from millpond.budget import parse_bytes
+    from millpond.engine.async_llm import AsyncLLM
+    from millpond.hf.compress import budget_of, policy_of
+
+    settings = ServerSettings(
+        api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
+        max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), timeout_s=timeout, drain_s=drain,
+    )  # fmt: skip
+    kept: dict[str, Any] = {"method": method, "options": parse_options(option or []), "codec": codec}
+    if budget is not None:
+        budget_of(method, budget, policy_of(method, kept["options"]))  # refuses one where none is taken
+        kept["budget"] = budget
+    llm = AsyncLLM(
+        model, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype, threads=threads,
+        kv_memory=kv_memory, max_step_tokens=max_step_tokens, **kept,
+    )  # fmt: skip
+    if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
+        errors().print(f"[yellow]note:[/] anybody who reaches {escape(host)} may ask; --api-key keeps others out")
+    run(llm, settings, host=host, port=port)
+
+
+def keys_of(text: str) -> list[str]:
+    """API keys that stand in a variable, separated by commas.
+
+    Example:
+        >>> keys_of("one, two,")
+        ['one', 'two']
+    """
+    return [key.strip() for key in text.split(",") if key.strip()]
+
+
+def name_of(model: str) -> str:
+    """What clients call a model: a hub id or a bundled name as it is, a folder by its last part.
+
+    Example:
+        >>> name_of("pond-recall")
+        'pond-recall'
+    """
+    return Path(model).resolve().name if Path(model).is_dir() else model

@@ -1,0 +1,90 @@
+"""What a layer remembers of a request: read from its pages while it runs, and once more before they go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millpond.cache.stack import Stack
+from millpond.cache.table import RegionTable
+from millpond.engine.outputs import KVFigures, Memory
+from millpond.errors import OptionError
+
+#: Watched requests that are over and whose memory is still known.
+_KEPT_REQUESTS = 8
+
+
+def look(stack: Stack, sequence: int, layer: int, ids: Sequence[int], kv: KVFigures) -> Memory:
+    """What `layer` holds of one sequence whose text is `ids`, as far as the cache has seen it.
+
+    Raises:
+        OptionError: there is no such layer.
+    """
+    if not 0 <= layer < len(stack.cores):
+        raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.cores) - 1}")
+    seen = int(stack.timeline.seen[sequence])
+    table = stack.cores[layer].table
+    n_heads = 0 if table is None else table.n_kv_heads
+    holders, sums = torch.zeros(seen), torch.zeros(seen)
+    if table is not None and table.pool.arrays.n_arenas:
+        positions, scores = _marks(table, sequence)
+        held = (positions >= 0) & (positions < seen)
+        places = positions[held].long()
+        holders.index_add_(0, places, torch.ones(len(places)))
+        sums.index_add_(0, places, scores[held])
+    means = (sums / holders).tolist()
+    counts = holders.tolist()
+    return Memory(
+        layer, len(stack.cores), n_heads, tuple(ids[:seen]), tuple(count / max(n_heads, 1) for count in counts),
+        tuple(mean if count else None for mean, count in zip(means, counts, strict=True)), kv,
+    )  # fmt: skip
+
+
+def _marks(table: RegionTable, sequence: int) -> tuple[Tensor, Tensor]:
+    """Positions (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
+
+    Keys and values stay where they are.
+    """
+    rows, arrays = table.rows(sequence), table.pool.arrays
+    pages, lens = table.pages[rows].long().cpu(), table.lens[rows].cpu()  # (H, n), (H,)
+    arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
+
+    def gathered(arenas: list[Tensor]) -> Tensor:
+        found = torch.empty(*pages.shape, arrays.slots, dtype=arenas[0].dtype)
+        for number, memory in enumerate(arenas):
+            chosen = arena == number
+            found[chosen] = memory[row[chosen].to(memory.device)].cpu()
+        return found.flatten(1)
+
+    positions = gathered(arrays.positions)
+    empty = torch.arange(positions.shape[1]) >= lens[:, None]
+    return positions.masked_fill(empty, -1), gathered(arrays.scores)
+
+
+class Memories:
+    """What the last watched requests remembered when they ended."""
+
+    def __init__(self) -> None:
+        self._layers: OrderedDict[str, list[Memory]] = OrderedDict()
+
+    def keep(self, request_id: str, layers: list[Memory]) -> None:
+        """Note what every layer held; the oldest request is forgotten."""
+        self._layers[request_id] = layers
+        while len(self._layers) > _KEPT_REQUESTS:
+            self._layers.popitem(last=False)
+
+    def of(self, request_id: str, layer: int) -> Memory | None:
+        """What a layer held; None if nothing was noted.
+
+        Raises:
+            OptionError: there is no such layer.
+        """
+        found = self._layers.get(request_id)
+        if found is None:
+            return None
+        if not 0 <= layer < len(found):
+            raise OptionError(f"layer {layer}: the model has layers 0 to {len(found) - 1}")
+        return found[layer]

@@ -1,0 +1,117 @@
+"""Whatever runs beside a request, and however its prompt is cut: its tokens are those of generate() alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from millpond.engine.request import CacheOptions
+from millpond.engine.sampling_params import SamplingParams
+from tests.engine.helpers import (
+    KEEP_ALL,
+    LENGTHS,
+    METHODS,
+    add,
+    alone,
+    ask,
+    budget_of,
+    engine_for,
+    finish,
+    greedy,
+    tokens,
+)
+
+FAMILIES = ["mistral", "qwen3", "opt", "gpt_neox", "gemma2", "gpt_oss", "gpt2", "phi3", "mixtral"]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_batched_and_in_chunks_as_alone(method: str) -> None:
+    engine = engine_for(method)
+    add(engine, *map(ask, LENGTHS))
+    done = finish(engine)
+    engine.close()
+    assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(method, n) for n in LENGTHS}
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_carried_out_and_back_as_alone(method: str) -> None:
+    engine = engine_for(method, kv_memory="36kB", overcommit=4)
+    add(engine, ask(57), ask(40), ask(31))
+    done = finish(engine)
+    engine.close()
+    assert {n: tokens(done[str(n)]) for n in (57, 40, 31)} == {n: alone(method, n) for n in (57, 40, 31)}
+    assert engine.stats().preemptions or method not in KEEP_ALL
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    engine = engine_for("h2o", family)
+    add(engine, ask(40), ask(31))
+    done = finish(engine)
+    engine.close()
+    assert {n: tokens(done[str(n)]) for n in (40, 31)} == {n: alone("h2o", n, family=family) for n in (40, 31)}
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 7, 500])
+@pytest.mark.parametrize("method", ["snapkv", "tova", "streaming"])
+def test_the_size_of_chunks_changes_nothing(method: str, step_tokens: int) -> None:
+    engine = engine_for(method, max_step_tokens=step_tokens)
+    add(engine, ask(40, greedy(6)), ask(31, greedy(6)))
+    done = finish(engine)
+    engine.close()
+    assert tokens(done["40"]) == alone(method, 40)[:6]
+    assert tokens(done["31"]) == alone(method, 31)[:6]
+
+
+def test_the_order_of_arrival_changes_nothing() -> None:
+    for order in (LENGTHS, LENGTHS[::-1]):
+        engine = engine_for("h2o")
+        add(engine, *map(ask, order[:2]))
+        for n in order[2:]:  # these come while the others run
+            engine.step()
+            add(engine, ask(n))
+        done = finish(engine)
+        engine.close()
+        assert {n: tokens(done[str(n)]) for n in order} == {n: alone("h2o", n) for n in order}
+
+
+def test_methods_beside_each_other() -> None:
+    methods = ["h2o", "full", "snapkv", "streaming", "pyramidkv", "d2o", "ems"]
+    engine = engine_for("h2o", kv_memory="1MB")
+    add(engine, *(ask(40, name=m, cache=CacheOptions(method=m, budget=budget_of(m))) for m in methods))
+    done = finish(engine)
+    engine.close()
+    assert {m: tokens(done[m]) for m in methods} == {m: alone(m, 40) for m in methods}
+
+
+def test_several_answers_share_their_prompt() -> None:
+    for method in ("full", "h2o", "snapkv", "streaming"):
+        engine = engine_for(method, kv_memory="200kB")
+        add(engine, ask(57, greedy(n=3)), ask(40))
+        done = finish(engine)
+        engine.close()
+        assert [tokens(done["57"], index) for index in range(3)] == [alone(method, 57)] * 3
+        assert tokens(done["40"]) == alone(method, 40)
+
+
+def test_several_answers_take_less_than_as_many_prompts() -> None:
+    engine = engine_for("full", page_slots=4)
+    add(engine, ask(80, greedy(4, n=4)))
+    while not any(output.completions[0].token_ids for output in engine.step()):
+        pass
+    engine.step()
+    once = engine_for("full", page_slots=4)
+    add(once, ask(80, greedy(4)))
+    while not any(output.completions[0].token_ids for output in once.step()):
+        pass
+    once.step()
+    assert engine.stats().kv_bytes < 1.5 * once.stats().kv_bytes
+    engine.close()
+    once.close()
+
+
+def test_answers_of_one_prompt_differ_where_they_are_drawn() -> None:
+    engine = engine_for("h2o")
+    add(engine, ask(40, SamplingParams(max_tokens=12, temperature=1.5, n=4, seed=3)))
+    done = finish(engine)
+    engine.close()
+    assert len({tuple(tokens(done["40"], index)) for index in range(4)}) > 1

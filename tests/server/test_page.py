@@ -1,0 +1,181 @@
+"""The page as a person meets it: in a browser, with a keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.browser import CHROMIUM, Browser
+from millpond.evals.inspector import palette
+from millpond.server.pages import PATHS
+from server.fake import FakeLLM, client_of
+from server.live import Live, live, until
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
+LOOKS = """(() => [...document.querySelectorAll("#text .t")].map((t) => [t.textContent, t.className]))()"""
+
+
+class Window(Browser):
+    """A browser that may speak with one server and nobody else."""
+
+    allowed = ""
+
+    def _note(self, message: dict[str, Any]) -> None:
+        url = message.get("params", {}).get("request", {}).get("url", "")
+        if not (self.allowed and url.startswith((self.allowed, "data:"))):
+            super()._note(message)
+
+    def visit(self, url: str) -> None:
+        self.allowed = url
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && document.getElementById('model').textContent !== 'Millpond'")
+
+    def type(self, text: str) -> None:
+        for letter in text:
+            self.press(letter)
+
+    def enter(self) -> None:
+        shared = {"key": "Enter", "windowsVirtualKeyCode": 13}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text="\r", **shared)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeLLM) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
+    with Window(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+        assert opened.problems == []  # no exception, nothing refused, nobody else asked
+
+
+def test_the_page_asks_nobody_else() -> None:
+    async def work() -> dict[str, Any]:
+        async with client_of(FakeLLM()) as client:
+            return {path: await client.get(path) for path in PATHS}
+
+    for path, found in asyncio.run(work()).items():
+        assert found.status_code == 200
+        assert "connect-src 'self'" in found.headers["Content-Security-Policy"]
+        assert not re.search(r"https?://|@import|url\(", found.text), path
+
+
+def test_every_file_of_the_page_is_served() -> None:
+    names = {entry.name for entry in files("millpond.server").joinpath("page").iterdir()}
+    assert names == {Path(path).name or "page.html" for path in PATHS}
+
+
+def test_its_colours_are_those_of_the_inspector() -> None:
+    style = files("millpond.server").joinpath("page", "style.css").read_text(encoding="utf-8")
+    assert "".join(palette().split()) in "".join(style.split())
+
+
+@in_browser
+def test_a_chat_and_what_is_remembered(window: Window, server: Live) -> None:
+    window.visit(f"{server.url}/")
+    assert window.run("document.getElementById('model').textContent") == "fake/counter"
+    assert "budget 20%" in window.run("document.getElementById('about').textContent")
+    assert window.run("document.activeElement.id") == "input"
+    window.type("w5 w6")
+    window.enter()
+    window.wait("document.querySelector('.assistant') !== null && !document.getElementById('send').disabled")
+    assert window.run("document.querySelector('.user').textContent") == "w5 w6"
+    asked = server.llm.asked[-1]
+    assert window.run("document.querySelector('.assistant').textContent") == server.llm.text(
+        server.llm.answer(asked.prompt, 0, 8)
+    )
+    assert asked.watch
+    window.wait("document.querySelectorAll('#text .t').length === 4")
+    shown = window.run(LOOKS)
+    assert [text for text, _ in shown] == ["<bos>", "w2", "w3", "w4"]
+    assert [("kept" in look, "gone" in look) for _, look in shown] == [
+        (True, False),
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+    levels = [int(found[1]) for _, look in shown if (found := re.search(r"c(\d+)", look))]
+    assert levels == [9, 0, 11]  # logarithms of the scores 2, 1/3 and pi
+    assert window.run("document.getElementById('fill').style.width") == "50%"
+    assert "200 B held of 400 B" in window.run("document.getElementById('bytes').textContent")
+    assert "tokens/s" in window.run("document.getElementById('pace').textContent")
+
+
+@in_browser
+def test_the_keyboard_leads_through_layers_and_tokens(window: Window, server: Live) -> None:
+    window.visit(f"{server.url}/")
+    window.type("w9")
+    window.enter()
+    window.wait("document.querySelectorAll('#text .t').length === 4 && !document.getElementById('send').disabled")
+    window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown', altKey: true, bubbles: true}))")
+    assert window.run("document.getElementById('layer').value") == "1"
+    window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown', altKey: true, bubbles: true}))")
+    assert window.run("document.getElementById('layer').value") == "1"  # there is no further one
+    window.run("document.getElementById('text').focus()")
+    for _ in range(3):
+        window.press("ArrowRight")
+    assert (
+        window.run("document.getElementById('token').textContent") == "position 2 · held by 1 of 2 heads · score 0.3333"
+    )
+    window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'n', altKey: true, bubbles: true}))")
+    assert window.run("document.querySelectorAll('#log > *, #text > *').length") == 0
+
+
+@in_browser
+def test_escape_stops_and_frees(window: Window, server: Live) -> None:
+    server.llm.open.clear()
+    server.llm.free = 2
+    try:
+        window.visit(f"{server.url}/")
+        window.type("w5")
+        window.enter()
+        window.wait("document.querySelector('.assistant')?.textContent.length > 3")
+        window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}))")
+        window.wait("!document.getElementById('send').disabled")
+        assert window.run("document.querySelectorAll('.error').length") == 0
+        until(lambda: list(server.llm.ended.values())[-1] == "closed")
+    finally:
+        server.llm.free = 0
+        server.soon(server.llm.open.set)
+
+
+@in_browser
+def test_what_is_chosen_is_sent_and_refusals_are_shown(window: Window, server: Live) -> None:
+    window.visit(f"{server.url}/")
+    window.run("document.getElementById('method').value = 'h20'")
+    window.type("w5")
+    window.enter()
+    window.wait("document.querySelector('.error') !== null")
+    window.problems[:] = [problem for problem in window.problems if "400" not in problem]  # the browser's own note
+    assert "did you mean 'h2o'" in window.run("document.querySelector('.error').textContent")
+    window.run("document.getElementById('method').value = 'snapkv'; document.getElementById('budget').value = '64'")
+    window.type("w5")
+    window.enter()
+    window.wait("document.querySelector('.assistant')?.textContent.length > 3")
+    cache = server.llm.asked[-1].cache
+    assert (cache.method, cache.budget) == ("snapkv", "64")
+    assert window.run("[...document.querySelectorAll('.user')].map((m) => m.textContent)") == ["w5", "w5"]
+
+
+@in_browser
+def test_a_server_with_keys_asks_for_one(window: Window) -> None:
+    with live(FakeLLM, api_keys=("secret",)) as server:
+        window.allowed = server.url
+        window.call("Page.navigate", url=f"{server.url}/")
+        window.wait("document.getElementById('key-row')?.hidden === false")
+        window.problems[:] = [problem for problem in window.problems if "401" not in problem]
+        assert window.run("document.activeElement.id") == "key"
+        window.type("secret")
+        window.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", windowsVirtualKeyCode=9)
+        window.wait("document.getElementById('model').textContent === 'fake/counter'")

@@ -1,0 +1,110 @@
+"""`millpond serve`: from the command line to an answer, and down again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+import millpond.server.run
+from millpond.cli.app import app
+from millpond.cli.serve import KEYS_VARIABLE
+
+
+def test_it_serves_and_goes_down_with_nothing_lost() -> None:
+    command = [
+        sys.executable, "-m", "millpond", "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB",
+        "--budget", "32", "--api-key", "one",
+    ]  # fmt: skip
+    environment = os.environ | {KEYS_VARIABLE: "two, three", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            found: list[httpx.Response] = []
+            body = {"prompt": "berta melon saddle " * 20, "max_tokens": 400, "ignore_eos": True}
+            with httpx.Client(base_url=url, headers={"Authorization": "Bearer three"}, timeout=60) as client:
+                assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
+                assert client.get("/v1/models").json()["data"][0]["id"] == "pond-recall"
+                assert client.get("/metrics").text.startswith("# HELP millpond_")
+                asked = threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=body)))
+                asked.start()
+                while (
+                    "millpond_requests_running 1.0"
+                    not in httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer one"}, timeout=60).text
+                ):
+                    assert asked.is_alive()
+                process.send_signal(signal.SIGTERM)
+                asked.join(60)
+            assert found[0].json()["usage"]["completion_tokens"] == 400
+            assert process.wait(60) == -signal.SIGTERM  # uvicorn hands the signal on when it is done
+        finally:
+            process.kill()
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--model", "pond-recal"], "did you mean 'pond-recall'"),
+    (["--method", "h20"], "did you mean 'h2o'"),
+    (["--method", "full", "--budget", "20%"], "takes no budget"),
+    (["--option", "recent"], "must read name=value"),
+    (["--codec", "int99"], "int99"),
+    (["--kv-memory", "much"], "'much'"),
+    (["--max-body", "0"], "at least 1"),
+    (["--timeout", "0"], "must be above 0"),
+    (["--api-key", " "], "an API key is empty"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
+def test_what_cannot_be_served_is_one_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(millpond.server.run, "run", lambda *_, **__: pytest.fail("it serves"))
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(llm: Any, settings: Any, **where: Any) -> None:
+        seen.update(llm=llm, settings=settings, **where)
+
+    monkeypatch.setattr(millpond.server.run, "run", run)
+    monkeypatch.setenv(KEYS_VARIABLE, "two")
+    done = invoke(
+        "--method", "tova", "--budget", "64", "--codec", "bf16", "--kv-memory", "32MiB", "--served-name", "mine",
+        "--host", "0.0.0.0", "--port", "81", "--max-queue", "3", "--max-tokens", "9", "--max-body", "1MiB",
+        "--timeout", "4", "--drain", "2", "--api-key", "one",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    llm, settings = seen["llm"], seen["settings"]
+    assert (llm.model_name, llm.cache.method, llm.cache.budget, llm.cache.codec) == ("mine", "tova", "64", "bf16")
+    assert llm.stats().kv_limit == 32 * 2**20
+    assert (seen["host"], seen["port"]) == ("0.0.0.0", 81)
+    assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
+    assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)
+    assert "anybody" not in done.stderr
+
+
+def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(millpond.server.run, "run", lambda *_, **__: None)
+    assert "anybody who reaches 0.0.0.0 may ask" in invoke("--host", "0.0.0.0").stderr
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "millpond.server.run")
+    done = invoke()
+    assert done.exit_code == 2
+    assert "pip install 'millpond[server]'" in done.stderr
