@@ -66,7 +66,11 @@ def test_groups_that_do_not_fit_a_model_are_refused_by_name() -> None:
     assert preset("int4").layout(80, 80).page_bytes > 0
 
 
-def test_the_cache_lists_only_what_it_can_use() -> None:
-    assert codecs() == ["auto", "f32", "f16", "bf16"]
-    with pytest.raises(OptionError, match="unknown codec"):
-        resolve("kivi2")
+def test_the_list_names_what_a_cache_can_use() -> None:
+    names = codecs()
+    assert names[:4] == ["auto", "f32", "f16", "bf16"]
+    assert {"int4", "kivi2", "flexgen4", "fp8", "mikv", "think", "rotated4"} < set(names)
+    for name in names[4:]:
+        assert resolve(name) == preset(name)
+    with pytest.raises(OptionError, match="unknown codec 'kvi2'; did you mean 'kivi2'"):
+        resolve("kvi2")

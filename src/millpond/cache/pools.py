@@ -13,6 +13,7 @@ from millpond.cache.pool import PagePool
 from millpond.cache.sealed import Sealed
 from millpond.cache.traits import kept_dim
 from millpond.codec import Codec
+from millpond.codec.channels import MULTIPLE
 from millpond.errors import OptionError
 
 
@@ -65,7 +66,13 @@ class Pools:
                 "use codec='bf16'"
             )
         if (key_dim, value_dim) not in self._packed:
-            layout = codec.layout(kept_dim(codec, key_dim), value_dim)
+            kept = kept_dim(codec, key_dim)
+            if codec.prune and kept == key_dim:
+                raise OptionError(
+                    f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
+                    f"head_dim={key_dim} is less; use a codec that drops none"
+                )
+            layout = codec.layout(kept, value_dim)
             self._packed[key_dim, value_dim] = PackedPool(
                 layout, device, limit_bytes=self._limit_bytes, masses=self._masses
             )

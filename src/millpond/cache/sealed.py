@@ -67,6 +67,10 @@ class Sealed:
         beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
         return self._ids.nbytes + self.lens.nbytes + self.dead.nbytes + beside
 
+    def kv_bytes(self, sequence: int) -> int:
+        """Bytes of keys and values in the pages of one sequence."""
+        return int(self._owned[self.rows(sequence)].sum()) * self.pool.kv_bytes_per_page
+
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)

@@ -79,6 +79,12 @@ class RegionTable:
         own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.caps, self.recent))
         return own if self.sealed is None else own + self.sealed.nbytes
 
+    def kv_bytes(self, sequence: int) -> int:
+        """Bytes of keys and values in the pages that the entries of one sequence need."""
+        rows = self.rows(sequence)
+        own = int((-(-self._lens[rows] // self.pool.slots)).sum()) * self.pool.kv_bytes_per_page
+        return own if self.sealed is None else own + self.sealed.kv_bytes(sequence)
+
     # ------------------------------------------------------------------ budgets
 
     def set_budget(self, sequence: int, caps: Ints, recent: int) -> None:

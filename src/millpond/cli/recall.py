@@ -81,15 +81,15 @@ class Outcome:
 
 
 @torch.inference_mode()
-def run_method(model: PreTrainedModel, task: Task, method: str, budget: str) -> Outcome:
+def run_method(model: PreTrainedModel, task: Task, method: str, budget: str, codec: str = "auto") -> Outcome:
     """Answer every question of `task` from a cache that `method` keeps inside `budget`.
 
     The text is read and compressed once, before any question is known; each question then goes on from its own copy
     of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
     pass, in which nothing has been evicted yet: every method would be right.)
     """
-    takes_budget = METHODS.get(method)().takes_budget
-    with compress(model, method, budget if takes_budget else None, tokenizer=load_tokenizer("pond-recall")) as cache:
+    chosen = budget if METHODS.get(method)().takes_budget else None
+    with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall")) as cache:
         model(task.context, past_key_values=cache, logits_to_keep=1)
         held = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))

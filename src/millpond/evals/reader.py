@@ -88,10 +88,10 @@ class Reader:
             if table is None:
                 continue
             lens = core.stored[row]
-            arrays, slots = table.pool.arrays, table.pool.slots
+            arrays = table.pool.arrays
             stored += int(lens.sum())
             regions += len(lens)
-            held += int((-(-lens // slots)).sum()) * table.pool.kv_bytes_per_page
+            held += table.kv_bytes(row)
             full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * arrays.dtype.itemsize
         return Held(stored / (self.seen[row] * regions), held, full)
 

@@ -52,6 +52,7 @@ class CacheStats:
         metadata_bytes: bytes of positions, scores and tables beside them.
         full_kv_bytes: bytes of keys and values that a cache without a budget would hold, in the format of plain pages.
         reserved_bytes: bytes of all pool buffers, free pages included.
+        bits_per_element: bits that one number of a stored key or value takes, unused slots included.
     """
 
     seen: list[int]
@@ -61,6 +62,7 @@ class CacheStats:
     metadata_bytes: int
     full_kv_bytes: int
     reserved_bytes: int
+    bits_per_element: float
 
 
 class MillpondCache(Cache):
@@ -136,22 +138,25 @@ class MillpondCache(Cache):
         stored = [core.stored for core in self.cores]
         seen = self.timeline.seen
         entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
-        full = 0
+        full = numbers = 0
         for core in self.cores:
             if core.table is not None:
                 arrays = core.table.pool.arrays
                 item = torch.empty(0, dtype=arrays.dtype).element_size()
                 full += int(seen.sum()) * core.table.n_kv_heads * (arrays.key_dim + arrays.value_dim) * item
+                numbers += int(core.stored.sum()) * (arrays.key_dim + arrays.value_dim)
         live = [(pool, pool.n_live) for pool in self.pools]
+        kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live)
         tables = sum(core.table.nbytes for core in self.cores if core.table is not None)
         return CacheStats(
             seen=[int(n) for n in seen],
             stored=[s.tolist() for s in stored],
             evicted=entries - sum(int(s.sum()) for s in stored),
-            kv_bytes=sum(n * pool.kv_bytes_per_page for pool, n in live),
+            kv_bytes=kv_bytes,
             metadata_bytes=tables + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
             full_kv_bytes=full,
             reserved_bytes=sum(pool.nbytes for pool in self.pools),
+            bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
         )
 
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:

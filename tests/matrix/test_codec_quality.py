@@ -1,0 +1,24 @@
+"""Few bits cost the bundled model nothing where everything is kept, and codes beside eviction cost no more than it."""
+
+import pytest
+
+from millpond.cli.recall import Outcome, Task, run_method
+from millpond.models.load import load_model
+
+
+def outcome(method: str, codec: str) -> Outcome:
+    return run_method(load_model("pond-recall"), Task.draw(1024, 32, 5), method, "20%", codec)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.4), ("int4", 0.27), ("kivi4", 0.33), ("rotated4", 0.2)])
+def test_recall_of_a_full_cache(codec: str, most: float) -> None:
+    found = outcome("full", codec)
+    assert found.right >= 0.99 * outcome("full", "bf16").right
+    assert found.share < most
+
+
+def test_recall_beside_eviction() -> None:
+    """A fifth of the entries in four bits: 6 % of the bytes of a full cache of float32."""
+    found = outcome("compactor", "rotated4")
+    assert found.right >= 31
+    assert found.share < 0.07
