@@ -262,16 +262,20 @@ def test_demo_refuses(tmp_path: Path, options: list[str], sentence: str) -> None
 
 
 def test_bench_kernels_writes_json_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench import kernels
+    from millpond.bench import kernels, shared
 
     rows = [
         kernels.Row("read bandwidth", 1.0, 40.0, 1.0, "itself"),
         kernels.Row("bf16 flat", 2.0, 30.0, 0.75, "reading"),
     ]
     monkeypatch.setattr(kernels, "kernel_table", lambda rounds: rows)
+    monkeypatch.setattr(shared, "BATCH", 3)
+    monkeypatch.setattr(shared, "LENGTH", 64)
+    monkeypatch.setattr(shared, "SHARED", (0, 32, 64))
     right("bench", "kernels", "--rounds", "1", "--out", str(tmp_path))
     data = json.loads((tmp_path / "kernels.json").read_text())
     assert data["results"][1]["share"] == 0.75
+    assert [row["name"].strip() for row in data["results"][3:6]] == ["0% shared", "50% shared", "100% shared"]
     assert data["machine"]["cores"] >= 1
     assert "| bf16 flat | 2.000 | 30.0 | 75% | reading |" in (tmp_path / "kernels.md").read_text()
 

@@ -37,11 +37,12 @@ def kernels(
     from millpond.bench.kernels import kernel_table
     from millpond.bench.machine import describe_machine
     from millpond.bench.report import kernels_markdown
+    from millpond.bench.shared import shared_rows
 
     torch.set_num_threads(threads or torch.get_num_threads())
     machine = describe_machine()
     with errors().status("timing kernels"):
-        rows = kernel_table(rounds)
+        rows = kernel_table(rounds) + shared_rows(max(3, rounds // 2))
     data = {
         "benchmark": "kernels", "machine": machine.as_dict(),
         "hardware": machine.hardware, "software": machine.software,
