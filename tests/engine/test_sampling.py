@@ -140,6 +140,19 @@ def test_a_row_without_a_choice_names_its_key_and_changes_nothing() -> None:
     assert [s.token_id for s in sampler(["a", "d"], logits[[0, 3]])] == expected
 
 
+def test_all_rows_without_a_choice_are_named_at_once() -> None:
+    """One as the model gave it, one by its penalty; without them the third goes on."""
+    sampler = Sampler()
+    sampler.start("nan", SamplingParams(temperature=0), [])
+    sampler.start("huge", SamplingParams(temperature=0, repetition_penalty=0.01), [0])
+    sampler.start("fine", SamplingParams(temperature=0), [])
+    logits = torch.tensor([[1.0, float("nan")], [3e38, 0.0], [0.0, 1.0]])
+    with pytest.raises(BadLogitsError) as caught:
+        sampler(["nan", "huge", "fine"], logits)
+    assert caught.value.keys == ("nan", "huge")
+    assert sampler(["fine"], logits[2:])[0].token_id == 1
+
+
 def test_nothing_is_remembered_of_what_is_over() -> None:
     sampler = Sampler()
     for key in range(3):

@@ -218,7 +218,7 @@ class Engine:
             if groups or reading:
                 self._run(groups, reading)
         except Exception as error:
-            self._break_off(groups, reading, error)
+            changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):
                 self._told += changed
                 raise
@@ -347,15 +347,16 @@ class Engine:
         for answer in live.going:
             answer.end("error")
 
-    def _break_off(self, groups: list[Group], reading: list[tuple[Live, int]], error: Exception) -> None:
+    def _break_off(self, groups: list[Group], reading: list[tuple[Live, int]], error: Exception) -> list[Live]:
         """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
-        lives = [self._live[answer.key[0]] for group in groups for answer in group.answers]
+        lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
+        lives += [live for live, _ in reading if live not in lives]
         for group in groups:
             group.clear()
-        for live in dict.fromkeys([*lives, *(live for live, _ in reading)]):
+        for live in lives:
             self._fail(live, error)
-            if live.request.request_id in self._live:
-                self._tidy(live)
+            self._tidy(live)
+        return lives
 
     def _memory(self, request_id: str, layer: int) -> Memory | None:
         found = self.cache_of(request_id)

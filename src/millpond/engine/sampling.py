@@ -46,8 +46,8 @@ class BadLogitsError(NumericsError):
     def __init__(self, keys: Sequence[Hashable]) -> None:
         self.keys = tuple(keys)
         super().__init__(
-            f"the logits of {', '.join(map(str, keys))} hold NaN or no finite maximum, so no token can be chosen; "
-            "a wider dtype may help"
+            f"no token can be chosen for {', '.join(map(str, keys))}: the logits hold NaN, for which a wider dtype may "
+            "help, or no token of the vocabulary goes on as the json_schema wants"
         )
 
 
@@ -124,14 +124,14 @@ class Sampler:
             return []
         states = [self._states[key] for key in keys]
         best, tokens = logits.max(-1)
-        self._check_finite(keys, best)
+        bad = _without_choice(keys, best)
         changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
         if changed:
             at = torch.tensor(changed, device=logits.device)
-            some = logits[at] if len(changed) < len(states) else logits.clone()
-            tokens[at] = self._choose(
-                [keys[i] for i in changed], [states[i] for i in changed], some.float(), tokens[at]
-            )
+            some = (logits[at] if len(changed) < len(states) else logits.clone()).float()
+            tokens[at] = self._choose([keys[i] for i in changed], [states[i] for i in changed], some, tokens[at], bad)
+        elif bad:
+            raise BadLogitsError(bad)
         ids: list[int] = tokens.tolist()
         self._penalties.count(keys, ids)
         self._constraints.advance(keys, ids)
@@ -143,28 +143,31 @@ class Sampler:
         """Whether the likeliest token as the model gave it may not be the one."""
         return state.params.temperature > 0 or key in self._penalties or key in self._constraints
 
-    def _choose(self, keys: Sequence[Hashable], states: Sequence[_State], logits: Tensor, tokens: Tensor) -> Tensor:
+    def _choose(
+        self,
+        keys: Sequence[Hashable],
+        states: Sequence[_State],
+        logits: Tensor,
+        tokens: Tensor,
+        bad: Sequence[Hashable],
+    ) -> Tensor:
         """Token ids (R,) by penalties, constraints and draws; `logits` (R, V) may be written.
 
-        `tokens` are the likeliest before all that.
+        `tokens` are the likeliest before all that; `bad` are keys without a choice, of these rows or others.
         """
         if any(key in self._penalties or key in self._constraints for key in keys):
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
             best, tokens = logits.max(-1)
-            self._check_finite(keys, best)
+            bad = [*bad, *_without_choice(keys, best)]
+        if bad:
+            raise BadLogitsError(list(dict.fromkeys(bad)))
         drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
             at = torch.tensor(drawn, device=logits.device)
             rows = logits[at] if len(drawn) < len(states) else logits
             tokens[at] = choose(rows, _choice([states[i] for i in drawn], logits.device))
         return tokens
-
-    @staticmethod
-    def _check_finite(keys: Sequence[Hashable], best: Tensor) -> None:
-        good: list[bool] = best.isfinite().tolist()
-        if not all(good):
-            raise BadLogitsError([key for key, fine in zip(keys, good, strict=True) if not fine])
 
     @staticmethod
     def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:
@@ -176,6 +179,11 @@ class Sampler:
             for i, (value, likeliest) in zip(asked, score_tokens(rows, [ids[i] for i in asked], top), strict=True):
                 sampled[i] = Sampled(ids[i], value, likeliest)
         return sampled
+
+
+def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
+    """The keys whose likeliest token has no finite logit (S,)."""
+    return [key for key, fine in zip(keys, best.isfinite().tolist(), strict=True) if not fine]
 
 
 def _choice(states: Iterable[_State], device: torch.device) -> Choice:

@@ -27,6 +27,7 @@ class SamplingParams:
             tokens of the answer.
         logit_bias: token id -> number added to its logit.
         logprobs: how many of the likeliest tokens are given with each new token, beside itself; None: none at all.
+            They are the model's own: no penalty, bias, temperature or schema shows in them.
         prompt_logprobs: the same for the tokens of the prompt.
         stop: texts that end the answer, not part of it unless `include_stop`. stop_token_ids: ids that do.
         ignore_eos: go on after the model's own end.

@@ -1,0 +1,66 @@
+"""Pools that share one limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millpond.cache.account import Account, SharedPool
+from millpond.errors import PoolFullError
+
+
+def two(limit: int | None) -> tuple[Account, SharedPool, SharedPool]:
+    account = Account(limit)
+    return account, account.open(8, 8, torch.float32, "cpu", slots=4), account.open(4, 4, torch.float32, "cpu", slots=4)
+
+
+def test_what_one_pool_has_free_goes_to_the_other() -> None:
+    account, wide, narrow = two(64_000)
+    ids = wide.allocate(60_000 // wide.page_bytes)
+    assert not narrow.can_allocate(60_000 // narrow.page_bytes)
+    with pytest.raises(PoolFullError):
+        narrow.allocate(60_000 // narrow.page_bytes)
+    wide.release(ids)
+    held = narrow.allocate(60_000 // narrow.page_bytes)
+    assert account.nbytes <= 64_000
+    narrow.release(held)
+
+
+def test_without_a_limit_everything_fits() -> None:
+    account, wide, _ = two(None)
+    assert account.can_take({wide: 10**9})
+
+
+def test_pages_of_several_pools_are_weighed_together() -> None:
+    account, wide, narrow = two(64_000)
+    most = {pool: 64_000 // pool.page_bytes for pool in (wide, narrow)}
+    assert account.can_take({wide: most[wide]})
+    assert account.can_take({narrow: most[narrow]})
+    assert not account.can_take({wide: most[wide], narrow: most[narrow]})
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.booleans()), max_size=40), st.integers(10_000, 90_000))
+def test_the_limit_is_kept_and_what_fits_is_given(steps: list[tuple[bool, int, bool]], limit: int) -> None:
+    account, wide, narrow = two(limit)
+    held: list[tuple[SharedPool, torch.Tensor]] = []
+    for first, n, give_back in steps:
+        pool = wide if first else narrow
+        if give_back and held:
+            other, ids = held.pop(0)
+            other.release(ids)
+        if account.can_take({pool: n}):
+            held.append((pool, pool.allocate(n)))
+        else:
+            with pytest.raises(PoolFullError):
+                pool.allocate(n)
+        assert account.live_bytes <= account.nbytes <= limit
+        for one in (wide, narrow):
+            one.check_integrity([ids for owner, ids in held if owner is one])
+    for pool, ids in held:
+        pool.release(ids)
+        pool.trim()
+    for pool in (wide, narrow):
+        pool.trim()
+    assert account.nbytes == 0

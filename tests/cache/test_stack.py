@@ -1,0 +1,124 @@
+"""Caches of sequences that join, part, share and leave the pool: each goes on as it would have alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
+from millpond.cache.pool import PagePool
+from millpond.cache.stack import Stack
+from millpond.cache.timeline import Timeline
+from millpond.methods import METHODS
+from millpond.policy.policy import Policy
+
+LAYERS, HEADS, GROUP, DIM, BUDGET = 2, 2, 2, 4, 8
+SHAPE = AttentionShape(0.5)
+
+
+def make(policy: Policy, pool: PagePool) -> Stack:
+    timeline = Timeline()
+    return Stack(
+        [
+            LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, timeline, between_chunks=False)
+            for i in range(LAYERS)
+        ],
+        timeline,
+    )
+
+
+def tokens(seed: int, n: int, n_seq: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k, v of `n` tokens for every layer."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randn(n_seq, heads, n, DIM, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+        for _ in range(LAYERS)
+    ]  # type: ignore[misc]
+
+
+def run(stack: Stack, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    stack.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
+    return torch.stack([core.attend(*own, None, SHAPE) for core, own in zip(stack.cores, new, strict=True)])
+
+
+def read(policy: Policy, pool: PagePool, seed: int, length: int) -> Stack:
+    stack = make(policy, pool)
+    stack.reading = True
+    run(stack, tokens(seed, length))
+    stack.settle()
+    return stack
+
+
+def together(seeds: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    parts = [tokens(seed, 1) for seed in seeds]
+    return [tuple(torch.cat([part[i][j] for part in parts]) for j in range(3)) for i in range(LAYERS)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "snapkv", "rkv", "cam", "no_heavy", "infllm"])
+def test_joined_parted_and_carried_as_alone(method: str) -> None:
+    policy = METHODS.get(method)(**({"window": 4} if method in ("snapkv", "rkv") else {}))
+    pool = PagePool(DIM, DIM, torch.float32, slots=4, masses=policy.mass_bias)
+    lengths = {1: 13, 2: 21, 3: 9}
+    single = {seed: read(policy, pool, seed, n) for seed, n in lengths.items()}
+    group = make(policy, pool)
+    for seed, n in lengths.items():
+        group.join(read(policy, pool, seed, n))
+    members = [1, 2, 3]
+    for step in range(12):
+        if step == 3:
+            away = make(policy, pool)
+            group.part([1], away)
+            away.carry_out()
+            members.remove(2)
+        if step == 7:
+            need = away.pages_to_carry_in()
+            before = pool.n_live
+            away.carry_in()
+            assert pool.n_live - before == need[pool]
+            group.join(away)
+            members.append(2)
+        out = run(group, together([100 * step + seed for seed in members]))
+        for place, seed in enumerate(members):
+            alone = run(single[seed], tokens(100 * step + seed, 1))
+            torch.testing.assert_close(out[:, place], alone[:, 0])
+    pool.check_integrity([c.table.held() for s in (group, *single.values()) for c in s.cores if c.table is not None])
+    for stack in (group, *single.values()):
+        stack.clear()
+    assert pool.n_live == 0
+
+
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_copies_share_pages_until_they_write(method: str) -> None:
+    policy = METHODS.get(method)()
+    pool = PagePool(DIM, DIM, torch.float32, slots=4)
+    stack = read(policy, pool, 1, 21)
+    before = pool.n_live
+    stack.select([0, 0, 0])
+    assert pool.n_live == before
+    assert stack.n_seq == 3
+    need = stack.pages_for_step()[pool]
+    run(stack, together([7, 8, 9]))
+    assert before < pool.n_live <= before + need
+    stack.select([])
+    assert pool.n_live == 0
+    assert stack.n_seq == 0
+
+
+def test_a_part_of_a_prompt_may_be_one_token() -> None:
+    policy = METHODS.get("h2o")()
+    pool = PagePool(DIM, DIM, torch.float32, slots=4)
+    whole, parts = make(policy, pool), make(policy, pool)
+    new = tokens(1, 12)
+    for stack, cuts in ((whole, [12]), (parts, [5, 1, 1, 4, 1])):
+        stack.reading = True
+        begin = 0
+        for n in cuts:
+            run(stack, [tuple(t[:, :, begin : begin + n] for t in own) for own in new])  # type: ignore[misc]
+            begin += n
+        assert stack.held().tolist() == [[[12, 12]]] * LAYERS
+        stack.settle()
+        assert stack.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
+    for a, b in zip(whole.cores, parts.cores, strict=True):
+        assert torch.equal(a.read(0).positions, b.read(0).positions)

@@ -1,0 +1,158 @@
+"""AsyncLLM: many tasks, one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import millpond as mp
+from millpond.engine.outputs import RequestOutput
+from millpond.errors import MillpondError, OptionError
+from tests.engine.helpers import alone, ask, greedy, tokens
+from tests.hf.families import shared_model
+
+
+def served(body: Callable[[mp.AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
+    """Run `body` on an engine of its own, which must be empty afterwards."""
+
+    async def run() -> Any:
+        chosen = {"budget": "30%", "max_step_tokens": 16, "page_slots": 4, "kv_memory": "100kB"} | options
+        llm = mp.AsyncLLM(shared_model("llama"), **chosen)
+        try:
+            return await asyncio.wait_for(body(llm), 60)
+        finally:
+            await llm.close()
+            assert llm.stats().kv_reserved == 0
+            assert llm.stats().running == llm.stats().waiting == llm.stats().swapped == 0
+
+    return asyncio.run(run())
+
+
+async def last(llm: mp.AsyncLLM, request: Any) -> RequestOutput:
+    found = None
+    async for output in llm.stream(request):
+        found = output
+    assert found is not None
+    return found
+
+
+def test_outputs_grow_and_end() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        outputs = [output async for output in llm.stream(ask(40))]
+        lengths = [len(tokens(output)) for output in outputs]
+        assert lengths == sorted(lengths)
+        assert tokens(outputs[-1]) == alone("h2o", 40)
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+    served(body)
+
+
+def test_closing_a_stream_frees_its_pages() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        stream = llm.stream(ask(40, greedy(200)))
+        async for output in stream:
+            if len(tokens(output)) >= 3:
+                break
+        await stream.aclose()
+        await llm.call(lambda engine: None)
+        assert llm.stats().kv_bytes == 0
+
+    served(body)
+
+
+def test_cancelling_a_task_and_by_name() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        task = asyncio.create_task(last(llm, ask(40, greedy(200), name="task")))
+        other = asyncio.create_task(last(llm, ask(31, greedy(200), name="name")))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await llm.cancel("name")
+        await llm.cancel("nobody")
+        assert (await other).completions[0].finish_reason == "cancelled"
+
+    served(body)
+
+
+def test_refusals_are_raised_and_harm_nobody_of_the_same_name() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        first = asyncio.create_task(last(llm, ask(40)))
+        await asyncio.sleep(0.02)
+        with pytest.raises(OptionError, match="in flight"):
+            await last(llm, ask(40))
+        with pytest.raises(OptionError, match="context"):
+            await last(llm, ask(300))
+        assert tokens(await first) == alone("h2o", 40)
+
+    served(body)
+
+
+def test_many_requests_with_cancels_and_deadlines() -> None:
+    draw = random.Random(5)
+
+    async def one(llm: mp.AsyncLLM, number: int) -> str:
+        length, kind = draw.choice([40, 57, 31, 20]), draw.random()
+        request = ask(length, name=f"r{number}", deadline=0.05 if kind < 0.1 else None, priority=number % 3)
+        await asyncio.sleep(draw.random() * 0.3)
+        stream = llm.stream(request)
+        outputs = []
+        async for found in stream:
+            outputs.append(found)
+            if kind > 0.8:
+                await stream.aclose()
+                return "gone"
+        output = outputs[-1]
+        if output.completions[0].finish_reason == "length":
+            assert tokens(output) == alone("h2o", length)
+        return str(output.completions[0].finish_reason)
+
+    for length in (40, 57, 31, 20):
+        alone("h2o", length)
+
+    async def body(llm: mp.AsyncLLM) -> list[str]:
+        return await asyncio.gather(*(one(llm, number) for number in range(60)))
+
+    ends = served(body, overcommit=3.0, kv_memory="60kB")
+    assert len(ends) == 60
+    assert {"length", "gone"} <= set(ends)
+
+
+def test_close_drains_or_returns_what_runs() -> None:
+    async def run(drain: bool) -> RequestOutput:
+        llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
+        task = asyncio.create_task(last(llm, ask(40, greedy(30))))
+        await asyncio.sleep(0.05)
+        await llm.close(drain=drain)
+        with pytest.raises(MillpondError, match="clos"):
+            await last(llm, ask(31))
+        return await task
+
+    assert asyncio.run(run(True)).completions[0].finish_reason == "length"
+    assert asyncio.run(run(False)).completions[0].finish_reason in ("cancelled", "length")
+
+
+def test_a_mistake_of_ours_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        def fail(*args: Any) -> None:
+            raise ZeroDivisionError("by zero")
+
+        with monkeypatch.context() as patch:
+            await llm.call(lambda engine: patch.setattr(engine._model, "forward", fail))
+            with pytest.raises(MillpondError, match="ZeroDivisionError"):
+                await last(llm, ask(40))
+        assert tokens(await last(llm, ask(40))) == alone("h2o", 40)
+
+    served(body)
+
+
+def test_names_and_defaults() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        assert (llm.model_name, llm.context_length, llm.vocab_size, llm.tokenizer) == ("pond", 256, 96, None)
+        assert (llm.cache.method, llm.cache.budget) == ("h2o", "30%")
+
+    served(body, model_name="pond")
