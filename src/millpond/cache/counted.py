@@ -6,6 +6,7 @@ lies in its pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -52,18 +53,27 @@ class CountedPages(Generic[A]):
         arrays: the memory, empty at first.
         kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores beside them.
         limit_bytes: most bytes that the pool may ever hold; None for no limit.
+        beside: bytes that others hold under the same limit, after they gave back what they can. Such a pool takes
+            memory in whole arenas only, for what the others leave changes.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
     """
 
-    def __init__(self, arrays: A, kv_bytes_per_page: int, page_bytes: int, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        arrays: A,
+        kv_bytes_per_page: int,
+        page_bytes: int,
+        limit_bytes: int | None,
+        beside: Callable[[], int] | None = None,
+    ) -> None:
         if limit_bytes is not None and limit_bytes < page_bytes:
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes")
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
-        self.max_pages = None if limit_bytes is None else limit_bytes // page_bytes
         self.limit_bytes = limit_bytes
+        self._beside = beside
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
@@ -73,6 +83,16 @@ class CountedPages(Generic[A]):
     @property
     def slots(self) -> int:
         return self.arrays.slots
+
+    @property
+    def max_pages(self) -> int | None:
+        """Most pages that there may be, as far as is known now; None for no limit."""
+        if self.limit_bytes is None:
+            return None
+        if self._beside is None:
+            return self.limit_bytes // self.page_bytes
+        arena = self.arrays.pages_per_arena
+        return (self.limit_bytes - self._beside()) // (arena * self.page_bytes) * arena
 
     @property
     def n_pages(self) -> int:
@@ -95,7 +115,8 @@ class CountedPages(Generic[A]):
 
     def can_allocate(self, n: int) -> bool:
         """Whether `allocate(n)` would succeed, as far as the limit goes."""
-        return self.max_pages is None or self.n_live + n <= self.max_pages
+        most = self.max_pages if self.n_live + n > self.n_pages else None
+        return most is None or self.n_live + n <= most
 
     def allocate(self, n: int) -> PageIds:
         """`n` pages with one holder each, ascending, the lowest free ones first so that neighbours stay together.
@@ -158,7 +179,7 @@ class CountedPages(Generic[A]):
         """Assert the pool's invariants; with `holders` (all tables' page ids), that the counts are exactly theirs."""
         assert (self._refs >= 0).all(), "negative reference count"
         assert self.n_pages == sum(len(arena) for arena in self.arrays.arrays[0]), "counts and arenas disagree"
-        assert self.max_pages is None or self.n_pages <= self.max_pages, "more pages than the limit allows"
+        assert self.limit_bytes is None or self.nbytes <= self.limit_bytes, "more bytes than the limit allows"
         if holders is not None:
             counted = np.zeros_like(self._refs)
             for ids in holders:
@@ -169,11 +190,13 @@ class CountedPages(Generic[A]):
         step = self.arrays.pages_per_arena
         if self.max_pages is not None:
             step = min(step, self.max_pages - self.n_pages)
+        assert step > 0, "allocate asks before it grows"
         self.arrays.add_arena(step)
         self._refs = np.concatenate([self._refs, np.zeros(step, dtype=np.int32)])
         return step
 
 
-def pages_per_arena(page_bytes: int) -> int:
-    """The largest power of two of pages that an arena holds, at least 1."""
-    return 1 << (max(1, ARENA_BYTES // page_bytes).bit_length() - 1)
+def pages_per_arena(page_bytes: int, limit_bytes: int | None = None) -> int:
+    """The largest power of two of pages that an arena holds, at least 1; under a shared limit, of a 32nd of it."""
+    most = ARENA_BYTES if limit_bytes is None else min(ARENA_BYTES, limit_bytes // 32)
+    return 1 << (max(1, most // page_bytes).bit_length() - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from millpond.cache.counted import CountedPages, PageIds, pages_per_arena
@@ -16,6 +18,7 @@ class PackedPool(CountedPages[PackedArrays]):
     Args:
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as in the plain pages beside these.
+        beside: see `CountedPages`.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
@@ -28,10 +31,12 @@ class PackedPool(CountedPages[PackedArrays]):
         *,
         limit_bytes: int | None = None,
         masses: bool = False,
+        beside: Callable[[], int] | None = None,
     ) -> None:
         page_bytes = layout.page_bytes + layout.slots * side_bytes(masses)
-        arrays = PackedArrays(pages_per_arena(page_bytes), layout, torch.device(device), masses)
-        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes)
+        per_arena = pages_per_arena(page_bytes, None if beside is None else limit_bytes)
+        arrays = PackedArrays(per_arena, layout, torch.device(device), masses)
+        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, beside)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         self.arrays.copy_pages(torch.from_numpy(source).long(), torch.from_numpy(target).long())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from millpond.cache.counted import CountedPages, PageIds, pages_per_arena
@@ -23,6 +25,7 @@ class PagePool(CountedPages[PageArrays]):
         slots: entries per page, a power of two.
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
+        beside: see `CountedPages`.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -38,12 +41,14 @@ class PagePool(CountedPages[PageArrays]):
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
         masses: bool = False,
+        beside: Callable[[], int] | None = None,
     ) -> None:
         check_slots(slots)
         kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
         page_bytes = kv_bytes + slots * side_bytes(masses)
-        arrays = PageArrays(pages_per_arena(page_bytes), slots, key_dim, value_dim, dtype, torch.device(device), masses)
-        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes)
+        per_arena = pages_per_arena(page_bytes, None if beside is None else limit_bytes)
+        arrays = PageArrays(per_arena, slots, key_dim, value_dim, dtype, torch.device(device), masses)
+        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, beside)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         ops.copy_pages(self.arrays, torch.from_numpy(source).long(), torch.from_numpy(target).long())

@@ -22,7 +22,8 @@ class Pools:
 
     Args:
         storage: of all entries: a dtype, a codec, or None for what the model computes.
-        slots: entries per plain page. limit_bytes: most bytes of a pool; None for no limit.
+        slots: entries per plain page.
+        limit_bytes: most bytes of a pool, with a codec of all pools together; None for no limit.
         masses: whether entries carry a mass.
     """
 
@@ -42,11 +43,13 @@ class Pools:
         return len(self._plain) + len(self._packed)
 
     def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        """The pool of plain pages of one shape."""
-        key = (key_dim, value_dim, self._dtype or dtype, device)
+        """The pool of plain pages of one shape, of 16 bits per number where codes lie beside them."""
+        beside_codes = dtype if dtype is torch.float16 else torch.bfloat16
+        key = (key_dim, value_dim, self._dtype or (dtype if self.codec is None else beside_codes), device)
         if key not in self._plain:
             self._plain[key] = PagePool(
                 *key, slots=self._slots, limit_bytes=self._limit_bytes, masses=self._masses,
+                beside=None if self.codec is None else lambda: self._beside(self._plain[key]),
             )  # fmt: skip
         return self._plain[key]
 
@@ -74,6 +77,14 @@ class Pools:
                 )
             layout = codec.layout(kept, value_dim)
             self._packed[key_dim, value_dim] = PackedPool(
-                layout, device, limit_bytes=self._limit_bytes, masses=self._masses
-            )
+                layout, device, limit_bytes=self._limit_bytes, masses=self._masses,
+                beside=lambda: self._beside(self._packed[key_dim, value_dim]),
+            )  # fmt: skip
         return Sealed(codec, self._packed[key_dim, value_dim], n_seq, n_kv_heads, key_dim)
+
+    def _beside(self, pool: CountedPages[Any]) -> int:
+        """Bytes that the other pools hold, after they gave back what they can."""
+        others = [other for other in self if other is not pool]
+        for other in others:
+            other.trim()
+        return sum(other.nbytes for other in others)
