@@ -7,13 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millpond.cache.account import Account, SharedPool
+from millpond.cache.account import Account
+from millpond.cache.pool import PagePool
 from millpond.errors import PoolFullError
 
 
-def two(limit: int | None) -> tuple[Account, SharedPool, SharedPool]:
+def two(limit: int | None) -> tuple[Account, PagePool, PagePool]:
     account = Account(limit)
-    return account, account.open(8, 8, torch.float32, "cpu", slots=4), account.open(4, 4, torch.float32, "cpu", slots=4)
+    wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, account=account) for n in (8, 4))
+    return account, wide, narrow
 
 
 def test_what_one_pool_has_free_goes_to_the_other() -> None:
@@ -44,7 +46,7 @@ def test_pages_of_several_pools_are_weighed_together() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.booleans()), max_size=40), st.integers(10_000, 90_000))
 def test_the_limit_is_kept_and_what_fits_is_given(steps: list[tuple[bool, int, bool]], limit: int) -> None:
     account, wide, narrow = two(limit)
-    held: list[tuple[SharedPool, torch.Tensor]] = []
+    held: list[tuple[PagePool, torch.Tensor]] = []
     for first, n, give_back in steps:
         pool = wide if first else narrow
         if give_back and held:

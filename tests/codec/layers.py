@@ -21,11 +21,11 @@ SHAPE = AttentionShape(scale=DIM**-0.5)
 
 
 def make(
-    codec: str | tuple[str, str] | None, method: str = "full", budget: int = 10**6, *, between_chunks: bool = True,
+    codec: str | tuple[str, str], method: str = "full", budget: int = 10**6, *, between_chunks: bool = True,
     **options: Any,
 ) -> LayerCache:  # fmt: skip
-    """A layer over pools of its own; codec None: entries stay as they are."""
-    storage = None if codec is None else resolve(codec)
+    """A layer over pools of its own."""
+    storage = resolve(codec)
     policy = METHODS.get(method)(**options)
     pools = Pools(storage, 16, None, masses=policy.mass_bias)
     return LayerCache(

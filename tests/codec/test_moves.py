@@ -24,7 +24,7 @@ class Moves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         options = {"sinks": 2} if self.method == "window" else {"sinks": 2, "recent": 8}
-        self.pair = [make(name, self.method, 90, **options) for name in (self.codec, None)]
+        self.pair = [make(name, self.method, 90, **options) for name in (self.codec, "bf16")]
         self.states: list[list[object]] = []
         self.sequences = 2
         self.run(70)

@@ -23,6 +23,7 @@ NO_TIERS = ["int4", "kivi2", "flexgen4", "fp8", "think", "rotated4", "bf16+int4"
 def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of one token over what `read` shows and itself; q, k, v (1, heads, 1, DIM)."""
     found = cache.read(0)
+    k, v = k.bfloat16(), v.bfloat16()  # as they are stored
     keys = torch.cat([found.keys.float(), k[0].float()], 1).repeat_interleave(HEADS // KV, 0)
     values = torch.cat([found.values.float(), v[0].float()], 1).repeat_interleave(HEADS // KV, 0)
     hidden = torch.nn.functional.pad(found.positions < 0, (0, 1)).repeat_interleave(HEADS // KV, 0)
@@ -35,7 +36,7 @@ def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused step equals attention over the dequantised entries, at every step, while pages are sealed."""
     monkeypatch.setenv("MILLPOND_KERNELS", kernels)
-    steps, bound = (20, 1e-4) if kernels == "reference" else (90, 2e-2)  # native products are of bfloat16
+    steps, bound = (20, 5e-4) if kernels == "reference" else (90, 2e-2)  # native products are of bfloat16
     cache, qkv = make(codec, "h2o", 180, sinks=1, recent=0.1), tokens(290)
     feed(cache, qkv, 0, 200)
     for t in range(200, 200 + steps):

@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_the_upper_tier_is_the_method(method: str) -> None:
     """After the prompt the plain entries are those that the method keeps, as they came; all others lie below."""
     qkv = tokens(300)
-    tiers, alone = make("mikv", method, 100, **METHODS[method]), make(None, method, 100, **METHODS[method])
+    tiers, alone = make("mikv", method, 100, **METHODS[method]), make("bf16", method, 100, **METHODS[method])
     assert torch.equal(feed(tiers, qkv, 0, 300), feed(alone, qkv, 0, 300))
     table, sealed = parts(tiers)
     below = [set(row.tolist()) - {-1} for row in sealed.positions(slice(None))]

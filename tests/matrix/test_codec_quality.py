@@ -10,7 +10,7 @@ def outcome(method: str, codec: str) -> Outcome:
     return run_method(load_model("pond-recall"), Task.draw(1024, 32, 5), method, "20%", codec)
 
 
-@pytest.mark.parametrize(("codec", "most"), [("int8", 0.4), ("int4", 0.27), ("kivi4", 0.33), ("rotated4", 0.2)])
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.62), ("int4", 0.38), ("kivi4", 0.44), ("rotated4", 0.35)])
 def test_recall_of_a_full_cache(codec: str, most: float) -> None:
     found = outcome("full", codec)
     assert found.right >= 0.99 * outcome("full", "bf16").right
@@ -18,7 +18,7 @@ def test_recall_of_a_full_cache(codec: str, most: float) -> None:
 
 
 def test_recall_beside_eviction() -> None:
-    """A fifth of the entries in four bits: 6 % of the bytes of a full cache of float32."""
+    """A fifth of the entries in four bits: a tenth of the bytes."""
     found = outcome("compactor", "rotated4")
     assert found.right >= 31
-    assert found.share < 0.07
+    assert found.share < 0.1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millpond.cache.counted import ARENA_BYTES
-from millpond.cache.pool import PagePool
+from millpond.cache.counted import ARENA_BYTES, CountedPages
 
 #: Arenas that the limit is cut into, so that pools of several shapes can share it.
 GRAIN = 64
@@ -17,11 +16,19 @@ class Account:
 
     Args:
         limit_bytes: most bytes of all buffers, free pages included; None for no limit.
+
+    Attributes:
+        pools: those that were made with this account.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self.pools: list[SharedPool] = []
+        self.pools: list[CountedPages[Any]] = []
+
+    @property
+    def arena_bytes(self) -> int:
+        """The grain in which its pools take memory."""
+        return ARENA_BYTES if self.limit_bytes is None else min(ARENA_BYTES, self.limit_bytes // GRAIN)
 
     @property
     def nbytes(self) -> int:
@@ -33,20 +40,7 @@ class Account:
         """Bytes of the pages in use, side arrays included."""
         return sum(pool.n_live * pool.page_bytes for pool in self.pools)
 
-    def open(self, key_dim: int, value_dim: int, *args: Any, **options: Any) -> SharedPool:
-        """Another pool on this account; arguments as of `PagePool`.
-
-        Raises:
-            OptionError: the limit is smaller than one page.
-        """
-        arena = ARENA_BYTES if self.limit_bytes is None else min(ARENA_BYTES, self.limit_bytes // GRAIN)
-        pool = SharedPool(
-            key_dim, value_dim, *args, limit_bytes=self.limit_bytes, arena_bytes=arena, account=self, **options
-        )
-        self.pools.append(pool)
-        return pool
-
-    def can_take(self, pages: Mapping[PagePool, int]) -> bool:
+    def can_take(self, pages: Mapping[CountedPages[Any], int]) -> bool:
         """Whether all these pages, of pools of this account, can be allocated."""
         if self.limit_bytes is None:
             return True
@@ -56,26 +50,3 @@ class Account:
                 if not pages.get(pool, 0):
                     pool.trim()
         return not need or self.nbytes + need <= self.limit_bytes
-
-
-class SharedPool(PagePool):
-    """A pool whose limit is that of its account."""
-
-    def __init__(self, *args: Any, account: Account, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._account = account
-
-    def can_allocate(self, n: int) -> bool:
-        """See `PagePool.can_allocate`; other pools give back what they have free if that is needed."""
-        return super().can_allocate(n) and self._account.can_take({self: n})
-
-    def bytes_to_grow(self, n: int) -> int:
-        """Bytes of the arenas that `n` more pages need beside the free ones."""
-        missing = n - (self.n_pages - self.n_live)
-        if missing <= 0:
-            return 0
-        per_arena = self.arrays.pages_per_arena
-        pages = -(-missing // per_arena) * per_arena
-        if self.max_pages is not None:
-            pages = max(min(pages, self.max_pages - self.n_pages), missing)
-        return pages * self.page_bytes

@@ -6,7 +6,8 @@ lies in its pages.
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,18 @@ class Arenas(Protocol):
     def drop_last_arena(self) -> None: ...
 
 
+class Limit(Protocol):
+    """What several pools may hold together."""
+
+    limit_bytes: int | None
+    pools: list[CountedPages[Any]]
+
+    @property
+    def arena_bytes(self) -> int: ...
+
+    def can_take(self, pages: Mapping[CountedPages[Any], int]) -> bool: ...
+
+
 A = TypeVar("A", bound=Arenas)
 
 
@@ -52,18 +65,31 @@ class CountedPages(Generic[A]):
         arrays: the memory, empty at first.
         kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores beside them.
         limit_bytes: most bytes that the pool may ever hold; None for no limit.
+        account: the limit of several pools together, in place of `limit_bytes`.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
     """
 
-    def __init__(self, arrays: A, kv_bytes_per_page: int, page_bytes: int, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        arrays: A,
+        kv_bytes_per_page: int,
+        page_bytes: int,
+        limit_bytes: int | None,
+        account: Limit | None = None,
+    ) -> None:
+        if account is not None:
+            limit_bytes = account.limit_bytes
         if limit_bytes is not None and limit_bytes < page_bytes:
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes")
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
         self.max_pages = None if limit_bytes is None else limit_bytes // page_bytes
         self.limit_bytes = limit_bytes
+        self._account = account
+        if account is not None:
+            account.pools.append(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
@@ -94,8 +120,21 @@ class CountedPages(Generic[A]):
         return self._refs[ids]
 
     def can_allocate(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed, as far as the limit goes."""
-        return self.max_pages is None or self.n_live + n <= self.max_pages
+        """Whether `allocate(n)` would succeed, as far as the limit goes; other pools give back what they have free."""
+        if self.max_pages is not None and self.n_live + n > self.max_pages:
+            return False
+        return self._account is None or self._account.can_take({self: n})
+
+    def bytes_to_grow(self, n: int) -> int:
+        """Bytes of the arenas that `n` more pages need beside the free ones."""
+        missing = n - (self.n_pages - self.n_live)
+        if missing <= 0:
+            return 0
+        per_arena = self.arrays.pages_per_arena
+        pages = -(-missing // per_arena) * per_arena
+        if self.max_pages is not None:
+            pages = max(min(pages, self.max_pages - self.n_pages), missing)
+        return pages * self.page_bytes
 
     def allocate(self, n: int) -> PageIds:
         """`n` pages with one holder each, ascending, the lowest free ones first so that neighbours stay together.
@@ -158,7 +197,7 @@ class CountedPages(Generic[A]):
         """Assert the pool's invariants; with `holders` (all tables' page ids), that the counts are exactly theirs."""
         assert (self._refs >= 0).all(), "negative reference count"
         assert self.n_pages == sum(len(arena) for arena in self.arrays.arrays[0]), "counts and arenas disagree"
-        assert self.max_pages is None or self.n_pages <= self.max_pages, "more pages than the limit allows"
+        assert self.limit_bytes is None or self.nbytes <= self.limit_bytes, "more bytes than the limit allows"
         if holders is not None:
             counted = np.zeros_like(self._refs)
             for ids in holders:
@@ -169,6 +208,7 @@ class CountedPages(Generic[A]):
         step = self.arrays.pages_per_arena
         if self.max_pages is not None:
             step = min(step, self.max_pages - self.n_pages)
+        assert step > 0, "allocate asks before it grows"
         self.arrays.add_arena(step)
         self._refs = np.concatenate([self._refs, np.zeros(step, dtype=np.int32)])
         return step

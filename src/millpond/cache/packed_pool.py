@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millpond.cache.counted import CountedPages, PageIds, pages_per_arena
+from millpond.cache.counted import ARENA_BYTES, CountedPages, Limit, PageIds, pages_per_arena
 from millpond.cache.pool import side_bytes
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import PackedLayout
@@ -16,6 +16,7 @@ class PackedPool(CountedPages[PackedArrays]):
     Args:
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as in the plain pages beside these.
+        account: the limit of several pools together, in place of `limit_bytes`.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
@@ -28,10 +29,12 @@ class PackedPool(CountedPages[PackedArrays]):
         *,
         limit_bytes: int | None = None,
         masses: bool = False,
+        account: Limit | None = None,
     ) -> None:
         page_bytes = layout.page_bytes + layout.slots * side_bytes(masses)
-        arrays = PackedArrays(pages_per_arena(page_bytes), layout, torch.device(device), masses)
-        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes)
+        per_arena = pages_per_arena(page_bytes, ARENA_BYTES if account is None else account.arena_bytes)
+        arrays = PackedArrays(per_arena, layout, torch.device(device), masses)
+        super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, account)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         self.arrays.copy_pages(torch.from_numpy(source).long(), torch.from_numpy(target).long())

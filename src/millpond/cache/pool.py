@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millpond.cache.counted import ARENA_BYTES, CountedPages, PageIds, pages_per_arena
+from millpond.cache.counted import ARENA_BYTES, CountedPages, Limit, PageIds, pages_per_arena
 from millpond.errors import OptionError
 from millpond.kernels import ops
 from millpond.kernels.pages import PageArrays
@@ -23,7 +23,7 @@ class PagePool(CountedPages[PageArrays]):
         slots: entries per page, a power of two.
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
-        arena_bytes: the grain in which memory is asked for, at most.
+        account: the limit of several pools together, in place of `limit_bytes`.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -39,14 +39,15 @@ class PagePool(CountedPages[PageArrays]):
         slots: int = DEFAULT_SLOTS,
         limit_bytes: int | None = None,
         masses: bool = False,
-        arena_bytes: int = ARENA_BYTES,
+        account: Limit | None = None,
     ) -> None:
         check_slots(slots)
         kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
         page_bytes = kv_bytes + slots * side_bytes(masses)
+        arena_bytes = ARENA_BYTES if account is None else account.arena_bytes
         n_pages = pages_per_arena(page_bytes, arena_bytes)
         arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
-        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes)
+        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         ops.copy_pages(self.arrays, torch.from_numpy(source).long(), torch.from_numpy(target).long())

@@ -1,4 +1,4 @@
-"""Pools: the page pools of one cache, one per shape and format of entry."""
+"""Pools: the page pools of caches of one kind, one per shape and format of entry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
 from millpond.cache.packed_pool import PackedPool
 from millpond.cache.pool import PagePool
@@ -22,16 +23,14 @@ class Pools:
 
     Args:
         storage: of all entries: a dtype, a codec, or None for what the model computes.
-        slots: entries per plain page. limit_bytes: most bytes of a pool; None for no limit.
+        slots: entries per plain page. account: the limit of all pools together.
         masses: whether entries carry a mass.
     """
 
-    def __init__(
-        self, storage: torch.dtype | Codec | None, slots: int, limit_bytes: int | None, *, masses: bool
-    ) -> None:
+    def __init__(self, storage: torch.dtype | Codec | None, slots: int, account: Account, *, masses: bool) -> None:
         self.codec = storage if isinstance(storage, Codec) else None
         self._dtype = storage if isinstance(storage, torch.dtype) else None
-        self._slots, self._limit_bytes, self._masses = slots, limit_bytes, masses
+        self._slots, self._account, self._masses = slots, account, masses
         self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
         self._packed: dict[tuple[int, int], PackedPool] = {}
 
@@ -42,12 +41,11 @@ class Pools:
         return len(self._plain) + len(self._packed)
 
     def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        """The pool of plain pages of one shape."""
-        key = (key_dim, value_dim, self._dtype or dtype, device)
+        """The pool of plain pages of one shape, of 16 bits per number where codes lie beside them."""
+        beside_codes = dtype if dtype is torch.float16 else torch.bfloat16
+        key = (key_dim, value_dim, self._dtype or (dtype if self.codec is None else beside_codes), device)
         if key not in self._plain:
-            self._plain[key] = PagePool(
-                *key, slots=self._slots, limit_bytes=self._limit_bytes, masses=self._masses,
-            )  # fmt: skip
+            self._plain[key] = PagePool(*key, slots=self._slots, masses=self._masses, account=self._account)
         return self._plain[key]
 
     def sealed(
@@ -73,7 +71,5 @@ class Pools:
                     f"head_dim={key_dim} is less; use a codec that drops none"
                 )
             layout = codec.layout(kept, value_dim)
-            self._packed[key_dim, value_dim] = PackedPool(
-                layout, device, limit_bytes=self._limit_bytes, masses=self._masses
-            )
+            self._packed[key_dim, value_dim] = PackedPool(layout, device, masses=self._masses, account=self._account)
         return Sealed(codec, self._packed[key_dim, value_dim], n_seq, n_kv_heads, key_dim)

@@ -145,34 +145,47 @@ class Sealed:
         )  # fmt: skip
         self.lens[rows] += more
 
+    def take_back(self, sequence: int, count: Tensor) -> None:
+        """Undo a `write` of count (H,) entries: nothing else was written since."""
+        rows = self.rows(sequence)
+        self.lens[rows] -= count.numpy().astype(np.int32)
+        for row in range(rows.start, rows.stop):
+            keep = -(-int(self.lens[row]) // self.slots)
+            self.pool.release(self._ids[row, keep : self._owned[row]])
+            self._owned[row] = keep
+
     def bury(self, rows: Rows, leave: Tensor) -> None:
-        """Make tombstones of the entries in some slots, leave (n, width) bool, of some regions."""
+        """Make tombstones of the entries in some of the first slots, leave (n, <= width) bool, of some regions."""
         if not bool(leave.any()):
             return
         self.privatise()
         ids, _ = self.slot_ids(rows)
-        target = ids[leave]
+        target = ids[:, : leave.shape[1]][leave]
         reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
         self.dead[rows] += leave.sum(1).numpy().astype(np.int32)
 
     def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
-        """Give the entries in the slots `where` (n, width) bool of some regions new accumulators (n, width)."""
+        """Give entries in some of the first slots, where (n, <= width) bool, new accumulators, of the same shape."""
         if bool(where.any()):
             self.privatise()
-            ids, _ = self.slot_ids(rows)
+            ids = self.slot_ids(rows)[0][:, : where.shape[1]]
             reference.scatter(self.pool.arrays.scores, ids[where], scores[where].float())
 
-    def sparse(self, rows: slice) -> npt.NDArray[np.bool_]:
-        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back."""
+    def sparse(self, rows: slice, leaving: Tensor | None = None) -> npt.NDArray[np.bool_]:
+        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.
+
+        leaving: (n, width) bool, slots that count as dead.
+        """
         slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
-        if not self.dead[rows].any():
+        if leaving is None and not self.dead[rows].any():
             return np.zeros((rows.stop - rows.start, n_pages), dtype=bool)
-        positions = self.positions(rows).numpy()
-        dead = np.zeros((len(positions), n_pages * slots), dtype=bool)
-        dead[:, : positions.shape[1]] = positions < 0
+        gone = self.positions(rows) < 0
+        gone = gone if leaving is None else gone | leaving
+        dead = torch.nn.functional.pad(gone, (0, n_pages * slots - gone.shape[1]))
+        counts = dead.view(len(gone), n_pages, slots).sum(2).numpy()
         full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
-        counts: Ints = dead.reshape(len(dead), n_pages, slots).sum(2)
-        return full & (2 * counts >= slots)
+        found: npt.NDArray[np.bool_] = full & (2 * counts >= slots)
+        return found
 
     def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> Dense:
         """The entries of the `chosen` pages (n, pages) of some regions as numbers, in the order of their slots."""

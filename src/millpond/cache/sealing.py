@@ -15,6 +15,7 @@ from millpond.cache.parts import Candidates, by_position
 from millpond.cache.plain import hold
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
+from millpond.errors import PoolFullError
 from millpond.kernels import ops, reference
 from millpond.kernels.ops import Dense
 from millpond.kernels.rules import DecodeRule
@@ -36,23 +37,21 @@ def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *,
     assert sealed is not None
     n, rows = found.n_sealed, table.rows(sequence)
     here = found.positions >= 0
-    loose = keep.clone()
-    sparse = np.zeros((table.n_kv_heads, 0), dtype=bool)
+    loose = keep & here
     if sealed.codec.tiered:
-        loose[:, :n] = False
         codes = here & ~keep
-        codes[:, :n] = False
-    else:
-        if n:
-            stays = here[:, :n] & keep[:, :n]
-            sealed.bury(rows, here[:, :n] & ~keep[:, :n])
-            sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)))
-            sparse = sealed.sparse(rows)
-            loose[:, :n] = stays & torch.from_numpy(sparse)[:, torch.arange(n) // sealed.slots]
-        else:
-            sealed.forget(sequence)
-        codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
+        codes[:, :n], loose[:, :n] = False, False
+        _lay(table, sealed, sequence, found, codes, loose)
+        return
+    if not n:
+        sealed.forget(sequence)
+    leave, stays = (here & ~keep)[:, :n], loose[:, :n].clone()
+    sparse = sealed.sparse(rows, leave)
+    loose[:, :n] &= torch.from_numpy(sparse)[:, torch.arange(n) // sealed.slots]
+    codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
     _lay(table, sealed, sequence, found, codes, loose & ~codes)
+    sealed.bury(rows, leave)
+    sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)[:, :n]))
     sealed.drop_pages(rows, sparse)
 
 
@@ -111,15 +110,15 @@ def truncate(sealed: Sealed, sequence: int, seen: int) -> np.ndarray:
 
 
 def _behind(first: Dense, then: Candidates) -> Candidates:
-    """Two runs of entries as one, in the dtype of the second."""
+    """Two runs of entries as one, in float32: numbers of 16 bits would cost codes of eight some of theirs."""
     if not first.positions.shape[1]:
         return then
     masses = None
     if then.log_masses is not None and first.log_masses is not None:
         masses = torch.cat([first.log_masses, then.log_masses], 1)
     return Candidates(
-        torch.cat([first.keys.to(then.keys.dtype), then.keys], 1),
-        torch.cat([first.values.to(then.values.dtype), then.values], 1),
+        torch.cat([first.keys, then.keys.float()], 1),
+        torch.cat([first.values, then.values.float()], 1),
         torch.cat([first.positions, then.positions], 1), torch.cat([first.scores, then.scores], 1), masses,
     )  # fmt: skip
 
@@ -136,9 +135,21 @@ def _oldest(sealed: Sealed, positions: Tensor, loose: Tensor) -> Tensor:
 
 
 def _lay(table: RegionTable, sealed: Sealed, sequence: int, found: Candidates, codes: Tensor, plain: Tensor) -> None:
-    """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones."""
+    """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones.
+
+    Codes are made of numbers as plain pages hold them, whether an entry ever lay in one or not.
+
+    Raises:
+        PoolFullError: the pool is full; nothing was changed.
+    """
+    dtype = table.pool.arrays.dtype
+    found = found._replace(keys=found.keys.to(dtype), values=found.values.to(dtype))
     orders = [by_position(torch.where(chosen, found.positions, -1)) for chosen in (codes, plain)]
     counts = [chosen.sum(1) for chosen in (codes, plain)]
     rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
     sealed.write(sequence, counts[0], rows[0], Dense(*found[:5]))
-    hold(table, sequence, found, rows[1], counts[1])
+    try:
+        hold(table, sequence, found, rows[1], counts[1])
+    except PoolFullError:
+        sealed.take_back(sequence, counts[0])
+        raise

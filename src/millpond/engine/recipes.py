@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from millpond.cache.account import Account
-from millpond.cache.pool import PagePool
+from millpond.cache.pools import Pools
+from millpond.codec import Codec
 from millpond.engine.groups import Group
 from millpond.engine.request import CacheOptions
-from millpond.errors import OptionError
 from millpond.hf.compress import policy_of
 from millpond.hf.packed import PackedModel
 from millpond.hf.recipe import Recipe
@@ -32,7 +32,7 @@ class Recipes:
         self._page_slots = page_slots
         self._tokenizer = tokenizer
         self._groups: dict[tuple[Any, ...], Group] = {}
-        self._pools: dict[tuple[Any, ...], PagePool] = {}
+        self._pools: dict[tuple[Any, ...], Pools] = {}
 
     @property
     def groups(self) -> list[Group]:
@@ -47,8 +47,6 @@ class Recipes:
         """
         chosen = self.complete(asked)
         codec = "auto" if chosen.codec is None else chosen.codec
-        if not isinstance(codec, str):
-            raise OptionError(f"codec={codec!r}: formats of their own for keys and values are not stored yet; name one")
         method = str(chosen.method)
         key = (
             method,
@@ -57,7 +55,9 @@ class Recipes:
             codec,
         )
         if key not in self._groups:
-            recipe = Recipe(self._model, self._pool, method, chosen.options, chosen.budget, codec, self._tokenizer)
+            recipe = Recipe(
+                self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer
+            )
             self._groups[key] = Group(recipe, self._model.layers)
         return self._groups[key]
 
@@ -76,10 +76,8 @@ class Recipes:
             method=method, options=options, budget=budget, codec=usual.codec if asked.codec is None else asked.codec
         )
 
-    def _pool(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, masses: bool) -> PagePool:
-        key = (key_dim, value_dim, dtype, device, masses)
+    def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> Pools:
+        key = (storage.name if isinstance(storage, Codec) else storage, masses)
         if key not in self._pools:
-            self._pools[key] = self._account.open(
-                key_dim, value_dim, dtype, device, slots=self._page_slots, masses=masses
-            )
+            self._pools[key] = Pools(storage, self._page_slots, self._account, masses=masses)
         return self._pools[key]

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from millpond.budget import Budget
+from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
 from millpond.cache.journal import Journal
 from millpond.cache.layer import LayerCache
@@ -99,7 +100,7 @@ class MillpondCache(Cache):
         self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
         self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
-        self._pools = Pools(storage, page_slots, memory_limit, masses=policy.mass_bias)
+        self._pools = Pools(storage, page_slots, Account(memory_limit), masses=policy.mass_bias)
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
         self._passes = Passes(self, decoder_modules(model))

@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from millpond.budget import Budget
+from millpond.cache.compose import check_composition
 from millpond.cache.layer import LayerCache
 from millpond.cache.pool import PagePool
+from millpond.cache.pools import Pools
 from millpond.cache.stack import Stack
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
@@ -32,18 +34,18 @@ from millpond.policy.policy import Policy
 from millpond.policy.rebuild import RebuildPolicy
 from millpond.policy.recall import RecallPolicy
 
-#: Opens or finds a pool: key_dim, value_dim, storage dtype, device, whether entries have masses.
-Pools = Callable[[int, int, torch.dtype, torch.device, bool], PagePool]
+#: Finds the pools of a number format, of entries with masses or without.
+FindPools = Callable[[torch.dtype | Codec, bool], Pools]
 
 
 class Recipe:
     """Makes stacks of one kind: sequences of the same recipe decode together.
 
     Args:
-        pools: where their pages come from. The rest: as of `compress`; a budget in bytes is that of one sequence.
+        find_pools: where their pages come from. The rest: as of `compress`; a budget in bytes is that of one sequence.
 
     Attributes:
-        policy, budget: what is kept. storage: the dtype of entries.
+        policy, budget: what is kept. pools: where entries lie.
         whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
 
     Raises:
@@ -53,11 +55,11 @@ class Recipe:
     def __init__(
         self,
         model: PackedModel,
-        pools: Pools,
+        find_pools: FindPools,
         method: str,
         options: Mapping[str, Any],
         budget: Budget | str | int | float | None,
-        codec: str,
+        codec: str | tuple[str, str],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         policy = policy_of(method, dict(options))
@@ -70,12 +72,10 @@ class Recipe:
             policy.protect.check(int(self.budget.amount))
         stored = resolve(codec)
         if isinstance(stored, Codec):
-            raise OptionError(
-                f"codec {codec!r}: the engine stores numbers as they are; use compress(model, ...).generate, or 'bf16'"
-            )
-        self.storage = stored or model.dtype
+            check_composition(policy, stored)
+        self.pools = find_pools(stored or model.dtype, policy.mass_bias)
         self.whole_prompt = isinstance(policy, PatternPolicy | RecallPolicy)
-        self._model, self._pools = model, pools
+        self._model = model
         self._rotation = ModelRotation.of(model.model) if policy.positions == "cache_relative" else None
         self._budgets = _RequestBudgets(self.budget, policy, [layer.window for layer in model.layers])
         self._pattern = self._cores(Timeline(), 0)
@@ -103,8 +103,8 @@ class Recipe:
         return self._budgets.expected(layer, table, seen)
 
     def pool(self, key_dim: int, value_dim: int) -> PagePool:
-        """The pool of entries of this shape."""
-        return self._pools(key_dim, value_dim, self.storage, self._model.device, self.policy.mass_bias)
+        """The pool of plain entries of this shape."""
+        return self.pools.plain(key_dim, value_dim, self._model.dtype, self._model.device)
 
     def _cores(self, timeline: Timeline, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: RegionTable, sequence: int, seen: int) -> int:
@@ -112,8 +112,9 @@ class Recipe:
 
         return [
             LayerCache(
-                index, self.policy, partial(entries, index), lambda k, v, dtype, device: self.pool(k, v), timeline,
+                index, self.policy, partial(entries, index), self.pools.plain, timeline,
                 between_chunks=False, rotation=self._rotation,
+                sealed=self.pools.sealed if self.pools.codec is not None else None,
             )
             for index in range(len(self._model.layers))
         ]  # fmt: skip
