@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from bench_serve.fake import FakeServer
 from millpond.bench.serve.asks import Ask, Blocks
-from millpond.bench.serve.client import Client
+from millpond.bench.serve.client import Client, Outcome
+from millpond.bench.serve.figures import summarise
 from millpond.bench.serve.run import Plan, run
 from millpond.cli.app import app
 from millpond.errors import DataError, OptionError
@@ -30,22 +31,42 @@ def test_times_are_those_of_the_server() -> None:
         data = go(server, users=2, levels={"ttft": 5.0, "tpot": 0.001})
     s = data["summary"]
     assert (s["sent"], s["answered"], s["output_tokens"], s["prompt_tokens"]) == (6, 6, 24, 66)
-    assert 0.02 <= s["ttft_s"]["p50"] < 0.1
-    assert 0.015 <= s["tpot_s"]["p50"] < 0.1
-    assert 0.08 <= s["e2e_s"]["p50"] < 0.4
+    assert 0.02 <= s["ttft_s"]["p50"] < 1
+    assert 0.015 <= s["tpot_s"]["p50"] < 1
+    assert 0.08 <= s["e2e_s"]["p50"] < 2
     assert s["output_tokens_per_s"] == pytest.approx(24 / s["seconds"])
     assert (s["attained"], s["attained_jointly"], s["goodput_per_s"]) == ({"ttft": 1.0, "tpot": 0.0}, 0.0, 0.0)
     assert server.most_at_once == 2
     assert data["model"] == "fake-1"
 
 
+def test_numbers_by_hand() -> None:
+    outcomes = [
+        Outcome(0.0, sent_s=0.0, first_s=1.0, ended_s=4.0, prompt_tokens=10, output_tokens=4),
+        Outcome(1.0, sent_s=2.0, first_s=5.0, ended_s=5.0, prompt_tokens=30, output_tokens=1),
+        Outcome(2.0, sent_s=2.0, first_s=3.0, ended_s=8.0, prompt_tokens=99, output_tokens=99, failure="cut off"),
+    ]
+    s = summarise(outcomes, {"ttft": 2.0, "tpot": 1.0, "e2e": 3.5})
+    assert s["ttft_s"] == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98, "max": 3})
+    assert s["tpot_s"] == {"mean": 1, "p50": 1, "p90": 1, "p99": 1, "max": 1}
+    assert s["e2e_s"]["mean"] == 3.5
+    assert s["late_s"]["max"] == 1
+    assert (s["seconds"], s["requests_per_s"], s["output_tokens_per_s"], s["total_tokens_per_s"]) == (
+        8, 2 / 8, 5 / 8, 45 / 8
+    )  # fmt: skip
+    assert s["attained"] == {"ttft": 1 / 3, "tpot": 2 / 3, "e2e": 1 / 3}
+    assert (s["attained_jointly"], s["goodput_per_s"]) == (0, 0)
+    assert summarise(outcomes, {"tpot": 1.0})["goodput_per_s"] == 2 / 8
+    assert summarise([], {})["ttft_s"] is None
+
+
 def test_an_open_loop_does_not_wait() -> None:
     """All six are under way at once, though each takes longer than all arrivals together."""
-    with FakeServer(step_s=0.2).running() as server:
-        data = go(server, [Ask(a.at_s, a.prompt, 2) for a in TEXTS], speed=5.0)
+    with FakeServer(step_s=0.6).running() as server:
+        data = go(server, [Ask(a.at_s, a.prompt, 1) for a in TEXTS], speed=5.0)
     assert server.most_at_once == 6
     assert [r["planned_s"] for r in data["requests"]] == pytest.approx([0.01 * i for i in range(6)])
-    assert all(0 <= r["sent_s"] - r["planned_s"] < 0.15 for r in data["requests"])
+    assert all(0 <= r["sent_s"] - r["planned_s"] < 0.5 for r in data["requests"])
 
 
 def test_sessions_keep_their_order_in_a_closed_loop() -> None:

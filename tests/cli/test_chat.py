@@ -104,7 +104,7 @@ def test_a_prompt_that_is_too_long_is_no_end() -> None:
 
 def test_ctrl_c_between_two_steps() -> None:
     with LLM("pond-recall", budget=64) as llm:
-        partner = Here(llm, SamplingParams(max_tokens=400, temperature=0, ignore_eos=True), "pond-recall")
+        partner = Here(llm, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), "pond-recall")
         stream = partner.answer([{"role": "user", "content": PAIRS}])
         assert next(stream)
         os.kill(os.getpid(), signal.SIGINT)

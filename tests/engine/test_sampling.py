@@ -36,7 +36,7 @@ def alone(key: int, steps: int) -> list[Sampled]:
     return [sampler([key], logits_at(key, step)[None])[0] for step in range(steps)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_the_batch_changes_nothing(data: st.DataObject) -> None:
     """Any eight completions, each step a part of them in any order: each gets what it gets alone."""

@@ -19,7 +19,7 @@ from transformers import (
 
 from millpond.engine.choose import CANDIDATES, Choice, choose, uniform
 
-POINTS = 4000
+POINTS = 1000
 
 
 def choice_of(rows: int, temperature: float, top_k: int, top_p: float, min_p: float, draws: Tensor) -> Choice:
