@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
+from millpond.cache.counted import CountedPages
 from millpond.cache.finite import FiniteCheck
 from millpond.cache.growth import grow
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
@@ -123,8 +125,10 @@ class LayerCache:
         return self.planner.views.moments(sequence)
 
     def settle(self, found: Peek | None = None) -> None:
-        """Plan now what waits for the end of the prompt; scores rise to what was `found`."""
-        self.planner.settle(self._require_table(), found)
+        """Plan now what waits for the end of the prompt, and seal what is to be; scores rise to what was `found`."""
+        table = self._require_table()
+        self.planner.settle(table, found)
+        sealing.seal_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step
 
@@ -322,12 +326,17 @@ class LayerCache:
         to._rule, to.attention.shape = self._rule, self.attention.shape
         to.companions.become(self.companions.copy(sequences))
 
-    def pages_for_step(self) -> int:
-        """Most pages that the next decoding step may take."""
-        if self._table is None:
-            return 0
+    def pages_for_step(self) -> dict[CountedPages[Any], int]:
+        """Most pages that the next decoding step may take of each pool."""
+        table = self._table
+        if table is None:
+            return {}
         always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
-        return self._table.pages_for_step(always or self.policy.grows or bool(self._rivals.every), whole or not always)
+        grows = always or self.policy.grows or bool(self._rivals.every)
+        need: dict[CountedPages[Any], int] = {table.pool: table.pages_for_step(grows, whole or not always)}
+        if table.sealed is not None:
+            need[table.sealed.pool] = sealing.pages_due(table)
+        return need
 
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order (beams, batch selection, repetition)."""

@@ -54,6 +54,15 @@ class Pools:
         """The packed part of the table of one layer.
 
         Raises:
+            OptionError: see `packed`.
+        """
+        assert self.codec is not None, "only a codec has packed pages"
+        return Sealed(self.codec, self.packed(key_dim, value_dim, device), n_seq, n_kv_heads, key_dim)
+
+    def packed(self, key_dim: int, value_dim: int, device: torch.device) -> PackedPool:
+        """The pool of packed pages of one shape.
+
+        Raises:
             OptionError: a head_dim that the format's groups do not divide, or a model that is not on the CPU.
         """
         codec = self.codec
@@ -72,4 +81,4 @@ class Pools:
                 )
             layout = codec.layout(kept, value_dim)
             self._packed[key_dim, value_dim] = PackedPool(layout, device, masses=self._masses, account=self._account)
-        return Sealed(codec, self._packed[key_dim, value_dim], n_seq, n_kv_heads, key_dim)
+        return self._packed[key_dim, value_dim]

@@ -67,9 +67,10 @@ class Sealed:
         beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
         return self._ids.nbytes + self.lens.nbytes + self.dead.nbytes + beside
 
-    def kv_bytes(self, sequence: int) -> int:
-        """Bytes of keys and values in the pages of one sequence."""
-        return int(self._owned[self.rows(sequence)].sum()) * self.pool.kv_bytes_per_page
+    def kv_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) bytes of keys and values in the pages of each sequence."""
+        pages: npt.NDArray[np.int64] = self._owned.reshape(self.n_seq, self.n_kv_heads).sum(1)
+        return pages * self.pool.kv_bytes_per_page
 
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
@@ -88,6 +89,11 @@ class Sealed:
     def held_by(self, row: int) -> PageIds:
         """Page ids of one region, in the order of its slots."""
         return self._ids[row, : self._owned[row]]
+
+    @property
+    def n_shared(self) -> int:
+        """Pages that a write copies first, because others hold them too."""
+        return int((self.pool.refs(self.held()) > 1).sum()) if self._may_share else 0
 
     def width(self, sequence: int) -> int:
         """Slots of the longest region of a sequence."""
@@ -145,7 +151,7 @@ class Sealed:
         )  # fmt: skip
         self.lens[rows] += more
 
-    def take_back(self, sequence: int, count: Tensor) -> None:
+    def unwrite(self, sequence: int, count: Tensor) -> None:
         """Undo a `write` of count (H,) entries: nothing else was written since."""
         rows = self.rows(sequence)
         self.lens[rows] -= count.numpy().astype(np.int32)
@@ -269,6 +275,37 @@ class Sealed:
         """Give every page back."""
         self.pool.release(self.held())
         self._owned[:], self.lens[:], self.dead[:] = 0, 0, 0
+
+    def join(self, other: Sealed) -> None:
+        """Take over the sequences of another packed part of this pool, behind these; it holds nothing afterwards."""
+        assert other.pool is self.pool, "pages stay in their pool"
+        width = max(self._ids.shape[1], other._ids.shape[1])
+        self._ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self._ids, other._ids)])
+        for name in ("_owned", "lens", "dead"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        for name in ("_channels", "_balance"):
+            if getattr(self, name) is not None:
+                setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        self._traits.join(other._traits, self.n_seq)
+        self._decided.join(other._decided, self.n_seq)
+        self.n_seq += other.n_seq
+        self._may_share |= other._may_share
+        other._owned[:] = 0
+        other.clear()
+
+    def give_up(self) -> Ints:
+        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        owned: Ints = self._owned.astype(np.int32)
+        self.pool.release(self.held())
+        self._owned[:] = 0
+        return owned
+
+    def take_back(self, ids: PageIds, owned: Ints) -> None:
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `give_up` told."""
+        ends = owned.cumsum()
+        for row, (begin, end) in enumerate(zip(ends - owned, ends, strict=True)):
+            self._ids[row, : owned[row]] = ids[begin:end]
+        self._owned[:], self._may_share = owned, False
 
     def numbers(self) -> dict[str, Tensor]:
         """All about the pages but what lies in them, for `adopt`."""

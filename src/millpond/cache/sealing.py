@@ -101,6 +101,21 @@ def most_loose(sealed: Sealed) -> int:
     return sealed.codec.sinks + sealed.codec.residual + sealed.slots
 
 
+def pages_due(table: RegionTable) -> int:
+    """Most packed pages that the next decoding step may take."""
+    sealed = table.sealed
+    if sealed is None:
+        return 0
+    slots, lens = sealed.slots, table.lengths().ravel()
+    if sealed.codec.tiered:
+        over = lens + 1 - table.budgets().ravel().astype(np.int64)
+        new = np.where(over >= slots, over // slots + 1, 0)
+    else:
+        loose = lens - sealed.codec.sinks - sealed.codec.residual
+        new = np.where(lens >= most_loose(sealed), loose // slots + 2 * sealed.dead // slots + 1, 0)
+    return int(new.sum()) + sealed.n_shared
+
+
 def truncate(sealed: Sealed, sequence: int, seen: int) -> np.ndarray:
     """Let go of the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
     rows = sealed.rows(sequence)
@@ -151,5 +166,5 @@ def _lay(table: RegionTable, sealed: Sealed, sequence: int, found: Candidates, c
     try:
         hold(table, sequence, found, rows[1], counts[1])
     except PoolFullError:
-        sealed.take_back(sequence, counts[0])
+        sealed.unwrite(sequence, counts[0])
         raise

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
-from millpond.cache.pool import PagePool
 from millpond.cache.swap import Carried, carry_in, carry_out
 from millpond.cache.timeline import Timeline
+
+#: How many pages of each pool.
+Pages = dict[CountedPages[Any], int]
 
 
 class Stack:
@@ -30,7 +35,7 @@ class Stack:
         self.cores = list(cores)
         self.timeline = timeline
         self._before_plan = before_plan
-        self._carried: list[Carried] | None = None
+        self._carried: list[list[Carried]] | None = None
 
     @property
     def n_seq(self) -> int:
@@ -93,17 +98,16 @@ class Stack:
 
     # ------------------------------------------------------------------ room
 
-    def pages_for_step(self) -> dict[PagePool, int]:
+    def pages_for_step(self) -> Pages:
         """Most pages that the next decoding step may take of each pool."""
-        need: Counter[PagePool] = Counter()
+        need: Counter[CountedPages[Any]] = Counter()
         for core in self.cores:
-            if core.table is not None:
-                need[core.table.pool] += core.pages_for_step()
+            need.update(core.pages_for_step())
         return dict(need)
 
-    def pages_for(self, n_tokens: int) -> dict[PagePool, int]:
+    def pages_for(self, n_tokens: int) -> Pages:
         """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
-        need: Counter[PagePool] = Counter()
+        need: Counter[CountedPages[Any]] = Counter()
         for core in self.cores:
             if core.table is not None:
                 need[core.table.pool] += core.table.pages_for(n_tokens)
@@ -127,12 +131,11 @@ class Stack:
             carry_in(table, carried)
         self._carried = None
 
-    def pages_to_carry_in(self) -> dict[PagePool, int]:
+    def pages_to_carry_in(self) -> Pages:
         """Pages of each pool that `carry_in` takes."""
-        need: Counter[PagePool] = Counter()
-        tables = [core.table for core in self.cores if core.table is not None]
-        for table, carried in zip(tables, self._carried or [], strict=True):
-            need[table.pool] += carried.n_pages
+        need: Counter[CountedPages[Any]] = Counter()
+        for part in chain.from_iterable(self._carried or []):
+            need[part.pool] += part.n_pages
         return dict(need)
 
     # ------------------------------------------------------------------ figures

@@ -15,19 +15,24 @@ import torch
 from torch import Tensor
 
 from millpond.cache.counted import CountedPages, PageIds
+from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
+
+#: What holds pages: the plain part of a table, or its packed one.
+Holder = RegionTable | Sealed
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The pages of one table outside its pool.
+    """The pages of one part of a table outside its pool.
 
     Attributes:
-        owned: (R,) pages per region. arrays: the content of all pages, (n, slots, ...) per array of the pool, on the
-            host.
+        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, (n, ...) per array of
+            the pool, on the host.
     """
 
-    owned: npt.NDArray[np.int64]
+    pool: CountedPages[Any]
+    owned: npt.NDArray[Any]
     arrays: tuple[Tensor, ...]
 
     @property
@@ -40,30 +45,43 @@ class Carried:
         return sum(array.nbytes for array in self.arrays)
 
 
-def carry_out(table: RegionTable) -> Carried:
+def carry_out(table: RegionTable) -> list[Carried]:
     """Copy the table's pages to the host and give them back; the table may only be carried in, or cleared."""
-    content = read_pages(table.pool, table.held())
-    return Carried(table.give_up(), content)
+    return [
+        Carried(part.pool, part.give_up(), content)
+        for part, content in [(part, read_pages(part.pool, part.held())) for part in _parts(table)]
+    ]
 
 
-def carry_in(table: RegionTable, carried: Carried) -> None:
+def carry_in(table: RegionTable, carried: list[Carried]) -> None:
     """Put the content into fresh pages, which the table holds again.
 
     Raises:
         PoolFullError: there is no room; nothing was changed.
     """
-    ids = table.pool.allocate(carried.n_pages)
-    write_pages(table.pool, ids, carried.arrays)
-    table.take_back(ids, carried.owned)
+    taken: list[PageIds] = []
+    try:
+        for one in carried:
+            taken.append(one.pool.allocate(one.n_pages))
+    except BaseException:
+        for one, ids in zip(carried, taken, strict=False):
+            one.pool.release(ids)
+        raise
+    for part, one, ids in zip(_parts(table), carried, taken, strict=True):
+        write_pages(one.pool, ids, one.arrays)
+        part.take_back(ids, one.owned)
 
 
 def read_pages(pool: CountedPages[Any], ids: PageIds) -> tuple[Tensor, ...]:
-    """The content of the pages, (n, slots, ...) per array of the pool; the pool has at least one arena."""
+    """The content of the pages, (n, ...) per array of the pool."""
     found = []
     for arenas in pool.arrays.arrays:
+        if not arenas:  # nothing was ever held
+            found.append(torch.empty(0))
+            continue
         out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
         for arena, places, rows in _by_arena(pool, ids):
-            out[places] = arenas[arena][rows.to(pool.arrays.device)].to("cpu")
+            out[places] = arenas[arena][rows.to(arenas[arena].device)].to("cpu")
         found.append(out)
     return tuple(found)
 
@@ -72,7 +90,11 @@ def write_pages(pool: CountedPages[Any], ids: PageIds, content: tuple[Tensor, ..
     """Give the pages the content that `read_pages` returned of others."""
     for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
         for arena, places, rows in _by_arena(pool, ids):
-            arenas[arena][rows.to(pool.arrays.device)] = rows_of[places].to(pool.arrays.device)
+            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places].to(arenas[arena].device)
+
+
+def _parts(table: RegionTable) -> list[Holder]:
+    return [table] if table.sealed is None else [table, table.sealed]
 
 
 def _by_arena(pool: CountedPages[Any], ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:

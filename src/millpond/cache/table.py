@@ -79,11 +79,11 @@ class RegionTable:
         own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.caps, self.recent))
         return own if self.sealed is None else own + self.sealed.nbytes
 
-    def kv_bytes(self, sequence: int) -> int:
-        """Bytes of keys and values in the pages that the entries of one sequence need."""
-        rows = self.rows(sequence)
-        own = int((-(-self._lens[rows] // self.pool.slots)).sum()) * self.pool.kv_bytes_per_page
-        return own if self.sealed is None else own + self.sealed.kv_bytes(sequence)
+    def kv_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) bytes of keys and values in the pages that the entries of each sequence need."""
+        pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
+        own = pages * self.pool.kv_bytes_per_page
+        return own if self.sealed is None else own + self.sealed.kv_bytes()
 
     # ------------------------------------------------------------------ budgets
 
@@ -280,6 +280,8 @@ class RegionTable:
         for name in ("_owned", "_lens", "_caps", "_recent", "_kinds"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         self.n_seq += other.n_seq
+        if self.sealed is not None and other.sealed is not None:
+            self.sealed.join(other.sealed)
         self._may_share |= other._may_share
         self._slack = 0
         other._owned[:] = 0

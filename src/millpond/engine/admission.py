@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+from millpond.cache.counted import CountedPages
+from millpond.cache.stack import Pages
 from millpond.cache.table import RegionTable
 from millpond.engine.scheduler import Need
 from millpond.hf.packed import LayerShape
@@ -14,9 +19,9 @@ from millpond.policy.nested import NestedPolicy
 def estimate(recipe: Recipe, layers: list[LayerShape], prompt: int, answer: int, n: int) -> Need:
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
-    While the prompt is read all of it is held, since nothing is planned before its end. Then a layer holds its
-    budget, with as many more entries as its method adds before it evicts or merges again; or, for methods that keep
-    all or grow while decoding, those of the answer too.
+    While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
+    codes comes beside it before it goes. Then a layer holds its budget, with as many more entries as its method adds
+    before it evicts or merges again; or, for methods that keep all or grow while decoding, those of the answer too.
     """
     reading = shared = each = 0
     copies = _writes_everywhere(recipe)
@@ -26,16 +31,50 @@ def estimate(recipe: Recipe, layers: list[LayerShape], prompt: int, answer: int,
         before, after = _entries(recipe, index, layer, table, prompt, answer)
         page = pool.page_bytes * layer.n_kv_heads
         read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
-        reading += page * (read // pool.slots + 1)
+        reading += page * (read // pool.slots + 1) + _codes(recipe, layer, before, prompt)
         if n == 1:
-            each += page * (after // pool.slots + 1)
+            each += _held(recipe, layer, after, prompt + answer)
         elif copies:  # the prompt's pages stay until every answer has copies of its own
-            shared += page * (before // pool.slots + 1)
-            each += page * (after // pool.slots + 1)
+            shared += _held(recipe, layer, before, prompt)
+            each += _held(recipe, layer, after, prompt + answer)
         else:
-            shared += page * (before // pool.slots + 1)
-            each += page * ((after - before) // pool.slots + 2)
+            shared += _held(recipe, layer, before, prompt)
+            each += page * ((after - before) // pool.slots + 2) + _codes(recipe, layer, after - before, answer)
     return Need(reading, shared, each)
+
+
+def pages_to_settle(recipe: Recipe, layers: list[LayerShape], prompt: int) -> Pages:
+    """Pages of codes that the plan of a prompt takes beside what was read, which goes only then."""
+    need: Counter[CountedPages[Any]] = Counter()
+    for index, layer in enumerate(layers):
+        packed = recipe.packed_pool(layer)
+        if packed is not None:
+            table = RegionTable(recipe.pool(layer.key_dim, layer.value_dim), 1, layer.n_kv_heads)
+            before, _ = _entries(recipe, index, layer, table, prompt, 0)
+            need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
+    return dict(need)
+
+
+def _held(recipe: Recipe, layer: LayerShape, entries: int, seen: int) -> int:
+    """Bytes of so many entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
+    pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+    codec = recipe.pools.codec
+    plain = entries
+    if packed is not None and codec is not None:
+        loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
+        plain = entries + loose if codec.tiered else min(entries, loose)
+    return pool.page_bytes * layer.n_kv_heads * (plain // pool.slots + 1) + _codes(recipe, layer, entries, seen)
+
+
+def _codes(recipe: Recipe, layer: LayerShape, entries: int, seen: int) -> int:
+    """Bytes of so many entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
+    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    if packed is None or codec is None:
+        return 0
+    stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead
+    if recipe.policy.keeps_all or not recipe.policy.every_step:
+        stored = seen if codec.tiered else entries
+    return packed.page_bytes * layer.n_kv_heads * (stored // packed.slots + 2)
 
 
 def _entries(

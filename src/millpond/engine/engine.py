@@ -19,6 +19,7 @@ from millpond.budget import Budget, parse_bytes
 from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
+from millpond.cache.swap import Holder
 from millpond.engine.answer import Answer, with_texts
 from millpond.engine.groups import Group, figures_of
 from millpond.engine.intake import Intake
@@ -194,8 +195,9 @@ class Engine:
         stacks = [group.stack for group in self._recipes.groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
         tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
+        parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
         for pool in self._account.pools:
-            pool.check_integrity([table.held() for table in tables if table.pool is pool])
+            pool.check_integrity([part.held() for part in parts if part.pool is pool])
         limit = self._account.limit_bytes
         assert limit is None or self._account.nbytes <= limit, "more bytes than the limit"
 

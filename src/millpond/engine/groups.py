@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from millpond.cache.stack import Stack
 from millpond.engine.answer import Answer
 from millpond.engine.outputs import KVFigures
@@ -62,17 +60,15 @@ class Group:
 def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[KVFigures]:
     """What each sequence of a stack holds."""
     held, seen = stack.held(), stack.timeline.seen
-    heads = np.array([layer.n_kv_heads for layer in layers])
-    pools = [recipe.pool(layer.key_dim, layer.value_dim) for layer in layers]
-    slots = pools[0].slots
-    page = np.array([pool.kv_bytes_per_page for pool in pools])
-    kv_bytes = ((-(-held // slots)).sum(2) * page[:, None]).sum(0)
-    entry_bytes = int((heads * page).sum()) // slots
+    heads = sum(layer.n_kv_heads for layer in layers)
+    tables = [core.table for core in stack.cores if core.table is not None]
+    kv_bytes = [sum(n) for n in zip(*(table.kv_bytes().tolist() for table in tables), strict=True)]
+    entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)
     entries = held.sum((0, 2))
     return [
         KVFigures(
-            seen=int(seen[s]), held=float(entries[s]) / int(heads.sum()), kv_bytes=int(kv_bytes[s]),
-            full_kv_bytes=int(seen[s]) * entry_bytes, evicted=int(seen[s]) * int(heads.sum()) - int(entries[s]),
+            seen=int(seen[s]), held=float(entries[s]) / heads, kv_bytes=kv_bytes[s],
+            full_kv_bytes=round(int(seen[s]) * entry_bytes), evicted=int(seen[s]) * heads - int(entries[s]),
         )
         for s in range(stack.n_seq)
     ]  # fmt: skip

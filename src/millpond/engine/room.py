@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from millpond.cache.account import Account
-from millpond.cache.pool import PagePool
+from millpond.cache.counted import CountedPages
+from millpond.cache.stack import Pages
+from millpond.engine.admission import pages_to_settle
 from millpond.engine.groups import Group
 from millpond.engine.live import Live
 from millpond.engine.scheduler import Job, Scheduler, Step
@@ -68,20 +71,23 @@ class Room:
             live.group.join(live.stack, live.going)
             live.stack = None
 
-    def _pages(self, step: Step) -> dict[PagePool, int]:
+    def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""
-        need: Counter[PagePool] = Counter()
+        need: Counter[CountedPages[Any]] = Counter()
         for group in groups_of(step, self._live):
             need.update(group.stack.pages_for_step())
         for job, n in step.chunks:
             if job.running:
-                need.update(self._pages_to_read(self._live[job.key], n))
+                live = self._live[job.key]
+                need.update(self._pages_to_read(live, n))
+                if job.read + n == job.prompt:
+                    need.update(pages_to_settle(live.group.recipe, self._layers, job.prompt))
         return dict(need)
 
-    def _pages_to_read(self, live: Live, n: int) -> dict[PagePool, int]:
+    def _pages_to_read(self, live: Live, n: int) -> Pages:
         if live.stack is not None and live.stack.n_seq:
             return live.stack.pages_for(n)
-        need: Counter[PagePool] = Counter()
+        need: Counter[CountedPages[Any]] = Counter()
         for layer in self._layers:
             pool = live.group.recipe.pool(layer.key_dim, layer.value_dim)
             need[pool] += layer.n_kv_heads * -(-n // pool.slots)

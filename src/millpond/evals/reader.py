@@ -91,7 +91,7 @@ class Reader:
             arrays = table.pool.arrays
             stored += int(lens.sum())
             regions += len(lens)
-            held += table.kv_bytes(row)
+            held += int(table.kv_bytes()[row])
             full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * arrays.dtype.itemsize
         return Held(stored / (self.seen[row] * regions), held, full)
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.compose import check_composition
+from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
+from millpond.cache.packed_pool import PackedPool
 from millpond.cache.pool import PagePool
 from millpond.cache.pools import Pools
 from millpond.cache.stack import Stack
@@ -24,7 +26,7 @@ from millpond.errors import OptionError
 from millpond.hf.budgets import Budgets
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.outputs import show_outputs
-from millpond.hf.packed import PackedModel
+from millpond.hf.packed import LayerShape, PackedModel
 from millpond.hf.rotation import ModelRotation, show_rotations
 from millpond.hf.tokens import fill_classes
 from millpond.policy.entropy import EntropyPolicy
@@ -105,6 +107,17 @@ class Recipe:
     def pool(self, key_dim: int, value_dim: int) -> PagePool:
         """The pool of plain entries of this shape."""
         return self.pools.plain(key_dim, value_dim, self._model.dtype, self._model.device)
+
+    def packed_pool(self, layer: LayerShape) -> PackedPool | None:
+        """The pool of a layer's codes; None where entries are stored as they are."""
+        if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
+            return None
+        return self.pools.packed(layer.key_dim, layer.value_dim, self._model.device)
+
+    def entry_bytes(self, layer: LayerShape) -> float:
+        """Bytes of a token's keys and values in one layer, in the format of most of them."""
+        pool: CountedPages[Any] = self.packed_pool(layer) or self.pool(layer.key_dim, layer.value_dim)
+        return layer.n_kv_heads * pool.kv_bytes_per_page / pool.slots
 
     def _cores(self, timeline: Timeline, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: RegionTable, sequence: int, seen: int) -> int:

@@ -1,0 +1,132 @@
+"""Caches in few bits inside the engine: tokens of generate(), pages that come back, and the bytes that they take."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import millpond as mp
+from millpond.engine.engine import Engine
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import OptionError
+from tests.engine.helpers import finish, greedy, tokens
+
+LENGTHS = (210, 150, 90)
+NEW = 32
+#: A method, its options, a budget and a format.
+CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
+    "full int8": ("full", {}, None, "int8"),
+    "full int4": ("full", {}, None, "int4"),
+    "full kivi2": ("full", {}, None, "kivi2"),
+    "h2o int4": ("h2o", {}, "70%", "int4"),
+    "snapkv think": ("snapkv", {"window": 8}, "70%", "think"),
+    "ada pair": ("ada", {"score": "snapkv/window=8"}, "70%", "int8+int4"),
+    "h2o mikv": ("h2o", {}, "30%", "mikv"),
+    "streaming int4": ("streaming", {"positions": "absolute"}, "70%", "int4"),
+}
+
+
+@cache
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, attn_implementation="sdpa", eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def prompt(length: int) -> list[int]:
+    return [int(i) for i in torch.randint(2, 96, (length,), generator=torch.Generator().manual_seed(length))]
+
+
+@cache
+def alone(case: str, length: int) -> list[int]:
+    method, options, budget, codec = CASES[case]
+    with mp.compress(model(), method, budget, codec, **options) as kept:
+        out = model().generate(
+            torch.tensor([prompt(length)]), past_key_values=kept, max_new_tokens=NEW, do_sample=False,
+            attention_mask=torch.ones(1, length, dtype=torch.long),
+        )  # fmt: skip
+    return [int(i) for i in out[0, length:]]
+
+
+def engine_for(case: str, **more: Any) -> Engine:
+    method, options, budget, codec = CASES[case]
+    return Engine(
+        model(), method=method, options=options, budget=budget or "20%", codec=codec, max_step_tokens=64, **more
+    )
+
+
+def ask(length: int, **more: Any) -> Request:
+    return Request(request_id=str(length), prompt=tuple(prompt(length)), params=greedy(NEW, **more))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batched_and_in_chunks_as_alone(case: str) -> None:
+    engine = engine_for(case)
+    for n in LENGTHS:
+        engine.add(ask(n))
+    done = finish(engine)
+    engine.close()
+    assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(case, n) for n in LENGTHS}
+
+
+@pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think"])
+def test_carried_out_and_back_as_alone(case: str) -> None:
+    engine = engine_for(case, kv_memory="450kB", overcommit=8)
+    for n in LENGTHS:
+        engine.add(ask(n))
+    done = finish(engine)
+    assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(case, n) for n in LENGTHS}
+    assert engine.stats().preemptions or case != "full int4"
+    engine.close()
+
+
+def test_several_answers_of_one_prompt() -> None:
+    engine = engine_for("full int4")
+    engine.add(ask(210, n=3))
+    done = finish(engine)
+    engine.close()
+    assert [tokens(done["210"], index) for index in range(3)] == [alone("full int4", 210)] * 3
+
+
+def test_formats_beside_each_other() -> None:
+    engine = engine_for("full int8", kv_memory="8MB")
+    cases = [case for case in CASES if case.startswith("full")]
+    for case in cases:
+        request = ask(150)
+        engine.add(
+            Request(
+                request_id=case, prompt=request.prompt, params=request.params, cache=CacheOptions(codec=CASES[case][3])
+            )
+        )
+    done = finish(engine)
+    engine.close()
+    assert {case: tokens(done[case]) for case in cases} == {case: alone(case, 150) for case in cases}
+
+
+def test_figures_are_those_of_the_pages() -> None:
+    held = {}
+    for codec in ("bf16", "int8", "int4"):
+        engine = Engine(model(), method="full", codec=codec)
+        engine.add(ask(210))
+        held[codec] = finish(engine)["210"].completions[0].kv
+        engine.close()
+    sizes = [held[codec].kv_bytes for codec in ("int4", "int8", "bf16") if held[codec] is not None]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 0.7 * sizes[2]  # the newest entries stay as they are
+    assert all(figures is not None and figures.evicted == 0 for figures in held.values())
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
+    with pytest.raises(OptionError, match="turned"):
+        Engine(model(), method="streaming", options={"positions": "cache_relative"}, codec="int4")
+    engine = Engine(model(), method="full")
+    with pytest.raises(OptionError, match="unknown codec"):
+        engine.add(Request(request_id="a", prompt=(5, 6), cache=CacheOptions(codec="int5")))
+    engine.close()
