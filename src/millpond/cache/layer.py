@@ -75,6 +75,7 @@ class LayerCache:
         self._pool = pool
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
+        self._opened = False
         self._rule: DecodeRule = policy.decode_rule(index)
         self._rivals = policy.rivals
         self._finite = FiniteCheck(index)
@@ -143,7 +144,7 @@ class LayerCache:
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-        table = self._table or self._open(q, k, v, shape)
+        table = self._table if self._table is not None and self._opened else self._open(q, k, v, shape)
         self.attention.shape = shape
         if span.length == 1 and (span.before > 0).all() and self.peek is None and not self.reading:
             if self.companions.pending:
@@ -159,13 +160,14 @@ class LayerCache:
     def _open(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
-        self._table = RegionTable(pool, k.shape[0], k.shape[1])
+        table = self._table = self._table or RegionTable(pool, k.shape[0], k.shape[1])
+        self._opened = True
         self._rule = self.policy.decode_rule(self.index)
         if shape.window:
             own = self.policy.replans or self.companions.headwise is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
             self.companions.rolling = None  # the window hides the sinks, and no distance exceeds it
-        return self._table
+        return table
 
     def _require_table(self) -> RegionTable:
         if self._table is None:
@@ -276,6 +278,10 @@ class LayerCache:
 
     # ------------------------------------------------------------------ the batch, and going back
 
+    def begin_with(self, table: RegionTable, columns: int) -> None:
+        """Begin with `columns` tokens of a prompt that were read before, which `table` holds."""
+        self._table, self.columns = table, columns
+
     def join(self, other: LayerCache) -> None:
         """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.
 
@@ -284,6 +290,7 @@ class LayerCache:
         table = other._require_table()
         if self._table is None:
             self._table, self._rule, self.attention.shape = table, other._rule, other.attention.shape
+            self._opened = True
             self.companions.become(other.companions)
         else:
             self.companions.join(other.companions, self._table.n_seq)
@@ -295,8 +302,13 @@ class LayerCache:
         """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
         to._table = self._require_table().fork()
         to._table.select(sequences)
-        to._rule, to.attention.shape = self._rule, self.attention.shape
+        to._rule, to.attention.shape, to._opened = self._rule, self.attention.shape, True
         to.companions.become(self.companions.copy(sequences))
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that the next `n_tokens` of a prompt take; 0 for a layer that has read nothing."""
+        whole = self.policy.observes_all or self.policy.prefill == "greedy"
+        return 0 if self._table is None else self._table.pages_for(n_tokens, whole)
 
     def pages_for_step(self) -> int:
         """Most pages that the next decoding step may take."""
@@ -341,5 +353,5 @@ class LayerCache:
         """Give back every page and forget every token."""
         if self._table is not None:
             self._table.clear()
-        self._table, self._finite, self.columns = None, FiniteCheck(self.index), 0
+        self._table, self._finite, self.columns, self._opened = None, FiniteCheck(self.index), 0, False
         self.companions.become(self.companions.copy([]))

@@ -32,6 +32,7 @@ from millpond.engine.runner import Reading, run
 from millpond.engine.sampling import BadLogitsError, Sampler
 from millpond.engine.sampling_logprobs import score_tokens
 from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.sharing import Sharing
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.packed import PackedModel
 
@@ -44,6 +45,7 @@ class Engine:
         method, options, budget, codec: how caches are kept where a request says nothing; see `compress`.
         kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
+        prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         overcommit: see `Scheduler`. page_slots, native_layers: see `compress`.
 
     Raises:
@@ -63,6 +65,7 @@ class Engine:
         max_step_tokens: int = 512,
         max_running: int = 256,
         overcommit: float = 1.0,
+        prefix_cache: bool = False,
         page_slots: int = DEFAULT_SLOTS,
         native_layers: bool = True,
     ) -> None:
@@ -76,7 +79,8 @@ class Engine:
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
         self._memories = Memories()
-        self._room = Room(self._account, self._scheduler, self._live, self._model.layers)
+        self._sharing = Sharing(self._account, enabled=prefix_cache)
+        self._room = Room(self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree)
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
@@ -187,15 +191,20 @@ class Engine:
     def close(self) -> None:
         """End all requests, give all memory back, and the model its own attention."""
         self.end_all()
+        self._sharing.tree.clear()
+        self._trim()
+        self._stats = self._count()
         self._model.close()
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
+        shared = self._sharing.tree
         stacks = [group.stack for group in self._recipes.groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
         tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
         for pool in self._account.pools:
-            pool.check_integrity([table.held() for table in tables if table.pool is pool])
+            held = [table.held() for table in tables if table.pool is pool]
+            pool.check_integrity(held + shared.held(pool))
         limit = self._account.limit_bytes
         assert limit is None or self._account.nbytes <= limit, "more bytes than the limit"
 
@@ -209,6 +218,7 @@ class Engine:
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
         step = self._scheduler.plan()
+        step.chunks = [(job, self._share(self._live[job.key], n)) for job, n in step.chunks]
         self._room.prepare(step)
         groups = groups_of(step, self._live)
         reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
@@ -255,11 +265,26 @@ class Engine:
         for live in dict.fromkeys(self._live[key] for key in [answer.key[0] for answer in answers]):
             self._tidy(live)
 
+    def _share(self, live: Live, n: int) -> int:
+        """Before the first `n` tokens of a prompt are read: take over what others have read; returns how many are left.
+
+        Of a prompt that was begun nothing changes.
+        """
+        if live.job.read or live.stack is not None:
+            return n
+        shared = self._sharing.begin(live)
+        self._scheduler.took(live.job, shared)
+        self._counts["shared_tokens"] += shared
+        for answer in live.answers:
+            answer.shared = shared
+        return min(n, live.job.prompt - live.job.read)
+
     def _begin(self, live: Live, n: int) -> Reading:
         """The next `n` tokens of a prompt."""
+        if live.times.started is None:
+            live.times = replace(live.times, started=time.monotonic())
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
-            live.times = replace(live.times, started=time.monotonic())
         start = live.job.read
         ends = start + n == len(live.ids)
         return Reading(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
@@ -297,6 +322,7 @@ class Engine:
         assert stack is not None, "a prompt that was read has a cache"
         live.times = replace(live.times, first_token=time.monotonic())
         try:
+            self._sharing.keep(live)
             if going:
                 stack.settle()
         except MillpondError as error:
