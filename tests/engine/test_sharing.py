@@ -74,7 +74,9 @@ def test_methods_whose_plan_needs_the_prompts_queries_share_nothing(method: str)
 
 def test_methods_share_with_each_other() -> None:
     engine = engine_for("full", prefix_cache=True)
-    done = one_by_one(engine, request("a", "full"), request("b", "snapkv"), request("c", "keydiff"), request("a", "full"))
+    done = one_by_one(
+        engine, request("a", "full"), request("b", "snapkv"), request("c", "keydiff"), request("a", "full")
+    )
     assert tokens(done["b-snapkv"]) == alone("b", "snapkv")
     assert tokens(done["c-keydiff"]) == alone("c", "keydiff")
     assert tokens(done["a-full"]) == alone("a", "full")
