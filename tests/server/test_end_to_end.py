@@ -88,7 +88,7 @@ def test_a_stream_of_openais_client_is_the_whole_answer(server: Live) -> None:
 
 
 def test_memory_is_told_while_it_is_written_and_afterwards(server: Live) -> None:
-    body = {"prompt": text(60, 1), "max_tokens": 300, "stream": True, "temperature": 0, "ignore_eos": True,
+    body = {"prompt": text(60, 1), "max_tokens": 200, "stream": True, "temperature": 0, "ignore_eos": True,
             "millpond": {"watch": True, "budget": 32}}  # fmt: skip
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
@@ -96,10 +96,10 @@ def test_memory_is_told_while_it_is_written_and_afterwards(server: Live) -> None
         during = client.get(f"/v1/millpond/memory/{name}").json()
         for _ in lines:
             pass
-        after = client.get(f"/v1/millpond/memory/{name}?layer=1&since=359").json()
+        after = client.get(f"/v1/millpond/memory/{name}?layer=1&since=259").json()
     assert sum(during["kept"]) == 32
-    assert len(during["texts"]) == len(during["kept"]) == during["seen"] < 360
-    assert (after["layer"], after["seen"], sum(after["kept"]), len(after["texts"])) == (1, 360, 32, 1)
+    assert len(during["texts"]) == len(during["kept"]) == during["seen"] < 260
+    assert (after["layer"], after["seen"], sum(after["kept"]), len(after["texts"])) == (1, 260, 32, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -136,9 +136,9 @@ def test_what_the_engine_refuses_has_a_status_and_the_numbers(
 
 
 def test_many_requests_of_all_kinds_and_none_is_lost(server: Live) -> None:
-    outcomes = asyncio.run(storm(server.url, 60, seed=5))
-    assert set(outcomes) <= {"answered", "left", "503"}
-    assert outcomes.count("answered") > 15
+    outcomes = asyncio.run(storm(server.url, 40, seed=5))
+    assert set(outcomes) <= {"answered", "left", "408"}
+    assert outcomes.count("answered") > 10
     until(lambda: is_empty(server))
     assert server.llm.stats().kv_reserved <= LIMIT
     assert not server.server._service.gate.under_way

@@ -162,7 +162,7 @@ def test_a_deadline_returns_what_there_is() -> None:
 
     none, stream, list_ = asyncio.run(work())
     for found in (none, stream):
-        assert (found.status_code, found.json()["error"]["code"]) == (503, "deadline_exceeded")
+        assert (found.status_code, found.json()["error"]["code"]) == (408, "deadline_exceeded")
         assert found.headers["Retry-After"] == "1"
     assert [choice["millpond"]["finish_reason"] for choice in list_.json()["choices"]] == ["deadline", "deadline"]
     assert [choice["finish_reason"] for choice in list_.json()["choices"]] == ["length", "length"]

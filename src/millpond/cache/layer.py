@@ -83,6 +83,7 @@ class LayerCache:
         self._sealed = sealed
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
+        self._opened = False
         self._rule: DecodeRule = policy.decode_rule(index)
         self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
         self._rivals = policy.rivals
@@ -157,7 +158,7 @@ class LayerCache:
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
-        table = self._table or self.open(k, v, shape)
+        table = self._table if self._table is not None and self._opened else self.open(k, v, shape)
         self.attention.shape = shape
         turned = self.attention.turned
         if turned:
@@ -182,7 +183,9 @@ class LayerCache:
             sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
             if shape.window and sealed.codec.tiered:
                 sealed = None  # what a window hides needs no lower tier
-        self._table = RegionTable(pool, k.shape[0], k.shape[1], sealed)
+        table = self._table = self._table or RegionTable(pool, k.shape[0], k.shape[1])
+        table.sealed = sealed
+        self._opened = True
         self.attention.turned = sealed is not None and sealed.codec.rotated
         self._rule = self.policy.decode_rule(self.index)
         if shape.window:
@@ -192,7 +195,7 @@ class LayerCache:
         if sealed is not None and sealed.codec.tiered:
             self._demotes = self._rule
             self._rule = replace(self._rule, evict=Evict.NEVER)
-        return self._table
+        return table
 
     def _require_table(self) -> RegionTable:
         if self._table is None:
@@ -304,6 +307,10 @@ class LayerCache:
 
     # ------------------------------------------------------------------ the batch, and going back
 
+    def begin_with(self, table: RegionTable, columns: int) -> None:
+        """Begin with `columns` tokens of a prompt that were read before, which `table` holds."""
+        self._table, self.columns = table, columns
+
     def join(self, other: LayerCache) -> None:
         """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.
 
@@ -312,6 +319,7 @@ class LayerCache:
         table = other._require_table()
         if self._table is None:
             self._table, self._rule, self.attention.shape = table, other._rule, other.attention.shape
+            self._opened = True
             self.companions.become(other.companions)
         else:
             self.companions.join(other.companions, self._table.n_seq)
@@ -323,8 +331,13 @@ class LayerCache:
         """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
         to._table = self._require_table().fork()
         to._table.select(sequences)
-        to._rule, to.attention.shape = self._rule, self.attention.shape
+        to._rule, to.attention.shape, to._opened = self._rule, self.attention.shape, True
         to.companions.become(self.companions.copy(sequences))
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that the next `n_tokens` of a prompt take; 0 for a layer that has read nothing."""
+        whole = self.policy.observes_all or self.policy.prefill == "greedy"
+        return 0 if self._table is None else self._table.pages_for(n_tokens, whole)
 
     def pages_for_step(self) -> dict[CountedPages[Any], int]:
         """Most pages that the next decoding step may take of each pool."""
@@ -377,5 +390,5 @@ class LayerCache:
         """Give back every page and forget every token."""
         if self._table is not None:
             self._table.clear()
-        self._table, self._finite, self.columns = None, FiniteCheck(self.index), 0
+        self._table, self._finite, self.columns, self._opened = None, FiniteCheck(self.index), 0, False
         self.companions.become(self.companions.copy([]))

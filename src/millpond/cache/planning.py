@@ -96,7 +96,11 @@ class Planner:
         seen = int(q_pos[-1]) + 1
         if defer:
             self._companions.pending[sequence] = seen
-            contents.rewrite(table, sequence, found, found.positions >= 0, last=False)
+            if sums is None:  # nothing but the new entries changes
+                n_new = len(q_pos)
+                contents.append(table, sequence, found.keys[:, -n_new:], found.values[:, -n_new:], q_pos)
+            else:
+                contents.rewrite(table, sequence, found, found.positions >= 0, last=False)
         else:
             self.plan(table, sequence, found, seen)
 

@@ -34,6 +34,11 @@ class Pools:
         self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
         self._packed: dict[tuple[int, int], PackedPool] = {}
 
+    @property
+    def format(self) -> str | torch.dtype | None:
+        """How entries are stored, by name: what other pools of this format hold of the same tokens is the same."""
+        return self._dtype if self.codec is None else self.codec.name
+
     def __iter__(self) -> Iterator[CountedPages[Any]]:
         return iter([*self._plain.values(), *self._packed.values()])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
 from millpond.cache.swap import Carried, carry_in, carry_out
+from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 
 #: How many pages of each pool.
@@ -57,6 +58,13 @@ class Stack:
         self._before_plan()
         for core in self.cores:
             core.settle()
+
+    def begin_with(self, tables: Sequence[RegionTable]) -> None:
+        """Begin one sequence with the tokens of a prompt that these tables hold, one per layer."""
+        columns = int(tables[0].lengths()[0, 0])
+        for core, table in zip(self.cores, tables, strict=True):
+            core.begin_with(table, columns)
+        self.timeline.begin_with(columns)
 
     # ------------------------------------------------------------------ the batch
 
@@ -110,7 +118,7 @@ class Stack:
         need: Counter[CountedPages[Any]] = Counter()
         for core in self.cores:
             if core.table is not None:
-                need[core.table.pool] += core.table.pages_for(n_tokens)
+                need[core.table.pool] += core.pages_for(n_tokens)
         return dict(need)
 
     # ------------------------------------------------------------------ out of the pool and back

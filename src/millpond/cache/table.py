@@ -46,6 +46,18 @@ class RegionTable:
         self._runs_known = True
         self._publish()
 
+    @classmethod
+    def of_pages(cls, pool: PagePool, pages: PageIds) -> RegionTable:
+        """A table of one sequence that holds full pages (n_kv_heads, n), which others hold too."""
+        table = cls(pool, 1, len(pages))
+        pool.retain(pages.ravel())
+        table._ids = pages.copy()
+        table._owned[:] = pages.shape[1]
+        table._lens[:] = pages.shape[1] * pool.slots
+        table._may_share = True
+        table._publish()
+        return table
+
     # ------------------------------------------------------------------ views
 
     @property
@@ -72,6 +84,10 @@ class RegionTable:
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
         return np.concatenate([row[:n] for row, n in zip(self._ids, self._owned, strict=True)]).astype(np.int32)
+
+    def page_column(self, number: int) -> PageIds:
+        """(R,) the ids of one page of each region, the `number`-th."""
+        return self._ids[:, number].copy()
 
     @property
     def nbytes(self) -> int:
@@ -171,11 +187,15 @@ class RegionTable:
             return growing
         return growing + int((self.pool.refs(self._ids[self._written(whole)]) > 1).sum())
 
-    def pages_for(self, n_tokens: int) -> int:
-        """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included."""
-        need = -(-(self._lens + n_tokens) // self.pool.slots) - self._owned
-        shared = int((self.pool.refs(self.held()) > 1).sum()) if self._may_share else 0
-        return int(np.maximum(need, 0).sum()) + shared
+    def pages_for(self, n_tokens: int, whole: bool) -> int:
+        """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
+
+        whole: all entries are written anew, not only the new ones.
+        """
+        need = int(np.maximum(-(-(self._lens + n_tokens) // self.pool.slots) - self._owned, 0).sum())
+        if self._may_share:
+            need += int((self.pool.refs(self._ids[self._written(whole)]) > 1).sum())
+        return need
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
@@ -298,6 +318,10 @@ class RegionTable:
         self._may_share = other._may_share = True
         other._publish()
         return other
+
+    def share(self) -> None:
+        """Somebody else holds some of these pages too, from now on."""
+        self._may_share = True
 
     def privatise(self, whole: bool) -> None:
         """Before a write: copy the shared pages that will be written, all of a region's or only its last.

@@ -182,6 +182,11 @@ class Timeline:
             self.tokens.select(sequences)
         self._spans.clear()
 
+    def begin_with(self, columns: int) -> None:
+        """One sequence, of which so many tokens were seen before."""
+        self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
+        self.columns = columns
+
     def copy(self, sequences: list[int]) -> Timeline:
         """A timeline of some sequences alone, without the pads of their passes."""
         other = Timeline()

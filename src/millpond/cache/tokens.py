@@ -74,9 +74,8 @@ class TokenIds:
     def join(self, other: TokenIds) -> None:
         """Take over the sequences of `other`, behind these."""
         columns = max(self._ids.shape[1], other._ids.shape[1])
-        before, self._ids = self._ids, torch.zeros(len(self._ids) + len(other._ids), columns, dtype=torch.int64).to(
-            other._ids.device
-        )
+        before = self._ids
+        self._ids = before.new_zeros(len(before) + len(other._ids), columns).to(other._ids.device)
         self._ids[: len(before), : before.shape[1] - 1] = before[:, :-1]
         self._ids[len(before) :, : other._ids.shape[1] - 1] = other._ids[:, :-1]
 

@@ -19,7 +19,7 @@ class Answer:
         ends: ids that end a text, as the model says.
 
     Attributes:
-        kv: what its cache holds, set by whoever knows.
+        kv: what its cache holds, and shared: tokens of its prompt that others had read; set by whoever knows.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Answer:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.kv: KVFigures | None = None
+        self.shared = 0
         self._params = params
         self._most = most
         self._ends = frozenset() if params.ignore_eos else ends

@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from millpond.budget import Budget, parse_bytes
 from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
 from millpond.cache.swap import Holder
-from millpond.engine.answer import Answer, with_texts
 from millpond.engine.groups import Group, figures_of
 from millpond.engine.intake import Intake
 from millpond.engine.live import Live
@@ -29,10 +27,10 @@ from millpond.engine.outputs import EngineStats, FinishReason, Memory, RequestOu
 from millpond.engine.recipes import Recipes
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.room import Room, groups_of
-from millpond.engine.runner import Reading, run
-from millpond.engine.sampling import BadLogitsError, Sampler
-from millpond.engine.sampling_logprobs import score_tokens
+from millpond.engine.sampling import Sampler
 from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.sharing import Sharing
+from millpond.engine.turn import Turn
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.packed import PackedModel
 
@@ -45,6 +43,7 @@ class Engine:
         method, options, budget, codec: how caches are kept where a request says nothing; see `compress`.
         kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
+        prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         overcommit: see `Scheduler`. page_slots, native_layers: see `compress`.
 
     Raises:
@@ -64,6 +63,7 @@ class Engine:
         max_step_tokens: int = 512,
         max_running: int = 256,
         overcommit: float = 1.0,
+        prefix_cache: bool = False,
         page_slots: int = DEFAULT_SLOTS,
         native_layers: bool = True,
     ) -> None:
@@ -77,7 +77,8 @@ class Engine:
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
         self._memories = Memories()
-        self._room = Room(self._account, self._scheduler, self._live, self._model.layers)
+        self._sharing = Sharing(self._account, enabled=prefix_cache)
+        self._room = Room(self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree)
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
@@ -87,13 +88,8 @@ class Engine:
             self._model.close()
             raise
         self._intake = Intake(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
-        self._counts = {
-            "prompt_tokens": 0,
-            "generated_tokens": 0,
-            "evicted_entries": 0,
-            "shared_tokens": 0,
-            "finished": 0,
-        }
+        self._turn = Turn(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
+        self._finished = self._evicted = 0
         self._stats = self._count()
 
     # ------------------------------------------------------------------ requests
@@ -179,7 +175,7 @@ class Engine:
             if error is None:
                 self._end(live, "cancelled")
             else:
-                self._fail(live, error)
+                live.fail(error)
                 self._tidy(live)
         self._trim()
         self._stats = self._count()
@@ -188,16 +184,21 @@ class Engine:
     def close(self) -> None:
         """End all requests, give all memory back, and the model its own attention."""
         self.end_all()
+        self._sharing.tree.clear()
+        self._trim()
+        self._stats = self._count()
         self._model.close()
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
+        shared = self._sharing.tree
         stacks = [group.stack for group in self._recipes.groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
         tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
         parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
         for pool in self._account.pools:
-            pool.check_integrity([part.held() for part in parts if part.pool is pool])
+            held = [part.held() for part in parts if part.pool is pool]
+            pool.check_integrity(held + shared.held(pool))
         limit = self._account.limit_bytes
         assert limit is None or self._account.nbytes <= limit, "more bytes than the limit"
 
@@ -211,6 +212,7 @@ class Engine:
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
         step = self._scheduler.plan()
+        self._turn.share(step)
         self._room.prepare(step)
         groups = groups_of(step, self._live)
         reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
@@ -218,7 +220,7 @@ class Engine:
         changed += [live for live, n in reading if live.job.read + n == live.job.prompt]
         try:
             if groups or reading:
-                self._run(groups, reading)
+                self._forget(self._turn.run(groups, reading))
         except Exception as error:
             changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):
@@ -229,89 +231,18 @@ class Engine:
         self._stats = self._count()
         return [live.show() for live in dict.fromkeys(changed)]
 
-    def _run(self, groups: list[Group], reading: list[tuple[Live, int]]) -> None:
-        readings = [self._begin(live, n) for live, n in reading]
-        logits = run(self._model, groups, readings)
-        answers = [answer for group in groups for answer in group.answers]
-        rows = logits[: len(groups)]
-        read: list[Live] = []
-        for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
-            self._scheduler.took(live.job, n)
-            self._counts["prompt_tokens"] += n
-            self._score_prompt(live, part, found)
-            if part.ends:
-                read.append(live)
-                answers += live.answers
-                rows.append(found[-1:].expand(len(live.answers), -1))
-        if answers:
-            self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
-        for live in read:
-            self._settle(live)
-        changed = list(dict.fromkeys([*groups, *(live.group for live in read)]))
-        for group in changed:
-            group.note_figures()
-        for live in [self._live[answer.key[0]] for answer in answers if answer.finished and answer.index == 0]:
-            self._remember(live)
-        for group in changed:
-            group.leave()
-        for live in dict.fromkeys(self._live[key] for key in [answer.key[0] for answer in answers]):
-            self._tidy(live)
-
-    def _begin(self, live: Live, n: int) -> Reading:
-        """The next `n` tokens of a prompt."""
-        if live.stack is None:
-            live.stack = live.group.recipe.stack(len(live.ids))
-            live.times = replace(live.times, started=time.monotonic())
-        start = live.job.read
-        ends = start + n == len(live.ids)
-        return Reading(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
-
-    def _score_prompt(self, live: Live, part: Reading, logits: Tensor) -> None:
-        """Log probabilities of the prompt's tokens behind those that were read, if asked for."""
-        if live.prompt_logprobs is None:
-            return
-        tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]
-        top = [live.request.params.prompt_logprobs or 0] * len(tokens)
-        for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
-            live.prompt_logprobs.append(with_texts(self.tokenizer, token, value, likeliest))
-
-    def _choose(self, answers: list[Answer], logits: Tensor) -> None:
-        """The next token of every answer; those whose logits allow none end."""
-        keys = [answer.key for answer in answers]
-        try:
-            sampled = self._sampler(keys, logits)
-        except BadLogitsError as error:
-            bad = set(error.keys)
-            for answer in answers:
-                if answer.key in bad:
-                    answer.end("error")
-                    self._live[answer.key[0]].error = error
-            good = [place for place, key in enumerate(keys) if key not in bad]
-            answers = [answers[place] for place in good]
-            sampled = self._sampler([keys[place] for place in good], logits[good])
-        for answer, one in zip(answers, sampled, strict=True):
-            answer.take(one)
-        self._counts["generated_tokens"] += len(answers)
-
-    def _settle(self, live: Live) -> None:
-        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others."""
-        stack, going = live.stack, live.going
-        assert stack is not None, "a prompt that was read has a cache"
-        live.times = replace(live.times, first_token=time.monotonic())
-        try:
-            if going:
-                stack.settle()
-        except MillpondError as error:
-            self._fail(live, error)
-            going = []
-        for answer in live.answers:
-            answer.kv = figures_of(stack, live.group.recipe, self._model.layers)[0]
-        if going:
-            stack.select([0] * len(going))
-            live.group.join(stack, going)
-            live.stack = None
-
     # ------------------------------------------------------------------ ends
+
+    def _forget(self, lives: list[Live]) -> None:
+        """Forget what has ended of requests that have new tokens."""
+        for live in lives:
+            first = live.answers[0]
+            if (first.finished and first in live.group.answers) or live.stack is not None:
+                self._remember(live)
+        for group in dict.fromkeys(live.group for live in lives):
+            group.leave()
+        for live in lives:
+            self._tidy(live)
 
     def _tidy(self, live: Live) -> None:
         """Forget the answers that have ended; and the request with the last of them."""
@@ -330,8 +261,8 @@ class Engine:
         self._scheduler.remove(live.job)
         del self._live[live.request.request_id]
         live.times = replace(live.times, finished=time.monotonic())
-        self._counts["finished"] += 1
-        self._counts["evicted_entries"] += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
+        self._finished += 1
+        self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
 
     def _end(self, live: Live, reason: FinishReason) -> None:
         """All answers of a request end as they are."""
@@ -341,14 +272,6 @@ class Engine:
             answer.end(reason)
         self._tidy(live)
 
-    def _fail(self, live: Live, error: Exception) -> None:
-        """All answers of a request end because of an error."""
-        if not isinstance(error, MillpondError):
-            error = MillpondError(f"the step failed: {type(error).__name__}: {error}")
-        live.error = error
-        for answer in live.going:
-            answer.end("error")
-
     def _break_off(self, groups: list[Group], reading: list[tuple[Live, int]], error: Exception) -> list[Live]:
         """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
         lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
@@ -356,7 +279,7 @@ class Engine:
         for group in groups:
             group.clear()
         for live in lives:
-            self._fail(live, error)
+            live.fail(error)
             self._tidy(live)
         return lives
 
@@ -388,5 +311,6 @@ class Engine:
             running=scheduler.count(State.READING, State.DECODING), waiting=scheduler.count(State.WAITING),
             swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes, kv_reserved=self._account.nbytes,
             kv_limit=self._account.limit_bytes, kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
-            preemptions=self._room.carried_out, **self._counts,
+            preemptions=self._room.carried_out, finished=self._finished, evicted_entries=self._evicted,
+            **self._turn.counts,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millpond.cache.stack import Stack
 from millpond.engine.answer import Answer
 from millpond.engine.outputs import KVFigures
@@ -24,6 +26,12 @@ class Group:
         self.stack = recipe.stack()
         self.answers: list[Answer] = []
         self._layers = layers
+
+    @property
+    def slots(self) -> int:
+        """Entries per page."""
+        first = self._layers[0]
+        return self.recipe.pool(first.key_dim, first.value_dim).slots
 
     def join(self, stack: Stack, answers: list[Answer]) -> None:
         """Answers begin to decode, or come back; `stack` holds a sequence for each and is empty afterwards."""
@@ -54,7 +62,7 @@ class Group:
     def note_figures(self) -> None:
         """Tell every answer what its cache holds now."""
         for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
-            answer.kv = figures
+            answer.kv = replace(figures, shared_tokens=answer.shared)
 
 
 def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[KVFigures]:

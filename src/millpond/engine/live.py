@@ -43,6 +43,13 @@ class Live:
         """Answers that are not finished."""
         return [answer for answer in self.answers if not answer.finished]
 
+    def fail(self, error: Exception) -> None:
+        """All answers end because of an error."""
+        known = error if isinstance(error, MillpondError) else None
+        self.error = known or MillpondError(f"the step failed: {type(error).__name__}: {error}")
+        for answer in self.going:
+            answer.end("error")
+
     def show(self) -> RequestOutput:
         """As far as it has come."""
         prompt = self.request.prompt

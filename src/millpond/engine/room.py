@@ -8,6 +8,7 @@ from typing import Any
 
 from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
+from millpond.cache.prefix import PrefixTree
 from millpond.cache.stack import Pages
 from millpond.engine.admission import pages_to_settle
 from millpond.engine.groups import Group
@@ -27,24 +28,31 @@ class Room:
     """
 
     def __init__(
-        self, account: Account, scheduler: Scheduler, live: Mapping[str, Live], layers: list[LayerShape]
+        self,
+        account: Account,
+        scheduler: Scheduler,
+        live: Mapping[str, Live],
+        layers: list[LayerShape],
+        prefixes: PrefixTree,
     ) -> None:
         self.carried_out = 0
         self._account = account
         self._scheduler = scheduler
         self._live = live
         self._layers = layers
+        self._prefixes = prefixes
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
 
-        A request that is alone is never carried out: if it finds no room, running it says so.
+        Pages of prompts that are kept for others go before any request does. A request that is alone is never carried
+        out: if it finds no room, running it says so.
         """
         for job in step.out:
             self._carry_out(job)
         for job in step.back:
             self._carry_in(job)
-        while not self._account.can_take(self._pages(step)):
+        while not self._has(self._pages(step)):
             if len([job for job in _jobs(step) if job.running]) < 2:
                 return
             victim = self._scheduler.victim()
@@ -63,13 +71,17 @@ class Room:
     def _carry_in(self, job: Job) -> None:
         live = self._live[job.key]
         assert live.stack is not None, "what comes back was carried out"
-        if not self._account.can_take(live.stack.pages_to_carry_in()):
+        if not self._has(live.stack.pages_to_carry_in()):
             self._scheduler.put_off(job)
             return
         live.stack.carry_in()
         if job.read == job.prompt:
             live.group.join(live.stack, live.going)
             live.stack = None
+
+    def _has(self, pages: Pages) -> bool:
+        """Whether there is room for these pages, or will be without prompts that only others might want."""
+        return self._prefixes.evict(lambda: self._account.can_take(pages))
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""

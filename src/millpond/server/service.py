@@ -149,4 +149,4 @@ def _check_deadline(output: RequestOutput) -> None:
     """
     if all(c.finish_reason == "deadline" and not c.token_ids for c in output.completions):
         message = "the deadline came before the first token"
-        raise ApiError(503, message, "deadline_exceeded", headers={"Retry-After": "1"})
+        raise ApiError(408, message, "deadline_exceeded", headers={"Retry-After": "1"})

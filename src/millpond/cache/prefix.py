@@ -1,0 +1,128 @@
+"""PrefixTree: the pages of prompts that were read, for other prompts that begin alike.
+
+What a page of a prompt holds before anything is planned depends on the tokens up to its end alone. So these pages are
+kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known
+blocks takes them over instead of reading them. They are never written: a plan writes what it keeps to pages of the
+request's own, and a token behind a full block goes to a new page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millpond.cache.counted import CountedPages
+from millpond.cache.pool import PageIds, PagePool
+from millpond.cache.table import RegionTable
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of tokens behind a certain text: which pages hold it, per layer one for each KV head."""
+
+    key: tuple[Hashable, ...]
+    parent: Block | None
+    pools: list[PagePool] = field(repr=False)
+    pages: list[PageIds] = field(repr=False)
+    followers: int = 0
+
+
+class PrefixTree:
+    """Blocks by what they hold, exactly: no hash stands for the tokens. Holds its pages until they are evicted."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[Hashable, ...], Block] = OrderedDict()  # the longest unused first
+
+    def __len__(self) -> int:
+        """Blocks held."""
+        return len(self._blocks)
+
+    def find(self, kind: Hashable, tokens: Ids, slots: int) -> list[Block]:
+        """The blocks of `slots` tokens that this text begins with, as far as they are known.
+
+        kind: of entries: blocks of different kinds are never taken for each other.
+        """
+        found: list[Block] = []
+        for begin in range(0, len(tokens) - slots + 1, slots):
+            block = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
+            if block is None:
+                break
+            found.append(block)
+        self._use(found)
+        return found
+
+    def keep(self, kind: Hashable, tokens: Ids, tables: list[RegionTable]) -> None:
+        """Hold the full blocks of a prompt of one sequence, `tables` of all layers, of which nothing has left.
+
+        The tables share these pages from now on.
+        """
+        slots = tables[0].pool.slots
+        path = self.find(kind, tokens, slots)
+        for number in range(len(path), len(tokens) // slots):
+            parent = path[-1] if path else None
+            pages = [table.page_column(number) for table in tables]
+            key = _key(kind, parent, tokens[number * slots : (number + 1) * slots])
+            block = Block(key, parent, [table.pool for table in tables], pages)
+            for pool, ids in zip(block.pools, pages, strict=True):
+                pool.retain(ids)
+            if parent is not None:
+                parent.followers += 1
+            self._blocks[key] = block
+            path.append(block)
+        for table in tables:
+            table.share()
+        self._use(path)
+
+    def evict(self, enough: Callable[[], bool]) -> bool:
+        """Let go of blocks, the longest unused first and none before those behind it, until there is `enough`."""
+        while not enough():
+            block = next((one for one in self._blocks.values() if not one.followers), None)
+            if block is None:
+                return False
+            self._drop(block)
+        return True
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self.evict(lambda: False)
+
+    def held(self, pool: CountedPages[Any]) -> list[PageIds]:
+        """The pages of one pool that blocks hold."""
+        return [
+            ids
+            for block in self._blocks.values()
+            for owner, ids in zip(block.pools, block.pages, strict=True)
+            if owner is pool
+        ]
+
+    def _drop(self, block: Block) -> None:
+        for pool, ids in zip(block.pools, block.pages, strict=True):
+            pool.release(ids)
+        if block.parent is not None:
+            block.parent.followers -= 1
+        del self._blocks[block.key]
+
+    def _use(self, path: list[Block]) -> None:
+        """These were used now, the first blocks of the text last, so that they stay longest."""
+        for block in reversed(path):
+            self._blocks.move_to_end(block.key)
+
+
+def tables_of(path: list[Block]) -> list[RegionTable]:
+    """New tables of one sequence, one per layer, that hold the blocks of a path."""
+    tables = []
+    for layer, pool in enumerate(path[0].pools):
+        columns = np.stack([block.pages[layer] for block in path], 1)
+        tables.append(RegionTable.of_pages(pool, columns))
+    return tables
+
+
+def _key(kind: Hashable, parent: Block | None, tokens: Ids) -> tuple[Hashable, ...]:
+    return kind, None if parent is None else id(parent), tokens.tobytes()

@@ -1,0 +1,151 @@
+"""Turn: what one step of an engine does: tokens of prompts are read, next tokens are chosen, prompts are planned."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from millpond.engine.answer import Answer, with_texts
+from millpond.engine.groups import Group, figures_of
+from millpond.engine.live import Live
+from millpond.engine.runner import Reading, run
+from millpond.engine.sampling import BadLogitsError, Sampler
+from millpond.engine.sampling_logprobs import score_tokens
+from millpond.engine.scheduler import Scheduler, Step
+from millpond.engine.sharing import Sharing
+from millpond.errors import MillpondError
+from millpond.hf.packed import PackedModel
+
+
+class Turn:
+    """Runs steps. It ends answers, and forgets none: that is the engine's business.
+
+    Args:
+        live: the engine's requests by name.
+
+    Attributes:
+        counts: of prompt_tokens, generated_tokens and shared_tokens.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        sharing: Sharing,
+        live: Mapping[str, Live],
+        tokenizer: object,
+    ) -> None:
+        self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0)
+        self._model = model
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._sharing = sharing
+        self._live = live
+        self._tokenizer = tokenizer
+
+    def share(self, step: Step) -> None:
+        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""
+        step.chunks = [(job, self._share(self._live[job.key], n)) for job, n in step.chunks]
+
+    def run(self, groups: list[Group], reading: list[tuple[Live, int]]) -> list[Live]:
+        """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
+
+        Returns:
+            Requests with new tokens.
+        """
+        readings = [self._begin(live, n) for live, n in reading]
+        logits = run(self._model, groups, readings)
+        answers = [answer for group in groups for answer in group.answers]
+        rows = logits[: len(groups)]
+        read: list[Live] = []
+        for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
+            self._scheduler.took(live.job, n)
+            self.counts["prompt_tokens"] += n
+            self._score_prompt(live, part, found)
+            if part.ends:
+                read.append(live)
+                answers += live.answers
+                rows.append(found[-1:].expand(len(live.answers), -1))
+        if answers:
+            self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
+        for live in read:
+            self._settle(live)
+        for group in dict.fromkeys([*groups, *(live.group for live in read)]):
+            group.note_figures()
+        return list(dict.fromkeys(self._live[answer.key[0]] for answer in answers))
+
+    def _share(self, live: Live, n: int) -> int:
+        """Before the first `n` tokens of a prompt are read: take over what others have read; returns how many are left.
+
+        Of a prompt that was begun nothing changes.
+        """
+        if live.job.read or live.stack is not None:
+            return n
+        shared = self._sharing.begin(live)
+        self._scheduler.took(live.job, shared)
+        self.counts["shared_tokens"] += shared
+        for answer in live.answers:
+            answer.shared = shared
+        return min(n, live.job.prompt - live.job.read)
+
+    def _begin(self, live: Live, n: int) -> Reading:
+        """The next `n` tokens of a prompt."""
+        if live.times.started is None:
+            live.times = replace(live.times, started=time.monotonic())
+        if live.stack is None:
+            live.stack = live.group.recipe.stack(len(live.ids))
+        start = live.job.read
+        ends = start + n == len(live.ids)
+        return Reading(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
+
+    def _score_prompt(self, live: Live, part: Reading, logits: Tensor) -> None:
+        """Log probabilities of the prompt's tokens behind those that were read, if asked for."""
+        if live.prompt_logprobs is None:
+            return
+        tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]
+        top = [live.request.params.prompt_logprobs or 0] * len(tokens)
+        for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
+            live.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
+
+    def _choose(self, answers: list[Answer], logits: Tensor) -> None:
+        """The next token of every answer; those whose logits allow none end."""
+        keys = [answer.key for answer in answers]
+        try:
+            sampled = self._sampler(keys, logits)
+        except BadLogitsError as error:
+            bad = set(error.keys)
+            for answer in answers:
+                if answer.key in bad:
+                    answer.end("error")
+                    self._live[answer.key[0]].error = error
+            good = [place for place, key in enumerate(keys) if key not in bad]
+            answers = [answers[place] for place in good]
+            sampled = self._sampler([keys[place] for place in good], logits[good])
+        for answer, one in zip(answers, sampled, strict=True):
+            answer.take(one)
+        self.counts["generated_tokens"] += len(answers)
+
+    def _settle(self, live: Live) -> None:
+        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others."""
+        stack, going = live.stack, live.going
+        assert stack is not None, "a prompt that was read has a cache"
+        live.times = replace(live.times, first_token=time.monotonic())
+        try:
+            self._sharing.keep(live)
+            if going:
+                stack.settle()
+        except MillpondError as error:
+            live.fail(error)
+            going = []
+        for answer in live.answers:
+            answer.kv = figures_of(stack, live.group.recipe, self._model.layers)[0]
+        if going:
+            stack.select([0] * len(going))
+            live.group.join(stack, going)
+            live.stack = None
