@@ -103,9 +103,9 @@ def close(coded: LayerCache, plain: LayerCache, sequences: int) -> None:
 
 
 TestMoves = Moves.TestCase
-TestMoves.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestMoves.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
 TestRandomMoves = RandomMoves.TestCase
-TestRandomMoves.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestRandomMoves.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
 
 
 @pytest.mark.parametrize("codec", ["int4", "flexgen4", "think", "fp8"])

@@ -196,6 +196,17 @@ def test_channels_are_those_of_the_whole_prompt() -> None:
         assert (keys.transpose(1, 2)[dropped] == 0).all()
 
 
+def test_channels_of_a_prompt_read_token_by_token() -> None:
+    """Greedy prefill decodes its prompt, and still the whole prompt says which channels stay."""
+    q, k, v = tokens(200)
+    cache = make("think", "h2o", 90, prefill="greedy")
+    feed(cache, (q, k, v), 0, 200)
+    regions = parts(cache)[1].regions()
+    assert regions.channels is not None
+    assert regions.channels.tolist() == kept_channels(channel_scores(q[0, :, -32:], k[0]), 0.4).tolist()
+    check(cache)
+
+
 def test_balance_is_that_of_the_prompt() -> None:
     q, k, v = tokens(200)
     cache = make("mikv", "snapkv", 100)

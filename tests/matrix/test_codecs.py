@@ -180,3 +180,42 @@ def test_names_of_pairs() -> None:
     for bad in ("auto+int4", "int4+", "int4+int4+int4", "int4+kvi2", "int4+rotated4"):
         with pytest.raises(OptionError):
             resolve(bad)
+
+
+@pytest.mark.parametrize("amount", [120_000, 190_000, 400_000])
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [("h2o", "int8"), ("ada", "int4"), ("snapkv", "flexgen4"), ("window", "kivi2"), ("tova", "flexgen4")],
+)
+def test_a_budget_in_bytes_holds(method: str, codec: str, amount: int) -> None:
+    """Pages of both kinds, tombstones, side arrays and tables stay inside."""
+    ids, mask = prompts(1, 420)
+    most = 0
+    with torch.no_grad(), mp.compress(llama(), method, f"{amount}B", codec, **METHODS[method]) as cache:
+        step, seen = ids, mask
+        for _ in range(100):
+            logits = llama()(step, attention_mask=seen, past_key_values=cache).logits
+            stats = cache.stats()
+            most = max(most, stats.kv_bytes + stats.metadata_bytes)
+            step = logits[:, -1:].argmax(-1)
+            seen = torch.cat([seen, torch.ones_like(step)], 1)
+    assert amount / 3 < most <= amount
+
+
+def test_a_budget_in_bytes_has_no_meaning_for_tiers() -> None:
+    with pytest.raises(mp.BudgetError, match="upper tier"):
+        mp.compress(llama(), "h2o", "1MiB", "mikv")
+
+
+def test_one_limit_for_pages_of_both_kinds() -> None:
+    """A full pool says so, and what was cached before stays readable."""
+    ids, mask = prompts(1)
+    with torch.no_grad(), mp.compress(llama(), "full", codec="int4", memory_limit="200KiB") as cache:
+        with pytest.raises(mp.PoolFullError):
+            run(cache, ids, mask, 400)
+        stats = cache.stats()
+        assert stats.reserved_bytes <= 200 * 1024
+        assert stats.stored[0][0][0] >= LENGTH
+        for core in cache.cores:
+            assert core.read(0).positions[0].tolist() == list(range(int(core.stored[0, 0])))
+        cache.check_integrity()

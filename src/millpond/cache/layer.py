@@ -243,6 +243,9 @@ class LayerCache:
         """A multi-token pass as if it had been decoded."""
         for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
             self.planner.set_budget(table, sequence, self.planner.budget(table, sequence, int(span.after[sequence])))
+            if table.sealed is not None:
+                columns = span.columns(sequence)
+                table.sealed.observe(sequence, q[sequence, :, columns], k[sequence, :, columns])
         steps = [
             self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column))
             for column in range(span.length)
@@ -280,7 +283,7 @@ class LayerCache:
         """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
         if self.companions.rolling is not None:
             q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
-        if table.sealed is not None:
+        if table.sealed is not None and self.peek is None:
             table.sealed.observe(sequence, q, k)
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))

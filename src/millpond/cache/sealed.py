@@ -331,12 +331,10 @@ class Sealed:
 
     def _decide(self, sequence: int) -> None:
         """Fix the channels and the balance of a sequence by what its prompt has shown."""
-        if sequence in self._decided:
+        if (self._channels is None and self._balance is None) or sequence in self._decided:
             return
         self._decided[sequence] = True
-        traits = self._traits.pop(sequence, None)
-        if traits is None:
-            return
+        traits = self._traits.pop(sequence)
         rows, channels, balance = self.rows(sequence), traits.channels(self.codec), traits.balance(self.codec)
         if self._channels is not None and channels is not None:
             self._channels[rows] = channels

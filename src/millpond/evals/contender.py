@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.codec import resolve
+from millpond.cache.compose import check_composition
+from millpond.codec import Codec, resolve
 from millpond.errors import unknown
 from millpond.evals.batch import Batch
 from millpond.evals.spec import Spec
@@ -81,7 +82,9 @@ class Compressed:
         return DEFAULT_BUDGET if policy.takes_budget and not isinstance(policy, NestedPolicy) else ""
 
     def check(self, budget: str, codec: str) -> None:
-        resolve(codec)
+        stored = resolve(codec)
+        if isinstance(stored, Codec):
+            check_composition(METHODS.get(self.method)(**self.options), stored)
         if budget:
             parsed = Budget.parse(budget)
             if parsed.kind == "tokens":

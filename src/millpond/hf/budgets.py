@@ -7,7 +7,9 @@ import warnings
 from transformers import PreTrainedConfig
 
 from millpond.budget import Budget
+from millpond.cache import sealing
 from millpond.cache.layer import LayerCache
+from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.errors import BudgetError, OptionError
 from millpond.hf.support import FULL
@@ -101,7 +103,26 @@ class Budgets:
         slots = table.pool.slots
         # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
         gathering = self._policy.plan_every - 1  # beyond the budget, before they are merged
-        return int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
+        plain = int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
+        if table.sealed is None:
+            return plain
+        never_sealed = min(plain, sealing.most_loose(table.sealed) - 1)
+        return max(never_sealed, self._entries_with_codes(table, table.sealed, amount))
+
+    def _entries_with_codes(self, table: RegionTable, sealed: Sealed, amount: int) -> int:
+        """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
+
+        A policy that evicts while decoding leaves tombstones, as many as entries before their pages are given back.
+        """
+        most = sealing.most_loose(sealed)
+        plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
+        room = amount // (len(self._windows) * table.n_regions) - 20 - plain
+        pages = room // (sealed.pool.page_bytes + 4)
+        if pages < 1:
+            return 0
+        evicts = self._policy.every_step and not self._policy.keeps_all
+        held = max(pages - 2, 0) // 2 if evicts else pages - (0 if self._all_alike else 1)
+        return int(held) * sealed.slots + most - sealed.slots
 
     @property
     def _all_alike(self) -> bool:

@@ -89,6 +89,11 @@ def compress(
     stored = resolve(codec)
     if isinstance(stored, Codec):
         check_composition(policy, stored)
+        if stored.tiered and chosen is not None and chosen.kind == "bytes":
+            raise BudgetError(
+                f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
+                "tokens or a share for the upper tier, and memory_limit for the bytes"
+            )
         if layer_cache(config) is not LayerCache:
             raise OptionError(
                 f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "

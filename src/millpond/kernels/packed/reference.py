@@ -12,6 +12,9 @@ from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Signal
 
+#: Pages that `read` decodes at a time.
+READ_TOGETHER = 256
+
 
 def _fixed(regions: PackedRegions, r: int, is_key: bool) -> Fixed | None:
     scales, zeros = regions.key_scales, regions.key_zeros
@@ -27,13 +30,13 @@ def stored_keys(regions: PackedRegions, r: int, keys: Tensor) -> Tensor:
     return keys.float() / regions.balance[r] if regions.balance is not None else keys
 
 
-def _whole_keys(regions: PackedRegions, r: int, keys: Tensor, head_dim: int) -> Tensor:
-    """The keys (n, head_dim) that stored ones stand for: zero in the channels that were dropped."""
+def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
     if regions.balance is not None:
         keys = keys * regions.balance[r]
     if regions.channels is None:
         return keys
-    return keys.new_zeros(len(keys), head_dim).index_copy(1, regions.channels[r].long(), keys)
+    return keys.new_zeros(len(keys), head_dim).scatter(1, regions.channels[r].long(), keys)
 
 
 def write(
@@ -75,33 +78,54 @@ def write(
 
 
 def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    pages, layout = regions.pages, regions.pages.layout
-    n_regions = regions.table.shape[0]
+    pages, n_regions = regions.pages, regions.table.shape[0]
     keys = torch.zeros(n_regions, width, head_dim)
-    values = torch.zeros(n_regions, width, layout.value_dim)
+    values = torch.zeros(n_regions, width, pages.layout.value_dim)
     positions = torch.full((n_regions, width), -1, dtype=torch.int32)
     scores = torch.zeros(n_regions, width)
     masses = torch.zeros(n_regions, width) if pages.masses else None
-    for r in range(n_regions):
-        n = int(regions.lens[r])
-        if n == 0:
-            continue
-        ids = regions.table[r, : -(-n // pages.slots)].long()
-        rows = [divmod(i, pages.pages_per_arena) for i in ids.tolist()]
-
-        def gathered(arenas: list[Tensor], rows: list[tuple[int, int]] = rows) -> Tensor:
-            return torch.stack([arenas[arena][at] for arena, at in rows])
-
-        sides = []
-        for side, offsets, dim, is_key in page.sides(layout):
-            parts = page.from_bytes(gathered(pages.codes), side, offsets, pages.slots, dim, is_key)
-            sides.append(page.decode(parts, side, _fixed(regions, r, is_key)).flatten(0, 1)[:n])
-        keys[r, :n], values[r, :n] = _whole_keys(regions, r, sides[0], head_dim), sides[1]
-        positions[r, :n] = gathered(pages.positions).flatten()[:n]
-        scores[r, :n] = gathered(pages.scores).flatten()[:n]
+    if not width or not pages.codes:
+        return keys, values, positions, scores, masses
+    slots = torch.arange(pages.slots)
+    used = torch.arange(regions.table.shape[1]) * pages.slots < regions.lens[:, None]  # (R, n) pages
+    region, column = used.nonzero().unbind(1)
+    for first in range(0, len(region), READ_TOGETHER):
+        part = slice(first, first + READ_TOGETHER)
+        r, begin = region[part], column[part] * pages.slots
+        ids = regions.table[r, column[part]].long()
+        inside = begin[:, None] + slots < regions.lens[r][:, None]
+        row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
+        found = _decoded(regions, ids, r)
+        keys[row, at], values[row, at] = _whole_keys(regions, row, found[0][inside], head_dim), found[1][inside]
+        positions[row, at] = _rows(pages.positions, ids)[inside]
+        scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
-            masses[r, :n] = gathered(pages.log_masses).flatten()[:n]
+            masses[row, at] = _rows(pages.log_masses, ids)[inside]
     return keys, values, positions, scores, masses
+
+
+def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:
+    """Whole pages (n, ...) out of a list of arenas."""
+    per = arenas[0].shape[0]
+    out = arenas[0].new_empty(len(ids), *arenas[0].shape[1:])
+    for i, arena in enumerate(arenas):
+        here = ids // per == i
+        out[here] = arena[ids[here] - i * per]
+    return out
+
+
+def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
+    """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
+    pages, found = regions.pages, []
+    rows = _rows(pages.codes, ids)
+    for side, offsets, dim, is_key in page.sides(pages.layout):
+        fixed = None
+        if is_key and regions.key_scales is not None and regions.key_zeros is not None:
+            head = r % len(regions.key_scales)
+            fixed = regions.key_scales[head].float()[:, None], regions.key_zeros[head].float()[:, None]
+        parts = page.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
+        found.append(page.decode(parts, side, fixed))
+    return found
 
 
 def decode(
