@@ -42,6 +42,13 @@ def serve(
     max_step_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one step: more read prompts faster, fewer keep answers flowing.")
     ] = 512,
+    prefix_cache: Annotated[
+        bool | None,
+        optional(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep prompts for others that begin alike, while there is room. Default: with --kv-memory.",
+        ),
+    ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Prompts that may wait; beyond it: 429.")] = 256,
     max_tokens: Annotated[
         int | None, optional(min=1, help="Most new tokens per answer. Default: what the context holds.")
@@ -66,7 +73,6 @@ def serve(
         raise OptionError(f"the server needs {error.name}: pip install 'millpond[server]'") from error
     from millpond.budget import parse_bytes
     from millpond.engine.async_llm import AsyncLLM
-    from millpond.hf.compress import budget_of, policy_of
 
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
@@ -74,11 +80,11 @@ def serve(
     )  # fmt: skip
     kept: dict[str, Any] = {"method": method, "options": parse_options(option or []), "codec": codec}
     if budget is not None:
-        budget_of(method, budget, policy_of(method, kept["options"]))  # refuses one where none is taken
         kept["budget"] = budget
     llm = AsyncLLM(
         model, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype, threads=threads,
-        kv_memory=kv_memory, max_step_tokens=max_step_tokens, **kept,
+        kv_memory=kv_memory, max_step_tokens=max_step_tokens,
+        prefix_cache=kv_memory is not None if prefix_cache is None else prefix_cache, **kept,
     )  # fmt: skip
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(f"[yellow]note:[/] anybody who reaches {escape(host)} may ask; --api-key keeps others out")

@@ -32,6 +32,7 @@ from millpond.engine.scheduler import Scheduler, State
 from millpond.engine.sharing import Sharing
 from millpond.engine.turn import Turn
 from millpond.errors import MillpondError, OptionError
+from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.packed import PackedModel
 
 
@@ -57,8 +58,8 @@ class Engine:
         *,
         method: str = "h2o",
         options: Mapping[str, Any] | None = None,
-        budget: Budget | str | int | float | None = "20%",
-        codec: str | None = None,
+        budget: Budget | str | int | float | None = None,
+        codec: str | tuple[str, str] | None = None,
         kv_memory: str | int | None = None,
         max_step_tokens: int = 512,
         max_running: int = 256,
@@ -81,6 +82,7 @@ class Engine:
         self._room = Room(self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree)
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
+            budget_of(method, budget, policy_of(method, dict(options or {})))  # refuses one where none is taken
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
             self.cache = self._recipes.complete(CacheOptions())
             self._recipes.group(self.cache)
@@ -192,7 +194,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
         shared = self._sharing.tree
-        stacks = [group.stack for group in self._recipes.groups]
+        groups = dict.fromkeys([*self._recipes.groups, *(live.group for live in self._live.values())])
+        stacks = [group.stack for group in groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
         tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
         parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]

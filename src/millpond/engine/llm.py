@@ -32,6 +32,7 @@ class LLM:
         dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
         max_step_tokens: tokens of one step of the model where prompts are read: more read faster, fewer keep the
             others' next tokens coming.
+        prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         threads: of torch in this process; None leaves them as they are.
 
     Raises:
@@ -43,19 +44,20 @@ class LLM:
         model: Any,
         *,
         method: str = "h2o",
-        budget: Budget | str | int | float | None = "20%",
-        codec: str | None = None,
+        budget: Budget | str | int | float | None = None,
+        codec: str | tuple[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
         kv_memory: str | int | None = None,
         dtype: str | None = None,
         max_step_tokens: int = 512,
+        prefix_cache: bool = False,
         tokenizer: Any = None,
         threads: int | None = None,
     ) -> None:
         model, tokenizer = load(model, tokenizer, dtype, threads)
         self.engine = Engine(
             model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache,
         )  # fmt: skip
         self._names = count()
 

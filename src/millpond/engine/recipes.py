@@ -15,6 +15,9 @@ from millpond.hf.compress import policy_of
 from millpond.hf.packed import PackedModel
 from millpond.hf.recipe import Recipe
 
+#: Groups that are kept although nobody decodes in them.
+IDLE = 64
+
 
 class Recipes:
     """Makes groups when a request first asks for one, and keeps them.
@@ -52,14 +55,21 @@ class Recipes:
             method,
             *sorted((name, repr(value)) for name, value in chosen.options.items()),
             repr(chosen.budget),
-            codec,
+            repr(codec),
         )
         if key not in self._groups:
+            self._forget_idle()
             recipe = Recipe(
                 self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer
             )
             self._groups[key] = Group(recipe, self._model.layers)
         return self._groups[key]
+
+    def _forget_idle(self) -> None:
+        """Let go of groups that nobody decodes in, so that ever new settings do not pile up."""
+        idle = [key for key, group in self._groups.items() if not group.answers]
+        for key in idle[: max(0, len(idle) - IDLE)]:
+            del self._groups[key]
 
     def complete(self, asked: CacheOptions) -> CacheOptions:
         """What a request asks for, with the engine's defaults where it says nothing.
