@@ -232,6 +232,7 @@ def test_rotated_entries_are_read_as_they_came() -> None:
         ("infllm", "int4", {}, "plain pages"),
         ("full", "mikv", {}, "evicts nothing"),
         ("ada", "mikv", {"score": "h2o"}, "every=0"),
+        ("fastgen", "mikv", {}, "for good"),
         ("expected_attention", "rotated4", {}, "Hadamard"),
         ("h2o", "kvquant4", {}, "before RoPE"),
     ],

@@ -164,7 +164,7 @@ def test_log_probabilities_of_prompt_and_answer(engine: Engine) -> None:
         (ask(4, greedy(stop_token_ids=(96,))), "names token 96"),
         (ask(4, cache=CacheOptions(method="h20")), "did you mean 'h2o'"),
         (ask(4, cache=CacheOptions(options={"nothing": 1})), "nothing"),
-        (ask(4, cache=CacheOptions(codec="int3")), "unknown codec 'int3'"),
+        (ask(4, cache=CacheOptions(codec="int5")), "unknown codec 'int5'"),
         (ask(4, cache=CacheOptions(method="kvzip", options={"ask": "none"})), "repeat each prompt"),
         (ask(4, cache=CacheOptions(method="sirllm")), "predictions for every token"),
         (ask(4, cache=CacheOptions(method="full", budget=5)), "takes no budget"),

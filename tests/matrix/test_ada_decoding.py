@@ -143,7 +143,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
     ):
         model(ids, past_key_values=c)
         for pool in c.pools:
-            pool.max_pages = pool.n_live
+            pool.limit_bytes = pool.n_live * pool.page_bytes
         before = [c.positions(layer) for layer in range(2)]
         with pytest.raises(PoolFullError):
             model(ids[:, :1], past_key_values=c)

@@ -219,3 +219,21 @@ def test_one_limit_for_pages_of_both_kinds() -> None:
         for core in cache.cores:
             assert core.read(0).positions[0].tolist() == list(range(int(core.stored[0, 0])))
         cache.check_integrity()
+
+
+def test_heads_with_rules_of_their_own() -> None:
+    """FastGen's local heads let go of sealed entries too: they keep the positions that they keep without codes."""
+    ids, mask = prompts(2)
+    kept = []
+    for codec in ("bf16", "flexgen4"):
+        rules = {"special": "0;1", "punctuation": "5;6", "threshold": 0.3}
+        with torch.no_grad(), mp.compress(llama(), "fastgen", codec=codec, **rules) as cache:
+            step, seen, text = ids, mask, torch.randint(2, 96, (2, 60), generator=torch.Generator().manual_seed(2))
+            for column in range(60):
+                llama()(step, attention_mask=seen, past_key_values=cache)
+                step = text[:, column : column + 1]
+                seen = torch.cat([seen, torch.ones_like(step)], 1)
+            cache.check_integrity()
+            kept.append([cache.positions(0, s) for s in range(2)])
+    assert kept[0] == kept[1]
+    assert len(kept[0][0][0]) < LENGTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millpond.codec.spec import Codec
 from millpond.errors import OptionError
+from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.recall import RecallPolicy
 
@@ -53,6 +54,10 @@ def _of_codec(policy: Policy, codec: Codec) -> list[tuple[bool, str]]:
         (
             codec.tiered and bool(policy.rivals.every),
             f"heads compete every {policy.rivals.every} steps for one budget, and a lower tier has none; set every=0",
+        ),
+        (
+            codec.tiered and isinstance(policy, NestedPolicy),
+            f"the rules of this method's heads drop entries for good; {WAY_OUT}",
         ),
         (
             codec.tiered and policy.merge is not None,

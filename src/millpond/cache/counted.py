@@ -85,7 +85,6 @@ class CountedPages(Generic[A]):
             raise OptionError(f"a limit of {limit_bytes} bytes is smaller than one page of {page_bytes} bytes")
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
-        self.max_pages = None if limit_bytes is None else limit_bytes // page_bytes
         self.limit_bytes = limit_bytes
         self._account = account
         if account is not None:
@@ -99,6 +98,11 @@ class CountedPages(Generic[A]):
     @property
     def slots(self) -> int:
         return self.arrays.slots
+
+    @property
+    def max_pages(self) -> int | None:
+        """Most pages that the limit allows; None for no limit."""
+        return None if self.limit_bytes is None else self.limit_bytes // self.page_bytes
 
     @property
     def n_pages(self) -> int:
