@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic budgets text peers curves curve-peers curve-merge orderings;
-#                                     then make docs
+#   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
+#                                     curve-merge orderings; then make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
 # DATA: folder with a text, for the part text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
@@ -52,6 +52,7 @@ CriticalKVPress(SnapKVPress):$snapkv,ChunkKVPress(SnapKVPress):chunk_length=10:$
 MergingPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,StreamingLLMPress,KnormPress,KeyDiffPress,\
 LagKVPress,ExpectedAttentionPress,CompactorPress,KVzipPress:layerwise=true,RandomPress}
 protocols=${PROTOCOLS:-aware agnostic}
+codecs=${CODECS:-int8,fp8,int4,kivi4,rotated4,int3,int2,kivi2,rotated2}
 
 evaluate() {
   "$bin/millpond" eval --seed 7 --batch-size 16 --threads "$threads" "$@"
@@ -80,6 +81,18 @@ for part in "$@"; do
       evaluate --samples "$samples" --model pond-text \
         --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 \
         --method "$methods${ablations:+,$ablations}" --out "$out/text"
+      ;;
+    codecs)
+      evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
+        --budget 10%,20%,50% --method full,keydiff --codec "bf16,$codecs" --out "$out/codecs"
+      "$bin/millpond" plot "$out/codecs" --out "docs/images"
+      ;;
+    codecs-text)
+      mkdir -p out
+      cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
+      evaluate --samples "${CODEC_SAMPLES:-30}" --model pond-text \
+        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full --codec "bf16,$codecs" \
+        --out "$out/codecs-text"
       ;;
     curves)
       for protocol in $protocols; do
@@ -114,8 +127,8 @@ for part in "$@"; do
       "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic budgets text peers curves curve-peers curve-merge" \
-        "orderings" >&2
+      echo "no part called $part; there are: aware agnostic budgets text codecs codecs-text peers curves curve-peers" \
+        "curve-merge orderings" >&2
       exit 2
       ;;
   esac

@@ -82,7 +82,7 @@ def test_specs_keep_colons_inside_values() -> None:
         ({"tasks": [Spec("tiny", {"extra": "x"})]}, "extra='x' is not a valid int"),
         ({"budgets": ["many"]}, "is not a budget"),
         ({"budgets": ["2"]}, "budget 2"),
-        ({"codecs": ["int3"]}, "unknown codec"),
+        ({"codecs": ["int5"]}, "unknown codec"),
         ({"protocols": ["awere"]}, "did you mean 'aware'"),
         ({"samples": 0}, "samples=0"),
     ],
