@@ -84,15 +84,14 @@ for part in "$@"; do
       ;;
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
-        --budget 10%,20%,50% --method full,keydiff --codec "bf16,$codecs" --out "$out/codecs"
-      "$bin/millpond" plot "$out/codecs" --out "docs/images"
+        --budget 10%,20%,50% --method full,keydiff --codec "bf16,$codecs" --out "$out/../codecs"
       ;;
     codecs-text)
       mkdir -p out
       cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
       evaluate --samples "${CODEC_SAMPLES:-30}" --model pond-text \
-        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full --codec "bf16,$codecs" \
-        --out "$out/codecs-text"
+        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
+        --codec "bf16,$codecs" --out "$out/../codecs-text"
       ;;
     curves)
       for protocol in $protocols; do
