@@ -40,15 +40,23 @@ class SharedRuns:
 
     def __init__(self, runs: list[Run], ids: npt.NDArray[np.int32], arrays: PageArrays) -> None:
         self.runs = runs
-        self._arrays, self._n_kv_heads = arrays, ids.shape[1]
+        self._arrays = arrays
+        n_kv_heads, device = ids.shape[1], arrays.device
         taken = np.zeros((len(ids), 1, 1), dtype=np.int32)
         for run in runs:
             taken[list(run.members)] = run.end
         last = ids.shape[2] - 1
         own = np.take_along_axis(ids, np.minimum(np.arange(last + 1) + taken, last), 2)
-        self._pages, self.own = (torch.from_numpy(t).flatten(0, 1).to(arrays.device) for t in (ids, own))
-        entries = (taken[:, 0] * arrays.slots).repeat(self._n_kv_heads, 1).ravel()
-        self.taken = torch.from_numpy(entries).to(arrays.device)
+        self.own = torch.from_numpy(own).flatten(0, 1).to(device)
+        self.taken = torch.from_numpy((taken[:, 0] * arrays.slots).repeat(n_kv_heads, 1).ravel()).to(device)
+        self._calls = [  # of each run: whose queries, which pages (Hkv, n), how many entries (Hkv,)
+            (
+                torch.tensor(members, device=device),
+                torch.from_numpy(ids[members[0], :, begin:end].copy()).to(device),
+                torch.full((n_kv_heads,), (end - begin) * arrays.slots, dtype=torch.int32, device=device),
+            )
+            for members, begin, end in runs
+        ]
 
     @classmethod
     def of(cls, ids: npt.NDArray[np.int32], full: npt.NDArray[np.int32], arrays: PageArrays) -> SharedRuns | None:
@@ -62,17 +70,10 @@ class SharedRuns:
 
     def attend(self, q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """What queries q (S, Hq, key_dim) find in the runs: out (S, Hq, value_dim) float32 and lse (S, Hq) float32."""
-        arrays = self._arrays
-        out = q.new_zeros(*q.shape[:2], arrays.value_dim, dtype=torch.float32)
+        out = q.new_zeros(*q.shape[:2], self._arrays.value_dim, dtype=torch.float32)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        for members, begin, end in self.runs:
-            rows = list(members)
-            first = rows[0] * self._n_kv_heads
-            lens = torch.full((self._n_kv_heads,), (end - begin) * arrays.slots, dtype=torch.int32, device=q.device)
-            found = ops.attend(
-                q[rows], arrays, self._pages[first : first + self._n_kv_heads, begin:end], lens,
-                scale=shape.scale, softcap=shape.softcap,
-            )  # fmt: skip
+        for rows, pages, lens in self._calls:
+            found = ops.attend(q[rows], self._arrays, pages, lens, scale=shape.scale, softcap=shape.softcap)
             out[rows], lse[rows] = ops.lse_merge(out[rows], lse[rows], *found)
         return out, lse
 

@@ -84,8 +84,9 @@ class Engine:
         try:
             budget_of(method, budget, policy_of(method, dict(options or {})))  # refuses one where none is taken
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
-            self.cache = self._recipes.complete(CacheOptions())
-            self._recipes.group(self.cache)
+            usual = self._recipes.complete(CacheOptions())
+            recipe = self._recipes.group(usual).recipe
+            self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._model.close()
             raise

@@ -64,7 +64,11 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
-    about = {"format": FORMAT, "settings": json.dumps(settings), "model": fingerprint(model), "note": note}
+    try:
+        written = json.dumps(settings)
+    except TypeError as error:
+        raise OptionError(f"options {settings['options']} cannot be written down ({error}): give texts") from None
+    about = {"format": FORMAT, "settings": written, "model": fingerprint(model), "note": note}
     try:
         save_file(tensors, path, about)
     except (OSError, SafetensorError) as error:
