@@ -34,7 +34,7 @@ ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:pref
 # without images. What dms, duo_attention, infllm and simlayerkv always keep by default is more than 5% of 1,024: here
 # it is less.
 curve_tasks=${TASKS:-recall:length=1024,niah_multiquery:length=1024,tracking:length=1024,copy:length=1024}
-curve_samples=${CURVE_SAMPLES:-20}
+curve_samples=${CURVE_SAMPLES:-40}
 budgets=${BUDGETS:-5%,10%,20%,50%}
 curve_methods=${CURVE_METHODS:-window,ada,cam,chunkkv,compactor,criticalkv,d2o,dms:window=32,duo_attention:recent=32,\
 elastic,ems,expected_attention,fastgen,finch,fixed,h2o,infllm:sinks=4:block=8,keydiff,knorm,kvmerger,kvzip,lagkv,\
