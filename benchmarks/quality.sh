@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
 #   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
-#                                     curve-merge orderings; then make docs
+#                                     curve-merge needles text-pairs orderings; then make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
 # DATA: folder with a text, for the part text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
@@ -44,7 +44,8 @@ streaming,strided,tova}
 # (counterparts.py there); their curves are on no page.
 variants=${VARIANTS-h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=h2o,ada:score=pyramidkv,\
 merge_on_evict:score=h2o,h2o:recent=0.34:sinks=0,ems:threshold=1.1,streaming:positions=absolute,elastic:merge=none,\
-merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true}
+merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true,\
+ada:alpha=0.6,merge_on_evict:threshold=0.9}
 # kvpress's side of our methods (counterparts.py says which have none), and snapkv as it comes there.
 snapkv=window_size=32:kernel_size=7
 presses=${PRESSES:-SnapKVPress,SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,PyramidKVPress:$snapkv,\
@@ -119,15 +120,32 @@ for part in "$@"; do
       done
       PARTS="" OUT="$out" benchmarks/quality.sh curves curve-peers
       ;;
+    text-pairs)
+      # what the claims compare, on text
+      mkdir -p out
+      cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
+      evaluate --samples "${TEXT_SAMPLES:-32}" --model pond-text --budget 10%,20%,50% \
+        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 \
+        --method "full,window,streaming,h2o,snapkv,ada,pyramidkv,criticalkv,merge_on_evict,kvmerger,d2o,ems,cam,\
+elastic${variants:+,$variants}" --out "$out/pairs-text"
+      ;;
+    needles)
+      # ten depths, round and round
+      for protocol in $protocols; do
+        evaluate --samples "${NEEDLE_SAMPLES:-100}" --tasks needle:lengths=1024 --budget "$budgets" \
+          --protocol "$protocol" --method full,snapkv,streaming,h2o,window --out "$out/needles-$protocol"
+      done
+      ;;
     orderings)
       folders=""
-      for protocol in $protocols; do folders="$folders $out/curves-$protocol"; done
+      for protocol in $protocols; do folders="$folders $out/curves-$protocol $out/needles-$protocol"; done
+      folders="$folders $out/pairs-text"
       # shellcheck disable=SC2086  # one word for each folder
       "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
       ;;
     *)
       echo "no part called $part; there are: aware agnostic budgets text codecs codecs-text peers curves curve-peers" \
-        "curve-merge orderings" >&2
+        "curve-merge needles text-pairs orderings" >&2
       exit 2
       ;;
   esac

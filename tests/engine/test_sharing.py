@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.budgets.BudgetFloor
 
 #: What the three texts begin with, and go on with.
 COMMON = prompt(57)[:48]
-TEXTS = {"a": COMMON + prompt(40), "b": COMMON + prompt(31), "c": COMMON[:30] + prompt(23)}
+TEXTS = {"a": COMMON + prompt(40), "b": COMMON + prompt(31), "c": COMMON[:30] + prompt(23), "d": COMMON + prompt(3)}
 
 SHARE = ["full", "snapkv", "keydiff", "random", "tova", "pyramidkv", "ada", "lagkv"]
 DO_NOT = ["h2o", "streaming", "fastgen", "infllm", "expected_attention", "minference"]
@@ -52,8 +52,8 @@ def one_by_one(engine: Engine, *requests: Request) -> dict[str, Any]:
 @pytest.mark.parametrize("method", SHARE)
 def test_shared_and_private_prompts_answer_alike(method: str) -> None:
     engine = engine_for(method, prefix_cache=True)
-    done = one_by_one(engine, *(request(name, method) for name in "abca"))
-    for name in "abc":
+    done = one_by_one(engine, *(request(name, method) for name in "abcda"))
+    for name in "abcd":
         assert tokens(done[f"{name}-{method}"]) == alone(name, method)
     kv = done[f"b-{method}"].completions[0].kv
     assert 40 <= kv.shared_tokens <= 48

@@ -14,7 +14,7 @@ from evals.scored import row, save
 from millpond.errors import DataError
 from millpond.evals.claims import CLAIMS, PEERS
 from millpond.evals.counterparts import ALIKE, PRESSES
-from millpond.evals.findings import Finding, Runs, read_findings, write_findings
+from millpond.evals.findings import TEXT, Finding, Runs, read_findings, write_findings
 from millpond.evals.orderings_page import MISSING, tables
 from millpond.evals.record import Record, Row
 from millpond.evals.results import cell_of
@@ -59,6 +59,14 @@ def test_protocols_are_not_mixed(tmp_path: Path) -> None:
     agnostic = made(tmp_path / "b", {"h2o": [0.0, 0.0], "window": [1.0, 1.0]}, protocol="agnostic")
     found = {f.protocol: f.difference.verdict for f in Runs([aware, agnostic]).findings()}
     assert found == {"aware": "holds", "agnostic": "reversed"}
+
+
+def test_of_perplexities_the_lower_one_is_ahead(tmp_path: Path) -> None:
+    answered = made(tmp_path / "a", {"h2o": [0.0, 0.0], "window": [1.0, 1.0]})
+    text = made(tmp_path / "b", {"h2o": [3.5, 3.7], "window": [3.6, 3.8]}, better="lower")
+    found = {f.protocol: f for f in Runs([answered, text]).findings() if f.budget == "all"}
+    assert {name: f.difference.verdict for name, f in found.items()} == {"aware": "reversed", TEXT: "holds"}
+    assert found[TEXT].mean == pytest.approx(0.1)
 
 
 def test_needles_in_the_middle_are_those_whose_facts_lie_there(tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_parts_are_put_together_as_if_they_were_one(programs: Path, tmp_path: Pa
     assert go("one", ",".join(two_tasks), examiner=nobody) == go("whole", ",".join(two_tasks))
 
 
-def test_the_orderings_are_made_of_the_curves(programs: Path) -> None:
+def test_the_orderings_are_made_of_curves_needles_and_text(programs: Path) -> None:
     (call,) = called(programs, "orderings")
     out = f"{programs}/out"
     assert call == [
-        "python", "benchmarks/orderings.py", f"{out}/curves-aware", f"{out}/curves-agnostic", "--out",
-        f"{out}/orderings.json",
+        "python", "benchmarks/orderings.py", f"{out}/curves-aware", f"{out}/needles-aware", f"{out}/curves-agnostic",
+        f"{out}/needles-agnostic", f"{out}/pairs-text", "--out", f"{out}/orderings.json",
     ]  # fmt: skip

@@ -28,6 +28,23 @@ def test_mask() -> None:
     assert Protect(sinks=1, recent=2).mask(view, 5).tolist() == [[True, False, False, True, True, False]]
 
 
+@pytest.mark.parametrize(
+    ("turn", "budget", "kept"),
+    [
+        (3, 20, 3),
+        (10, 22, 10),  # half of what two sinks leave
+        (11, 22, 1),  # more than that: the scores decide, behind `recent`
+        (64, 1000, 64),
+        (65, 1000, 1),  # a text, not a question
+        (0, 20, 1),
+    ],
+)
+def test_a_short_later_turn_is_protected_whole(turn: int, budget: int, kept: int) -> None:
+    view = View(torch.arange(100, dtype=torch.int32)[None], None, seen=100, layer=0)
+    mask = Protect(sinks=2, recent=1).mask(view, budget, turn)[0]
+    assert mask.nonzero()[:, 0].tolist() == [0, 1, *range(100 - kept, 100)]
+
+
 def test_minimum_is_what_check_accepts() -> None:
     for protect in (Protect(sinks=4, recent=8), Protect(sinks=2, recent=0.9), Protect(recent=2, grace=6), Protect()):
         protect.check(protect.minimum())

@@ -37,6 +37,7 @@ class Companions:
         queries: the last queries, or sums over all.
         memories: what the last merge of a sequence left for the next.
         pending: tokens seen, for sequences with entries that no plan has seen.
+        turns: position at which the newest turn of a sequence begins.
         rolling: the sinks and the frame of cache-relative positions.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
@@ -45,6 +46,7 @@ class Companions:
     queries: QueryMemory
     memories: BySequence[Tensor]
     pending: BySequence[int]
+    turns: BySequence[int]
     rolling: Rolling | None
     headwise: Headwise | None
     focus: Focus | None
@@ -53,7 +55,7 @@ class Companions:
     def of(cls, policy: Policy, layer: int, rotation: Rotation | None) -> Companions:
         """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
         return cls(
-            QueryMemory(policy), BySequence(), BySequence(),
+            QueryMemory(policy), BySequence(), BySequence(), BySequence(),
             Rolling(rotation, policy.protect.sinks) if rotation is not None else None,
             Headwise(policy) if isinstance(policy, NestedPolicy) else None,
             focus_of(policy, layer),

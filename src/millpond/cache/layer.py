@@ -311,8 +311,10 @@ class LayerCache:
     # ------------------------------------------------------------------ the batch, and going back
 
     def begin_with(self, table: RegionTable, columns: int) -> None:
-        """Begin with `columns` tokens of a prompt that were read before, which `table` holds."""
+        """Begin with `columns` tokens of a prompt that were read before, which `table` holds; its plan comes later."""
         self._table, self.columns = table, columns
+        if not self.policy.keeps_all:
+            self.companions.pending[0] = columns
 
     def join(self, other: LayerCache) -> None:
         """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.

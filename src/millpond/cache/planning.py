@@ -94,6 +94,8 @@ class Planner:
             self._companions.headwise.remember(sequence, q, lse, q_pos)
         found = found if sums is None else found._replace(scores=found.scores + sums)
         seen = int(q_pos[-1]) + 1
+        if sequence not in self._companions.pending:
+            self._companions.turns[sequence] = int(q_pos[0])
         if defer:
             self._companions.pending[sequence] = seen
             if sums is None:  # nothing but the new entries changes

@@ -32,9 +32,10 @@ class Views:
 
         positions: of the candidates, -1 for those that it shall not see.
         """
+        begin = self._companions.turns.get(sequence, 0)
         view = View(
             columns_of(positions, order), columns_of(found.scores, order), seen, self._attention.index,
-            int(self._timeline.origin[sequence]),
+            int(self._timeline.origin[sequence]), seen - begin if begin else 0,
             read=lambda part: columns_of(self._attention.contents(found, part), order),
             outputs=self._attention.outputs, memory=self._companions.memories.get(sequence),
             log_masses=None if found.log_masses is None else columns_of(found.log_masses, order),

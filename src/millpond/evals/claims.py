@@ -32,6 +32,10 @@ CLAIMS = (
         (("ada", "snapkv"), ("ada:score=h2o", "h2o"), ("ada:score=pyramidkv", "pyramidkv")),
     ),
     Claim(
+        "floor", "A higher floor for every head over the default of 0.2", "ours, to see what competition costs",
+        (("ada:alpha=0.6", "ada"), ("ada:alpha=0.6", "snapkv")),
+    ),
+    Claim(
         "critical", "Attention and values over attention alone", "CriticalKV, arXiv:2502.03805",
         (("criticalkv", "snapkv"),),
     ),
@@ -50,6 +54,10 @@ CLAIMS = (
             ("kvmerger", "keeps runs of neighbours where h2o keeps single entries, and grows after the prompt"),
             ("d2o", "shares its budget out over the layers"),
         ),
+    ),
+    Claim(
+        "alike", "Merging only what is nearly equal over merging everything", "ours, to see what merging costs",
+        (("merge_on_evict:threshold=0.9", "merge_on_evict"), ("merge_on_evict:threshold=0.9", "snapkv")),
     ),
     Claim(
         "mass", "Counting what a merged entry stands for over not counting it",

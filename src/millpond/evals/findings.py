@@ -21,6 +21,8 @@ from millpond.evals.store import read_json
 
 #: In `Finding.budget`: the mean over all budgets.
 ALL = "all"
+#: In `Finding.protocol`: where perplexities are compared, and not answers.
+TEXT = "text"
 LOWEST, HIGHEST = 0.25, 0.75  #: depth of a fact in the middle of the text
 
 Side = Callable[[Row], bool]
@@ -32,8 +34,9 @@ class Finding:
 
     Attributes:
         claim: `Claim.name`, or `PEERS`. first, second: the contenders; peer: the second one's implementation.
-        protocol, budget: where; "all" for the mean over budgets. tasks: that were compared.
-        mean, low, high, n: as in `Difference`. held, other_held: mean bytes held, over those of the full cache.
+        protocol, budget: where; `TEXT` for perplexities, "all" for the mean over budgets. tasks: that were compared.
+        mean, low, high, n: as in `Difference`; of perplexities the nats by which the first one's logarithm is lower.
+        held, other_held: mean bytes held, over those of the full cache.
         masks_only: the second one hides entries and does not free them.
     """
 
@@ -73,7 +76,7 @@ class Runs:
             records = read_samples(folder)
             if not records:
                 raise DataError(f"{folder} holds no samples.jsonl; compare where millpond eval has run")
-            self.rows += [row for row in read_rows(folder) if row.budget and row.better == "higher"]
+            self.rows += [row for row in read_rows(folder) if row.budget]
             for record in records:
                 self._records.setdefault(record.cell, []).append(record)
         # parts of a run that were put together may hold a record twice
@@ -96,9 +99,8 @@ class Runs:
         return found + [finding for name in ours for finding in self._compare(PEERS, name, _press(name), False)]
 
     def _compare(self, claim: str, first: str, second: Side, middle: bool) -> Iterator[Finding]:
-        protocols = dict.fromkeys(row.protocol for row in self.rows)
-        for protocol in protocols:
-            here = [row for row in self.rows if row.protocol == protocol]
+        for where in dict.fromkeys(map(_where, self.rows)):
+            here = [row for row in self.rows if _where(row) == where]
             mine = {(row.budget, row.task): row for row in here if _named(first)(row)}
             other = {(row.budget, row.task): row for row in here if second(row)}
             both = [place for place in mine if place in other]
@@ -115,9 +117,10 @@ class Runs:
         if not sides[0]:
             return  # no task says where its facts lie
         first, second = pairs[0]
-        found = difference(*sides, seed=first.seed)
+        better, worse = sides if first.better == "higher" else sides[::-1]
+        found = difference(better, worse, seed=first.seed)
         yield Finding(
-            claim, first.method, second.method, second.peer, first.protocol, budget, tuple(sides[0]),
+            claim, first.method, second.method, second.peer, _where(first), budget, tuple(sides[0]),
             **asdict(found), held=_held([row for row, _ in pairs]), other_held=_held([row for _, row in pairs]),
             masks_only=any(row.masks_only for _, row in pairs),
         )  # fmt: skip
@@ -129,6 +132,10 @@ class Runs:
             if own:
                 tasks.setdefault(row.task, []).extend(own)
         return tasks
+
+
+def _where(row: Row) -> str:
+    return row.protocol if row.better == "higher" else TEXT
 
 
 def _named(method: str) -> Side:

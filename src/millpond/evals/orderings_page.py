@@ -11,7 +11,7 @@ from millpond.evals.findings import ALL, Finding
 from millpond.evals.leaderboard import MASKED, markdown_table, span
 from millpond.evals.paired import Verdict
 
-MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers orderings` makes them."
+MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers needles text-pairs orderings` makes them."
 #: The verdicts in the words that fit a comparison with a peer.
 AGAINST_PEERS: dict[Verdict, str] = {"holds": "ahead", "no difference seen": "no difference seen", "reversed": "below"}
 SUMMARY = "summary"
@@ -83,7 +83,7 @@ def _line(own: Sequence[Finding], budgets: Sequence[str], verdict: Callable[[Fin
 
 
 def _difference(finding: Finding) -> str:
-    """In points of a score from 0 to 100; bold where zero is outside the interval."""
+    """In points of a score from 0 to 100, or hundredths of a nat; bold where zero is outside the interval."""
     mean, low, high = (f"{100 * value:+.1f}" for value in (finding.mean, finding.low, finding.high))
     shown = mean if finding.difference.verdict == "no difference seen" else f"**{mean}**"
     return f"{shown} ({low} to {high})"

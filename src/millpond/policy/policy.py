@@ -48,7 +48,8 @@ class Policy:
         heads: how a layer's budget is split over its KV heads.
         reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
         shared: all KV heads of a layer keep the same positions (the score is averaged over them).
-        every_step: evict at each decoding step; else the cache grows while decoding.
+        every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
+            whole (`Protect.holds_turn`), as what is asked about a text that was compressed.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
             token of the prompt, as if it had been decoded.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gap between sinks and
@@ -193,7 +194,7 @@ class Policy:
         """
         assert self.score is not None, "a policy that keeps everything makes no plan"
         self.protect.check(budget)
-        pinned = self.protect.mask(view, budget)
+        pinned = self.protect.mask(view, budget, 0 if self.every_step else view.turn)
         view = replace(view, budget=budget, pinned=pinned)
         value = self.score.score(view, self.layer_seed(view.layer))
         if self.shared:

@@ -10,6 +10,9 @@ from torch import Tensor
 from millpond.errors import BudgetError, OptionError
 from millpond.policy.view import View
 
+#: A later turn of no more tokens is a question, not a text to be compressed.
+TURN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Protect:
@@ -56,7 +59,14 @@ class Protect:
                 "raise budget or lower sinks, recent or grace"
             )
 
-    def mask(self, view: View, budget: int) -> Tensor:
-        """(H, N) bool: the protected entries."""
-        newest = view.positions >= view.seen - self.newest(budget)
+    def holds_turn(self, tokens: int, budget: int) -> bool:
+        """Whether a later turn of so many tokens stays whole: a short one, and at most half of what sinks leave."""
+        return tokens <= min(TURN, (budget - self.sinks) // 2)
+
+    def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
+        """(H, N) bool: the protected entries, and those of the newest `turn` tokens where `holds_turn` says so."""
+        count = self.newest(budget)
+        if self.holds_turn(turn, budget):
+            count = max(count, turn)
+        newest = view.positions >= view.seen - count
         return view.valid & (newest | (view.positions < self.sinks))

@@ -32,6 +32,7 @@ class View:
         positions: (H, N) int32, ascending along N; -1 where a head has no entry (all of these come last).
         signal: (H, N) float32, the attention that the score asked for; None if it asked for none.
         seen: tokens of this sequence so far; the newest has position seen - 1.
+        turn: of them, those of the newest turn, where it is not the first; else 0.
         layer: index of the layer.
         sequence: which sequence of the batch that was first read; copies keep the number of their original.
         budget: entries per head on average that the plan may keep; 0 where nobody plans.
@@ -50,6 +51,7 @@ class View:
     seen: int
     layer: int
     sequence: int = 0
+    turn: int = 0
     budget: int = 0
     pinned: Tensor | None = None
     read: Read | None = None
