@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
 #   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
-#                                     curve-merge needles text-pairs orderings; then make docs
+#                                     curve-merge needles needle-map text-pairs orderings; then make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
 # DATA: folder with a text, for the part text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
@@ -136,6 +136,12 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
           --protocol "$protocol" --method full,snapkv,streaming,h2o,window --out "$out/needles-$protocol"
       done
       ;;
+    needle-map)
+      # the picture: ten depths of four lengths
+      evaluate --samples "${NEEDLE_SAMPLES:-120}" --tasks needle:lengths=512+1024+2048+4096 --budget 20% \
+        --method full,snapkv,h2o,streaming --out "$out/needle-map"
+      "$bin/millpond" plot "$out/needle-map" --out docs/images --format svg
+      ;;
     orderings)
       folders=""
       for protocol in $protocols; do folders="$folders $out/curves-$protocol $out/needles-$protocol"; done
@@ -145,7 +151,7 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       ;;
     *)
       echo "no part called $part; there are: aware agnostic budgets text codecs codecs-text peers curves curve-peers" \
-        "curve-merge needles text-pairs orderings" >&2
+        "curve-merge needles needle-map text-pairs orderings" >&2
       exit 2
       ;;
   esac

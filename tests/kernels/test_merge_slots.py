@@ -65,6 +65,11 @@ def same(call: Call, rule: MergeRule, leave: DecodeRule, local: Tensor | None = 
     return ours
 
 
+def stored(rule: MergeRule, masses: bool) -> MergeRule:
+    """The rule for slots with masses or without; means by mass need them."""
+    return replace(rule, masses=masses, bias=rule.bias and masses)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Call, MergeRule, DecodeRule]:
     n_seq, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -78,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[Call, MergeRule, DecodeRule]:
         recent=[draw(st.integers(0, max(0, n // 4))) for n in lens],
         inactive={1} if draw(st.booleans()) else set(), masses=draw(st.booleans()), seed=draw(st.integers(0, 999)),
     )  # fmt: skip
-    rule = replace(draw(st.sampled_from(list(RULES.values()))), masses=case.masses)
+    rule = stored(draw(st.sampled_from(list(RULES.values()))), case.masses)
     evict = draw(st.sampled_from([Evict.ACC, Evict.ACC_MEAN, Evict.OLDEST, Evict.RANDOM]))
     evict = Evict.ACC if rule.weigh is Weigh.SCORE else evict
     return case.build(), rule, DecodeRule(evict=evict, sinks=draw(st.integers(0, 3)), seed=5)
@@ -98,7 +103,7 @@ def test_every_instruction_set(name: str, masses: bool, isa: str, two_threads: N
         lens, n_seq=3, n_kv_heads=2, group=2, caps=[n - 2 if n else 1 for n in lens], recent=[9] * 6, masses=masses,
         slots=16, dtype=torch.bfloat16, inactive={1},
     )  # fmt: skip
-    call, rule = case.build(), replace(RULES[name], masses=masses)
+    call, rule = case.build(), stored(RULES[name], masses)
     leave = DecodeRule(evict=Evict.OLDEST if rule.weigh is Weigh.CHANCE else Evict.ACC, sinks=2)
     found = same(call, rule, leave)
     assert found[-2].tolist() == [298, 278, 0, 60, 498, 39]  # the second sequence takes no part

@@ -250,14 +250,15 @@ def into_pivots(rule: Plain, kept: list[Entry], gone: list[Entry], head: Head) -
 
 
 def into_next(rule: Plain, kept: list[Entry], gone: list[Entry], head: Head) -> list[Entry]:
-    value = {c.pos: c.m * c.v for c in kept}
-    mass = {c.pos: c.m for c in kept}
-    for e in gone:
-        behind = [c for c in kept if c.pos > e.pos][: int(rule.settings["targets"])]
+    everyone = sorted([*kept, *gone], key=lambda e: e.pos)
+    value = {c.pos: c.m * c.v for c in everyone}
+    mass = {c.pos: c.m for c in everyone}
+    for e in sorted(gone, key=lambda e: e.pos):
+        behind = [c for c in everyone if c.pos > e.pos][: int(rule.settings["targets"])]
         p = min(1.0, e.s / (sum(c.s for c in behind) / len(behind)))
         for c in behind:
-            value[c.pos] = value[c.pos] + p * e.m * e.v / len(behind)
-            mass[c.pos] += p * e.m / len(behind)
+            value[c.pos] = value[c.pos] + p * value[e.pos] / len(behind)
+            mass[c.pos] += p * mass[e.pos] / len(behind)
     return [
         replace(c, v=value[c.pos] / mass[c.pos], m=mass[c.pos]) if rule.bias else replace(c, v=value[c.pos])
         for c in kept

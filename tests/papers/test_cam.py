@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.kernels.merging import spread
+from millpond.kernels.flow import flow
 from millpond.methods import METHODS
 from millpond.policy.merge_next import IntoNext, NewestStay
 from millpond.policy.policy import Policy
@@ -36,37 +36,32 @@ def values(budget: int = 4, attention: list[float] = ATTENTION, sinks: int = 1, 
 
 
 def test_values_by_hand() -> None:
-    """1 and 2 leave; behind them are 3, 4 and 5 with a mean of 2: p_1 = .25, p_2 = 1."""
-    assert values() == pytest.approx({0: 1, 3: 100 + 7.5, 4: 200 + 7.5, 5: 300 + 7.5}, abs=1e-12)
-    assert values()[3] - 100 == pytest.approx(0.25 * 10 / 3 + 20 / 3)
+    """1 leaves; behind it are 2 to 5 with a mean of 2.25: p = 2/9. Then 2, with a mean of 2 behind it: p = 1."""
+    first = 2 / 9 * 10 / 4
+    given = first + (20 + first) / 3
+    assert values() == pytest.approx({0: 1, 3: 100 + given, 4: 200 + given, 5: 300 + given}, abs=1e-12)
 
 
 def test_few_targets_and_fewer_than_asked() -> None:
-    """Two targets have a mean of 1.5: p_1 = 1/3, p_2 = 1; 16 find three."""
-    assert values(targets=2) == pytest.approx({0: 1, 3: 100 + 35 / 3, 4: 200 + 35 / 3, 5: 300}, abs=1e-12)
+    """1 gives to 2 and 3, whose mean is 2: p = 1/4; 2 then gives all it has to 3 and 4. 16 find four, and four stay."""
+    assert values(targets=2) == pytest.approx({0: 1, 3: 100 + 1.25 + 21.25 / 2, 4: 200 + 21.25 / 2, 5: 300}, abs=1e-12)
     assert values(targets=2)[5] == 300
-    assert values(targets=16) == values(targets=0) == values(targets=3)
+    assert values(targets=16) == values(targets=0) == values(targets=4)
 
 
-def test_ranges_that_begin_and_end_anywhere() -> None:
-    """`spread` against loops: 40 columns, each gives to its own range of kept ones."""
+def test_columns_that_pass_on_against_loops() -> None:
+    """`flow`: 150 columns in several blocks, each gives to its own number of columns behind it."""
     make = torch.Generator().manual_seed(1)
-    keep = torch.rand(2, 40, generator=make) < 0.5
-    x = torch.randn(2, 40, 3, generator=make, dtype=torch.float64)
-    gives = ~keep & (torch.rand(2, 40, generator=make) < 0.8)
-    begin = keep.cumsum(1)
-    end = torch.minimum(begin + 4, begin[:, -1:])
-    weight = gives * torch.rand(2, 40, generator=make, dtype=torch.float64)
-    by_rank, weights = spread(x, weight, begin, end, int(begin[:, -1].max()))
+    x = torch.randn(2, 150, 3, generator=make, dtype=torch.float64)
+    share = torch.rand(2, 150, generator=make, dtype=torch.float64) / 4 * (torch.rand(2, 150, generator=make) < 0.7)
+    reach = torch.randint(0, 9, (2, 150), generator=make)
+    expected = x.clone()
     for h in range(2):
-        kept = keep[h].nonzero()[:, 0].tolist()
-        expected = torch.zeros(40, 4, dtype=torch.float64)
-        for i in gives[h].nonzero()[:, 0].tolist():
-            for j in [j for j in kept if j > i][:4]:
-                expected[j] += weight[h, i] * torch.cat([x[h, i], torch.ones(1, dtype=torch.float64)])
-        found = torch.cat([by_rank[h], weights[h, :, None]], 1)[: len(kept)]
-        assert torch.allclose(found, expected[kept], atol=1e-12)
-        assert (found[(expected[kept] == 0).all(1)] == 0).all()
+        for i in range(150):
+            for j in range(i + 1, min(150, i + 1 + int(reach[h, i]))):
+                expected[h, j] += share[h, i] * expected[h, i]
+    assert torch.allclose(flow(x, share, reach), expected, atol=1e-12)
+    assert not torch.allclose(expected, x, atol=0.1)
 
 
 def test_expectation_is_exact_for_what_is_summed() -> None:
@@ -88,15 +83,16 @@ def test_no_attention_gives_nothing_and_much_gives_all() -> None:
 
 @pytest.mark.parametrize(
     ("over", "p"),
-    [("targets", [0.25, 1.0]), ("recent", [0.25, 1.0]), ("max", [0.125, 0.75])],
+    [("targets", [2 / 9, 1.0]), ("recent", [0.25, 1.0]), ("max", [0.125, 0.75])],
 )
 def test_what_attention_is_divided_by(over: str, p: list[float]) -> None:
-    """The mean of 1, 2, 3; the largest of all kept is the sink's 4."""
-    assert values(over=over)[3] - 100 == pytest.approx((p[0] * 10 + p[1] * 20) / 3)
+    """The mean of what is behind, that of the kept 1, 2, 3, or the largest of all kept, the sink's 4."""
+    first = p[0] * 10 / 4
+    assert values(over=over)[3] - 100 == pytest.approx(first + p[1] * (20 + first) / 3)
 
 
 def test_draws_are_right_on_average_and_the_same_again() -> None:
-    """20,000 heads draw for p = .25: 10 / 3 is added in a quarter of them."""
+    """20,000 heads draw for p = 1/3: 10 / 4 is added in a third of them."""
     n = 20_000
     weigh = AccumulatedAttention()
     into = IntoNext(weigh, draw=True, sinks=1)
@@ -109,17 +105,17 @@ def test_draws_are_right_on_average_and_the_same_again() -> None:
         assert merged is not None
         added.append(merged.values[:, 3, 0] - 100)
     assert torch.equal(*added)
-    assert sorted(set(added[0].tolist())) == pytest.approx([0, 10 / 3], abs=1e-4)
-    assert abs(float((added[0] > 1).float().mean()) - 0.25) < 0.02
+    assert sorted(set(added[0].tolist())) == pytest.approx([0, 10 / 4], abs=1e-4)
+    assert abs(float((added[0] > 1).float().mean()) - 1 / 3) < 0.02
     other = replace(policy, seed=4).plan(shown, 4).merged
     assert other is not None
     assert not torch.equal(other.values[:, 3, 0] - 100, added[0])
 
 
 def test_masses_go_along() -> None:
-    """With the bias 3 has 1 + (.25 + 1) / 3 masses, and the mean of what they carry."""
-    mass = 1 + 1.25 / 3
-    assert values(bias=True)[3] == pytest.approx((100 + 22.5 / 3) / mass)
+    """With the bias 3 has 1/18 of a mass of 1, and a third of the 19/18 that 2 has then; its value is their mean."""
+    mass, value = 1 + 1 / 18 + 19 / 18 / 3, 100 + 10 / 18 + (20 + 10 / 18) / 3
+    assert values(bias=True)[3] == pytest.approx(value / mass)
 
 
 def test_while_decoding_against_loops() -> None:

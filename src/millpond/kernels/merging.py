@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.kernels.links import Links, add, mean, nearest, packed, rows, sums
+from millpond.kernels.flow import flow
+from millpond.kernels.links import Links, mean, nearest, sums
 from millpond.kernels.merge_rule import ROUNDING, MergeRule, Over, Weigh
 from millpond.kernels.reference import hash_priority, wide
 
@@ -129,61 +130,42 @@ def _shrunk(x: Tensor, alike: Tensor, links: Links) -> Tensor:
 
 
 def _into_next(rule: MergeRule, e: Entries, keep: Tensor, attention: Tensor, memory: Tensor, seed: int) -> Joined:
+    """Entries leave one after another, oldest first; what leaves later passes on what it was given."""
     there = e.positions >= 0
-    begin = keep.cumsum(1)  # kept entries in order have ranks 0, 1, ...; this is the first one behind a column
-    kept = begin[:, -1:]
-    end = torch.minimum(begin + (rule.targets or kept), kept)
-    leaves = there & ~keep & (end > begin)
+    kept, columns = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
+    behind = (there.sum(1, keepdim=True) - 1 - columns).clamp(min=0)
+    reach = torch.minimum(behind, torch.full_like(kept, rule.targets) if rule.targets else kept)
     attention = attention.double().masked_fill(~there, 0)
-    p = _chances(rule, attention, _against(rule, e, attention.masked_fill(~keep, 0), keep, begin, end))
+    p = _chances(attention, _against(rule, e, attention, keep, reach))
     if rule.draw:
         n_heads = len(keep) // len(memory)
         head = torch.arange(len(keep), device=keep.device)[:, None] % n_heads
         p = (hash_priority(seed, head, e.positions).double() / 2**24 < p).double()
-    share = torch.where(leaves, p / (end - begin).clamp(min=1), 0)
-    columns, _ = packed(keep)
-    given, mass = spread(e.values, share * e.masses, begin, end, columns.shape[1])
-    takes = mass > 0
-    before, own = rows(e.values, columns), e.masses.gather(1, columns)
-    together = torch.where(takes, own + mass, own)
-    new = own[..., None] * before + given
-    new = new / together[..., None] if rule.bias else new
-    values = e.values.to(wide(e.values.dtype))
-    new = torch.where(takes[..., None], new, before.double()).to(values.dtype)
-    values = values.scatter(1, columns[..., None].expand_as(new), new)
-    log_masses = e.masses.scatter(1, columns, together).log().float()
+    share = torch.where(there & ~keep, p / reach.clamp(min=1), 0)
+    own = e.masses if rule.bias else torch.ones_like(e.masses)
+    given = flow(torch.cat([own[..., None] * e.values, own[..., None]], 2), share, reach)
+    together, new = given[..., -1], given[..., :-1]
+    takes = keep & (together > own)
+    if rule.bias:
+        new = new / together[..., None]
+    else:
+        together = e.masses
+    values = torch.where(takes[..., None], new, e.values.double()).to(wide(e.values.dtype))
+    log_masses = torch.where(takes, together, e.masses).log().float()
     return Joined(e.keys, values, log_masses, e.scores, memory)
 
 
-def _chances(rule: MergeRule, attention: Tensor, against: Tensor) -> Tensor:
+def _chances(attention: Tensor, against: Tensor) -> Tensor:
     return torch.where(against > 0, attention / against, (attention > 0).double()).clamp(0, 1)
 
 
-def _against(rule: MergeRule, e: Entries, of_kept: Tensor, keep: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """(R, N) or (R, 1): A, given the attention of the kept entries, 0 elsewhere."""
+def _against(rule: MergeRule, e: Entries, attention: Tensor, keep: Tensor, reach: Tensor) -> Tensor:
+    """(R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
     if rule.over is Over.MAX:
-        return of_kept.amax(1, keepdim=True)
+        return attention.masked_fill(~keep, 0).amax(1, keepdim=True)
     if rule.over is Over.RECENT:
         recent = keep & (e.positions >= rule.closed)
-        return of_kept.masked_fill(~recent, 0).sum(1, keepdim=True) / recent.sum(1, keepdim=True).clamp(min=1)
-    below = of_kept.new_zeros(len(keep), keep.shape[1] + 1).scatter_add(1, begin, of_kept).cumsum(1)
-    return (below.gather(1, end) - below.gather(1, begin)) / (end - begin).clamp(min=1)
-
-
-def spread(x: Tensor, weight: Tensor, begin: Tensor, end: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """For each of so many ranks the sums of weight * x (R, N, D) and of weight (R, N) over the columns that give to it.
-
-    Column i gives to the ranks begin_i to end_i - 1, if weight_i > 0.
-
-    Returns:
-        (R, ranks, D) and (R, ranks) float64.
-    """
-    gives = weight > 0
-    ones = torch.stack([weight, gives.double()], 2) * gives[..., None]
-    changes = []
-    for at in (begin, end):
-        side = ones.new_zeros(len(x), ranks + 1, 2).scatter_add_(1, at[..., None].expand_as(ones), ones)
-        changes.append(torch.cat([add(x, weight, Links(at, gives), ranks + 1), side], 2))
-    running = (changes[0] - changes[1]).cumsum(1)[:, :-1]
-    running = torch.where(running[..., -1:] > 0.5, running, 0)  # without the rounding of sums that ended
-    return running[..., :-2], running[..., -2]
+        return attention.masked_fill(~recent, 0).sum(1, keepdim=True) / recent.sum(1, keepdim=True).clamp(min=1)
+    below = F.pad(attention.cumsum(1), (1, 0))
+    next_one = torch.arange(1, keep.shape[1] + 1, device=keep.device).expand_as(reach)
+    return (below.gather(1, next_one + reach) - below.gather(1, next_one)) / reach.clamp(min=1)

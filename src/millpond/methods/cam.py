@@ -11,7 +11,7 @@ from millpond.policy.score import AccumulatedAttention, LastAttention, Score
 
 @method("cam")
 def cam(
-    targets: Annotated[int, "kept entries behind the one that leaves, over which its value is spread; 0 for all"] = 16,
+    targets: Annotated[int, "entries behind the one that leaves, which share its value; 0: as many as stay"] = 16,
     attention: Annotated[
         Literal["sum", "mean", "last"], "what counts as attention: from all queries, their mean, or from the newest"
     ] = "sum",
@@ -28,7 +28,7 @@ def cam(
 ) -> Policy:
     """Before an entry falls out of the recent window, add its value to the entries behind it; sinks and newest stay.
 
-    V_j <- V_j + M_i V_i / n for the n kept entries j right behind i, M_i ~ Bernoulli(p_i) with
+    V_j <- V_j + M_i V_i / n for the n entries j right behind i, M_i ~ Bernoulli(p_i) with
     p_i = clamp(a_i / mean_j a_j, 0, 1); keys stay as they are. Where attention keeps its proportions, the sum of
     attention times value that a query collects is then right in expectation, as long as p < 1.
 
@@ -36,8 +36,9 @@ def cam(
     position. With mass_bias the mass p_i goes along, so that the softmax's denominator is right as well. Of the three
     variants in the official code the default is the one for streaming: (targets=16, attention=sum, over=targets).
     The others are (32, last, recent) and (0, mean, max). A value is merged when its entry leaves and is not seen twice
-    in between, and is divided by the targets that there are. At the end of a prompt all that leaves is spread over the
-    first kept entries behind it; prefill="greedy" merges token by token instead.
+    in between, and is divided by the targets that there are. At the end of a prompt entries leave in the order of the
+    text and pass on what they were given, by the attention of the whole prompt; prefill="greedy" has each leave when
+    the window has passed it, which reads the prompt token by token.
     """
     kinds: dict[str, Score] = {
         "sum": AccumulatedAttention(), "mean": AccumulatedAttention(average=True), "last": LastAttention(),

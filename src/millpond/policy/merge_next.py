@@ -1,4 +1,4 @@
-"""IntoNext: values that leave are spread over the kept entries right behind them (CaM)."""
+"""IntoNext: values that leave are spread over the entries right behind them (CaM)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class NewestStay(OverScore):
 
 @dataclass(frozen=True, slots=True)
 class IntoNext:
-    """V_j += p_i V_i / n for each j of the n kept entries right behind entry i, at most `targets`; keys stay.
+    """V_j += p_i V_i / n for each j of the n entries right behind entry i, at most `targets`; keys stay.
 
+    Entries leave one after another, the oldest first: what leaves later passes on what it was given.
     p_i = clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets'
     attention, the mean of the kept entries behind the sinks, or the largest of all kept entries. With `draw` a value
     is merged whole with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With
     `bias` n masses of p_i / n go with the values, and V_j is the mean by mass.
 
     Attributes:
-        targets: 0 for all kept entries behind.
+        targets: 0 for as many as stay.
     """
 
     base: Score

@@ -163,18 +163,13 @@ inline void join_alike(const Region& g, const Columns& c, const Rows& rows, Leav
   }
 }
 
-// A slot, and what it is given of one leaver.
-struct Gift {
-  int32_t slot, leaver;
-  double share;
-};
-
-// The entries that stay right behind a leaver in the text: slots in `out`, at most `most`, how many is returned.
+// The entries right behind a leaver in the text, of those that stay or leave after it: slots in `out`, at most `most`,
+// how many is returned.
 inline int find_next(const Region& g, const Columns& c, int32_t behind, int most, int32_t* out) {
   const auto before = [&c](int32_t x, int32_t y) { return c.position[x] < c.position[y]; };
   int held = 0;
-  for (int i = 0; i < g.n; ++i) {
-    if (c.gone[i] || c.position[i] <= behind) continue;
+  for (int i = 0; i < g.n && most > 0; ++i) {
+    if (c.position[i] <= behind) continue;
     if (held < most) {
       out[held++] = i;
       std::push_heap(out, out + held, before);
@@ -203,12 +198,13 @@ inline double against_kept(const Region& g, const Columns& c) {
   return g.a.over == OVER_MAX ? most : total / double(std::max<int64_t>(1, count));
 }
 
-// Values of leavers spread over the entries behind them. `targets`: room for n slots. `gifts`: for each leaver as many.
-inline void join_next(const Region& g, const Columns& c, const Rows& rows, const Leaver* leavers, int32_t* targets, Gift* gifts) {
+// What leaves gives its value to the entries behind it, oldest first, so that who leaves later passes it on. `targets`:
+// room for n slots. Leavers come to lie in the order of their positions.
+inline void join_next(const Region& g, const Columns& c, const Rows& rows, Leaver* leavers, int32_t* targets) {
   const Pool& pool = g.pool;
-  const int most = g.a.targets > 0 ? int(std::min<int64_t>(g.a.targets, g.n)) : g.n;
+  const int most = int(g.a.targets > 0 ? std::min<int64_t>(g.a.targets, g.n) : g.n - g.leaving);
   const double shared = against_kept(g, c);
-  int64_t n_gifts = 0;
+  std::sort(leavers, leavers + g.leaving, [](const Leaver& x, const Leaver& y) { return x.position < y.position; });
   for (int i = 0; i < g.leaving; ++i) {
     const Leaver& e = leavers[i];
     const int n = find_next(g, c, e.position, most, targets);
@@ -221,27 +217,18 @@ inline void join_next(const Region& g, const Columns& c, const Rows& rows, const
     const double own = attention(g, c, e.slot);
     double p = against > 0 ? std::min(1.0, std::max(0.0, own / against)) : own > 0 ? 1.0 : 0.0;
     if (g.a.draw) p = double(hash24(uint32_t(g.a.seed), g.head(), uint32_t(e.position))) / 16777216.0 < p ? 1.0 : 0.0;
-    for (int t = 0; t < n && p > 0; ++t) gifts[n_gifts++] = {targets[t], i, p / n};
-  }
-  if (g.leaving > 1) std::sort(gifts, gifts + n_gifts, [](const Gift& x, const Gift& y) {
-    return x.slot < y.slot || (x.slot == y.slot && x.leaver < y.leaver);
-  });
-  for (int64_t i = 0; i < n_gifts;) {
-    const int slot = gifts[i].slot;
-    const double mass = g.mass(slot);
-    double together = mass;
-    widen(rows.value, pool.value(g.pages, slot), pool.dtype, int(pool.value_dim));
-    blend_in(rows.mixed, rows.value, float(mass), rows.value_pad, true);
-    for (; i < n_gifts && gifts[i].slot == slot; ++i) {
-      const int from = leavers[gifts[i].leaver].slot;
-      const double share = gifts[i].share * g.mass(from);
-      together += share;
-      widen(rows.value, pool.value(g.pages, from), pool.dtype, int(pool.value_dim));
-      blend_in(rows.mixed, rows.value, float(share), rows.value_pad, false);
+    if (p == 0 || n == 0) continue;
+    const double share = g.a.bias ? p / n * g.mass(e.slot) : p / n;
+    widen(rows.value, pool.value(g.pages, e.slot), pool.dtype, int(pool.value_dim));
+    for (int t = 0; t < n; ++t) {
+      const int slot = targets[t];
+      const double mass = g.mass(slot), together = g.a.bias ? mass + share : 1;
+      widen(rows.mixed, pool.value(g.pages, slot), pool.dtype, int(pool.value_dim));
+      if (g.a.bias) blend_in(rows.mixed, rows.mixed, float(mass / together), rows.value_pad, true);
+      blend_in(rows.mixed, rows.value, float(share / together), rows.value_pad, false);
+      narrow(pool.value(g.pages, slot), pool.dtype, rows.mixed, int(pool.value_dim));
+      if (g.a.bias && g.a.uses_masses) *pool.log_mass(g.pages, slot) = float(std::log(together));
     }
-    if (g.a.bias) blend_in(rows.mixed, rows.mixed, float(1.0 / together), rows.value_pad, true);
-    narrow(pool.value(g.pages, slot), pool.dtype, rows.mixed, int(pool.value_dim));
-    if (g.a.uses_masses) *pool.log_mass(g.pages, slot) = float(std::log(together));
   }
 }
 

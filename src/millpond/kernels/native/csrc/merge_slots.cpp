@@ -22,7 +22,6 @@ class Merge {
   void find(int r, char* scratch);
   void follow(int seq);
   void take_in(int r, char* scratch);
-  int64_t gifts() const;
   template <class F>
   void for_regions(F f);
 
@@ -33,13 +32,6 @@ class Merge {
   char* scratch_ = nullptr;
   Leaver* leavers_ = nullptr;  // (R, most_leaving)
 };
-
-// Room for what one region gives by position.
-int64_t Merge::gifts() const {
-  if (a_.weigh != BY_CHANCE) return 0;
-  const int64_t targets = a_.targets > 0 ? std::min<int64_t>(a_.targets, longest_) : longest_;
-  return int64_t(most_leaving_) * targets;
-}
 
 void Merge::find(int r, char* scratch) {
   const Region g(a_, pool_, r);
@@ -90,8 +82,7 @@ void Merge::take_in(int r, char* scratch) {
   const Rows rows(pool_, scratch + columns_);
   if (a_.weigh == BY_CHANCE) {
     char* rest = scratch + columns_ + round_up(Rows::bytes(pool_), 64);
-    Gift* gifts = reinterpret_cast<Gift*>(rest + round_up(4 * int64_t(longest_), 64));
-    join_next(g, c, rows, leavers, reinterpret_cast<int32_t*>(rest), gifts);
+    join_next(g, c, rows, leavers, reinterpret_cast<int32_t*>(rest));
   } else {
     join_alike(g, c, rows, leavers);
   }
@@ -121,7 +112,7 @@ int Merge::run() {
   const int64_t read = a_.weigh == BY_CHANCE ? 8 : 8 + pool_.key_dim * pool_.item;
   threads_ = int(std::min<int64_t>({std::max<int64_t>(1, a_.n_threads), n_regions_, 1 + entries * read / BYTES_PER_THREAD}));
   columns_ = Columns::bytes(longest_);
-  const int64_t by_place = round_up(4 * int64_t(longest_), 64) + gifts() * int64_t(sizeof(Gift));
+  const int64_t by_place = 4 * int64_t(longest_);
   scratch_bytes_ = round_up(columns_ + round_up(Rows::bytes(pool_), 64) + std::max(by_place, 4 * int64_t(most_leaving_)), 4096);
   const int64_t leavers = round_up(int64_t(n_regions_) * most_leaving_ * int64_t(sizeof(Leaver)), 64);
   static thread_local Workspace workspace;
