@@ -27,8 +27,8 @@ def compactor(
     """Keep the entries whose keys are outliers of their head, and those that are attended to, whatever is asked later.
 
     s_j = blend * z(l_j) + z(a_j). l_j = x_j^T (X^T X)^-1 x_j is the leverage score of the centred key in a Gaussian
-    sketch; a_j = ||v_j|| * attention, averaged over three neighbours; z standardises over the layer's entries. By itself
-    blend is 1 - budget / length of the text: the less stays, the more it counts that no other key says the same.
+    sketch; a_j = ||v_j|| * attention, averaged over three neighbours; z standardises over the layer's entries. By
+    itself blend is 1 - budget / length of the text: the less stays, the more it counts that no other key says the same.
 
     Departs from the paper: its attention is not causal, within chunks of the prompt; here it is the model's own, the
     mean that entry j has received from each query since it was written. Leverage is that of the cached keys, after
