@@ -181,8 +181,8 @@ def test_the_script_writes_what_was_found(tmp_path: Path) -> None:
 
 
 def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) -> None:
-    (name,) = [name for name in ALIKE if name.startswith("h2o")]
-    ours = made(tmp_path / "ours", {"h2o": [0.0, 0.0], name: [1.0, 0.0]})
+    each, once = (name for name in ALIKE if name.startswith("h2o"))
+    ours = made(tmp_path / "ours", {"h2o": [0.0, 0.0], each: [1.0, 1.0], once: [1.0, 0.0]})
     theirs = made(tmp_path / "theirs", {PRESSES["h2o"]: [1.0, 0.0]}, peer="kvpress 0.5.5")
     found = {f.first: f.mean for f in Runs([ours, theirs]).findings() if f.budget == "all"}
-    assert found == {"h2o": -0.5, name: 0.0}
+    assert found == {"h2o": -0.5, each: 0.5, once: 0.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,6 +92,23 @@ def test_blend_by_hand() -> None:
         assert held == best(mine, 11, {0, 1, 21, 22, 23})
 
 
+@pytest.mark.parametrize("budget", [2, 6, 11, 12])
+def test_by_itself_leverage_weighs_as_much_as_leaves(budget: int) -> None:
+    _, k, v = text(n=12)
+    seen = replace(view(k, v, signal=torch.rand(2, 12)), budget=budget)
+    assert torch.equal(
+        LeverageAndAttention().score(seen, 0), LeverageAndAttention(blend=1 - budget / 12).score(seen, 0)
+    )
+
+
+def test_the_weight_is_of_the_whole_text() -> None:
+    """With half of the text gone, a budget of what is left still weighs leverage by half."""
+    _, k, v = text(n=12)
+    late = view(k, v, signal=torch.rand(2, 12))
+    late = replace(late, budget=12, seen=24)
+    assert torch.equal(LeverageAndAttention().score(late, 0), LeverageAndAttention(blend=0.5).score(late, 0))
+
+
 def test_without_leverage_attention_alone_decides() -> None:
     _, k, v = text(n=12)
     signal = torch.rand(2, 12)
@@ -108,5 +127,7 @@ def test_one_seed_one_set() -> None:
 def test_options_out_of_range() -> None:
     with pytest.raises(OptionError, match=r"blend=-0\.1 must not be negative"):
         compactor(blend=-0.1)
+    with pytest.raises(OptionError, match="blend='much' must be a number, or auto"):
+        compactor(blend="much")
     with pytest.raises(OptionError, match="sketch=-1 must not be negative"):
         compactor(sketch=-1)

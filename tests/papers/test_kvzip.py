@@ -39,14 +39,16 @@ def test_matrix(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     CHECKS[check]("kvzip")
 
 
-def expected(model: LlamaForCausalLM, ids: Tensor, chunk: int, budget: int, sinks: int) -> list[list[list[int]]]:
+def expected(
+    model: LlamaForCausalLM, ids: Tensor, chunk: int, budget: int, sinks: int, first: int = 0
+) -> list[list[list[int]]]:
     """Positions kept [layer][head], from one uncompressed pass over text, question and chunk for each chunk."""
     eager = LlamaForCausalLM(deepcopy(model.config)).double().eval()
     eager.load_state_dict(model.state_dict())
     eager.set_attn_implementation("eager")
     n = ids.shape[1]
     best = [torch.zeros(2, n, dtype=torch.float64) for _ in model.model.layers]
-    for begin in range(0, n, chunk):
+    for begin in range(first, n, chunk):
         whole = torch.cat([ids, torch.tensor([ASK]), ids[:, begin : begin + chunk]], 1)
         for layer, p in enumerate(eager(whole, output_attentions=True).attentions):
             found = p[0, :, n:, :n].amax(1).view(2, -1, n).amax(1)
@@ -70,6 +72,16 @@ def test_kept_is_what_the_repetition_looks_at(chunk: int) -> None:
         assert any(len(a) != len(b) for row in kept for a, b in row)
         assert cache.stats().seen == mask.sum(1).tolist()
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("chunk", [100, 16])
+def test_the_mark_of_a_beginning_is_not_repeated(chunk: int) -> None:
+    model, ids = llama(), prompts(1)[0]
+    ids[0, 0] = model.config.bos_token_id
+    with torch.no_grad(), mp.compress(model, "kvzip", 14, chunk=chunk, **SETTINGS) as cache:
+        model(ids, past_key_values=cache)
+        kept = [cache.positions(layer, 0) for layer in (0, 1)]
+        assert kept == expected(model, ids, chunk, 14, 2, first=1) != expected(model, ids, chunk, 14, 2)
 
 
 def test_a_later_turn_is_repeated_too() -> None:

@@ -25,8 +25,11 @@ class Rope:
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, prompt: int, sinks: int, budget: int) -> Tensor:
-    """The paper's rule as it is written: unrotated keys, at each step rotated to their place in the cache."""
+def reference(q: Tensor, k: Tensor, v: Tensor, prompt: int, sinks: int, budget: int, grow: bool = False) -> Tensor:
+    """The paper's rule as it is written: unrotated keys, at each step rotated to their place in the cache.
+
+    grow: the prompt alone is cut down to the budget.
+    """
     rope, n = Rope(), q.shape[2]
     places = torch.arange(n)[None]
     qr, kr = rope.rotate(q, places), rope.rotate(k, places)
@@ -35,7 +38,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, prompt: int, sinks: int, budget: 
     outs = [torch.softmax(logits.masked_fill(~causal, float("-inf")), -1) @ v[:, :, :prompt]]
     held = list(range(prompt))
     for t in range(prompt, n):
-        if len(held) > budget:
+        if len(held) > budget and (t == prompt or not grow):
             held = held[:sinks] + held[len(held) - (budget - sinks) :]
         held = [*held, t]
         inside = torch.arange(len(held))[None]
@@ -71,6 +74,14 @@ def test_equals_re_rotation_of_unrotated_keys(prompt: int, sinks: int, budget: i
     q, k, v = text(60)
     ours = stream(q, k, v, prompt, budget, sinks=sinks)
     assert torch.allclose(ours, reference(q, k, v, prompt, sinks, budget), atol=1e-10)
+
+
+@pytest.mark.parametrize(("prompt", "sinks", "budget"), [(5, 2, 9), (20, 4, 8), (12, 0, 5)])
+@pytest.mark.parametrize("decode", ["grow", "once"])
+def test_re_rotation_while_the_cache_grows(prompt: int, sinks: int, budget: int, decode: str) -> None:
+    q, k, v = text(60)
+    ours = stream(q, k, v, prompt, budget, sinks=sinks, decode=decode)
+    assert torch.allclose(ours, reference(q, k, v, prompt, sinks, budget, grow=True), atol=1e-10)
 
 
 def test_moving_the_frame_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,15 @@ def test_a_shared_set_cannot_have_head_budgets() -> None:
         Policy(score=AccumulatedAttention(), heads=Ada(), shared=True)
 
 
+def test_what_grows_cannot_evict_at_each_token() -> None:
+    for name in ("h2o", "tova"):
+        for decode in ("grow", "once"):
+            with pytest.raises(OptionError, match='prefill="greedy" evicts at each token'):
+                METHODS.get(name)(prefill="greedy", decode=decode)
+    with pytest.raises(OptionError, match="compressed once grows while decoding"):
+        METHODS.get("chunkkv")(score="h2o/decode=once", decode="evict")
+
+
 def test_a_cache_that_grows_has_no_caps() -> None:
     view = View(torch.arange(9, dtype=torch.int32)[None], torch.rand(1, 9), 9, layer=0)
     plan = Policy(score=AccumulatedAttention(), every_step=False).plan(view, 4)

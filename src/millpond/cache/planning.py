@@ -160,7 +160,9 @@ class Planner:
             alive &= seen - found.positions < window
         plan: Plan | None = None
         known = budget is not None and self._policy.waits  # only the first plan asks what the prompt decided
-        if not known and self._nothing_to_choose(table, sequence, seen):
+        visible = min(seen, window) if window else seen
+        done = self._policy.once and bool((alive.sum(1) < visible).any())
+        if done or (not known and self._nothing_to_choose(table, sequence, seen)):
             contents.rewrite(table, sequence, found, alive)
             self.set_budget(table, sequence, UNBOUNDED)
         else:

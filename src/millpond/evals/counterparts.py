@@ -28,11 +28,20 @@ PRESSES = {
 }
 
 #: Ours in the settings of a press whose defaults are others: the mean of attention instead of its sum and no recent
-#: window (H2O), the mean over neighbours instead of their maximum (SnapKV), positions of the text (StreamingLLM).
+#: window (H2O), the mean over neighbours instead of their maximum (SnapKV), positions of the text (StreamingLLM), the
+#: newest entry pinned (TOVA), other words (KVzip). A press compresses once, and neither the answer nor a later
+#: question makes anything leave: decode=once. What stands here with and without it says what that is worth.
 ALIKE = {
     "h2o:recent=0:sinks=0:average=true": PRESSES["h2o"],
+    "h2o:recent=0:sinks=0:average=true:decode=once": PRESSES["h2o"],
+    "knorm:decode=once": PRESSES["knorm"],
+    "kvzip:ask=Repeat the previous context exactly.": PRESSES["kvzip"],
+    "random:recent=0:sinks=0:decode=once": PRESSES["random"],
     "snapkv:pool=avg": PRESSES["snapkv"],
+    "snapkv:pool=avg:decode=once": PRESSES["snapkv"],
     "streaming:positions=absolute": PRESSES["streaming"],
+    "streaming:positions=absolute:decode=once": PRESSES["streaming"],
+    "tova:pin_newest=true:decode=once": PRESSES["tova"],
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.cache.peek import Peek
+from millpond.cache.timeline import Timeline
 from millpond.errors import OptionError
 from millpond.hf.plain import plain
 from millpond.hf.support import decoder_modules
@@ -43,6 +44,8 @@ class Rebuilder:
         self._decoder: Any = decoder_modules(model)[-1]
         self._device = model.device
         self._policy = policy
+        begins = model.config.get_text_config().bos_token_id
+        self._begins = torch.tensor(begins if isinstance(begins, list) else [-1 if begins is None else begins])
         self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
         self.running = False
 
@@ -60,6 +63,7 @@ class Rebuilder:
             )
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
         columns, seen = timeline.columns, timeline.seen.copy()
+        done = np.maximum(done, self._marks(timeline))
         for core in cache.cores:
             core.peek = Peek(n_seq, core.stored.shape[1], int(seen.max()), self._device)
         self.running = True
@@ -89,6 +93,13 @@ class Rebuilder:
     def reset(self) -> None:
         """Forget everything."""
         self._done = self._done[:0]
+
+    def _marks(self, timeline: Timeline) -> np.ndarray:
+        """(S,) 1 for texts that open with the mark of a beginning, which is not repeated in the middle; else 0."""
+        assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+        rows = torch.arange(timeline.n_seq, device=self._device)
+        opens = timeline.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
+        return torch.isin(opens.cpu(), self._begins).long().numpy()
 
     @torch.no_grad()
     def _repeat(self, cache: MillpondCache, first: np.ndarray, last: np.ndarray) -> None:

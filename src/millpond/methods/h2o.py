@@ -18,6 +18,10 @@ def h2o(
     prefill: Annotated[
         Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"
     ] = "once",
+    decode: Annotated[
+        Literal["evict", "grow", "once"],
+        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
+    ] = "evict",
 ) -> Policy:
     """Keep the entries that have gathered most attention, and the newest ones.
 
@@ -27,11 +31,14 @@ def h2o(
 
     Departs from the paper: Algorithm 2 as printed scores the new token 0 and would freeze; the recent window of
     sections 3.2 and 5 is part of the definition here. Sinks are protected (set sinks=0 for the paper's rule). The
-    heads of a GQA group, which the paper does not treat, are averaged.
+    heads of a GQA group, which the paper does not treat, are averaged. With decode="grow" or "once" scores are those of
+    the prompts' queries: what decoding attends to is not gathered.
     """
     return Policy(
         score=AccumulatedAttention(average=average),
         protect=Protect(sinks=sinks, recent=recent, grace=grace),
         reduce=reduce,
+        every_step=decode == "evict",
+        once=decode == "once",
         prefill=prefill,
     )

@@ -12,7 +12,10 @@ from millpond.policy.protect import Protect
 def keydiff(
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
     sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
+    decode: Annotated[
+        Literal["grow", "once", "evict"],
+        "after the prompt: grow until the next one ends, never evict again, or evict at each step",
+    ] = "grow",
 ) -> Policy:
     """Keep the entries whose keys point away from the mean direction of their head.
 
@@ -22,4 +25,9 @@ def keydiff(
     A prompt in chunks is compressed chunk by chunk, as in the paper, when the cache plans between chunks.
     decode="evict" goes on at each step, the paper's rule in blocks of one; each ends with a plan, and is slow.
     """
-    return Policy(score=KeyDifference(), protect=Protect(sinks=sinks, recent=recent), every_step=decode == "evict")
+    return Policy(
+        score=KeyDifference(),
+        protect=Protect(sinks=sinks, recent=recent),
+        every_step=decode == "evict",
+        once=decode == "once",
+    )

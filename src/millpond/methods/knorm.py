@@ -12,7 +12,10 @@ from millpond.policy.protect import Protect
 def knorm(
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
     sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    decode: Annotated[
+        Literal["grow", "once", "evict"],
+        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
+    ] = "grow",
 ) -> Policy:
     """Keep the entries with the shortest keys, whatever is asked later.
 
@@ -23,4 +26,9 @@ def knorm(
     Departs from the paper: its first layers, which it leaves whole, are compressed like the others here.
     decode="evict" keeps the budget while decoding: each step ends with a plan, and is slow.
     """
-    return Policy(score=KeyNorm(), protect=Protect(sinks=sinks, recent=recent), every_step=decode == "evict")
+    return Policy(
+        score=KeyNorm(),
+        protect=Protect(sinks=sinks, recent=recent),
+        every_step=decode == "evict",
+        once=decode == "once",
+    )

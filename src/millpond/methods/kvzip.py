@@ -18,9 +18,10 @@ def kvzip(
 ) -> Policy:
     """Keep the entries that the model looks at when it repeats its context, whatever is asked later.
 
-    After a prompt the model reads it once more, behind a question for it and over its own cache. s_j = max_i max_h
-    A_hij over the tokens i of the repetition and the query heads h of the KV head (Equation 2). The heads of a layer
-    compete for its budget. The repetition is taken back, costs about a second prefill, and changes no output.
+    After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
+    for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query
+    heads h of the KV head (Equation 2). The heads of a layer compete for its budget. The repetition is taken back,
+    costs about a second prefill, and changes no output.
 
     Departs from the paper: the heads of all layers compete there; here every layer has the same total. There the
     softmax is over the repeated chunk and the question alone; here it is the model's own, over everything held, and

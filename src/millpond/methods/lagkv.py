@@ -13,7 +13,10 @@ def lagkv(
     lag: Annotated[int, "positions of a chunk; each is measured by the one behind it"] = 128,
     sinks: Annotated[int, "first positions that always stay"] = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
+    decode: Annotated[
+        Literal["grow", "once", "evict"],
+        "after the prompt: grow until the next one ends, never evict again, or evict at each step",
+    ] = "grow",
 ) -> Policy:
     """Keep the entries whose keys and values stand out against the chunk of text that follows them.
 
@@ -33,4 +36,5 @@ def lagkv(
         score=LagRelative(lag=lag, sinks=sinks, across=across),
         protect=Protect(sinks=sinks),
         every_step=decode == "evict",
+        once=decode == "once",
     )

@@ -18,7 +18,10 @@ def snapkv(
         Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"
     ] = "mean",
     sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    decode: Annotated[
+        Literal["grow", "once", "evict"],
+        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
+    ] = "grow",
 ) -> Policy:
     """Keep what the last queries of the prompt attend to, chosen per KV head, once.
 
@@ -35,4 +38,5 @@ def snapkv(
         protect=Protect(sinks=sinks, recent=window),
         reduce=reduce,
         every_step=decode == "evict",
+        once=decode == "once",
     )

@@ -14,10 +14,20 @@ def streaming(
     positions: Annotated[
         Literal["cache_relative", "absolute"], "close the gap behind the sinks (the paper), or leave it"
     ] = "cache_relative",
+    decode: Annotated[
+        Literal["evict", "grow", "once"],
+        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
+    ] = "evict",
 ) -> Policy:
     """Keep the first tokens and the newest ones, at positions inside the cache, for endless text.
 
     Keeps [0, sinks) and the newest budget - sinks entries. Attention depends on distances only, so the paper's
     in-cache positions are reached by rotating just the sinks, exactly, to lie right before the oldest recent entry.
     """
-    return Policy(score=Recency(), protect=Protect(sinks=sinks), positions=positions)
+    return Policy(
+        score=Recency(),
+        protect=Protect(sinks=sinks),
+        every_step=decode == "evict",
+        once=decode == "once",
+        positions=positions,
+    )

@@ -14,17 +14,24 @@ def tova(
     prefill: Annotated[
         Literal["once", "greedy"], "plan once at the prompt's end, or token by token as in the paper"
     ] = "once",
+    decode: Annotated[
+        Literal["evict", "grow", "once"],
+        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
+    ] = "evict",
 ) -> Policy:
     """Drop the entry that the newest query attends to least, the same one in all heads of a layer.
 
     s_j = mean_h A[h, t, j] over all query heads h of the layer, t the newest query; no window, no sinks.
 
     Departs from the paper: the default plans the prompt once at its end, as the official code does; prefill="greedy"
-    is the paper's token-by-token rule.
+    is the paper's token-by-token rule. decode="grow" and "once" leave what is decoded alone; prefill="greedy" evicts
+    at each token, so it goes with decode="evict" only.
     """
     return Policy(
         score=LastAttention(),
         protect=Protect(recent=1 if pin_newest else 0),
         shared=True,
+        every_step=decode == "evict",
+        once=decode == "once",
         prefill=prefill,
     )

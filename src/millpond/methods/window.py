@@ -1,6 +1,6 @@
 """window: the baseline that keeps the newest entries."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.policy.policy import Policy
@@ -11,6 +11,10 @@ from millpond.policy.score import Recency
 @method("window")
 def window(
     sinks: Annotated[int, "first positions that always stay; 0 is the plain sliding window"] = 0,
+    decode: Annotated[
+        Literal["evict", "grow", "once"],
+        "after the prompt: evict at each step, grow until the next prompt ends, or never evict again",
+    ] = "evict",
 ) -> Policy:
     """Keep the newest entries: s_j = position of j."""
-    return Policy(score=Recency(), protect=Protect(sinks=sinks))
+    return Policy(score=Recency(), protect=Protect(sinks=sinks), every_step=decode == "evict", once=decode == "once")

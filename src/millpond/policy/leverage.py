@@ -21,12 +21,14 @@ RIDGE = 1e-6
 class LeverageAndAttention:
     """s_j = blend * z(leverage_j) + z(attention_j), z to mean 0 and deviation 1 over all free entries of the layer.
 
+    With blend None its weight is the share of the text that the budget does not hold.
+
     leverage_j = x_j^T (X^T X)^-1 x_j, x_j the centred keys, seen through a random Gaussian matrix of `sketch` columns
     where keys have more dimensions (0: never). attention_j = ||v_j|| * mean_i A_ij over the queries i since j was
     written, averaged over three neighbouring entries.
     """
 
-    blend: float = 0.35
+    blend: float | None = None
     sketch: int = 48
     queries: Queries = "all"
     window: int = 0
@@ -34,9 +36,9 @@ class LeverageAndAttention:
     evict: Evict | None = None
 
     def __post_init__(self) -> None:
-        for name in ("blend", "sketch"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"{name}={getattr(self, name)} must not be negative")
+        for name, value in (("blend", self.blend), ("sketch", self.sketch)):
+            if value is not None and value < 0:
+                raise OptionError(f"{name}={value} must not be negative")
 
     def score(self, view: View, seed: int) -> Tensor:
         assert view.signal is not None, "the cache hands over the signal that a score declares"
@@ -44,7 +46,8 @@ class LeverageAndAttention:
         attention = torch.where(view.free, mean * view.values.norm(dim=-1), 0)
         smooth = F.avg_pool1d(attention[None], 3, stride=1, padding=1)[0]
         leverage = leverage_scores(view.keys, view.free, self.sketch, seed)
-        return (self.blend * standard(leverage, view.free) + standard(smooth, view.free)).float()
+        blend = max(0.0, 1 - view.budget / view.seen) if self.blend is None else self.blend
+        return (blend * standard(leverage, view.free) + standard(smooth, view.free)).float()
 
 
 def leverage_scores(keys: Tensor, chosen: Tensor, sketch: int, seed: int) -> Tensor:

@@ -50,6 +50,7 @@ class Policy:
         shared: all KV heads of a layer keep the same positions (the score is averaged over them).
         every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
             whole (`Protect.holds_turn`), as what is asked about a text that was compressed.
+        once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
             token of the prompt, as if it had been decoded.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gap between sinks and
@@ -67,6 +68,7 @@ class Policy:
     reduce: Literal["mean", "max", "sum"] = "mean"
     shared: bool = False
     every_step: bool = True
+    once: bool = False
     prefill: Literal["once", "greedy"] = "once"
     positions: Literal["absolute", "cache_relative"] = "absolute"
     merge: Merge | None = None
@@ -83,6 +85,12 @@ class Policy:
             raise OptionError(
                 'a score over queries before RoPE needs positions="absolute": cache-relative ones turn queries anew'
             )
+        if self.prefill == "greedy" and not self.every_step:
+            raise OptionError(
+                'prefill="greedy" evicts at each token of the prompt, so decoding has to evict at each step'
+            )
+        if self.once and self.every_step:
+            raise OptionError("what is compressed once grows while decoding; a policy that evicts at each step cannot")
         if self.waits and (self.prefill == "greedy" or (self.replans and self.merge is None)):
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
