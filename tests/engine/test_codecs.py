@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def test_carried_out_and_back_as_alone(case: str) -> None:
     done = finish(engine)
     assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(case, n) for n in LENGTHS}
     assert engine.stats().preemptions or case != "full int4"
+    engine.close()
+
+
+def test_codes_wait_in_files_as_alone(tmp_path: Path) -> None:
+    engine = engine_for("full int4", kv_memory="450kB", overcommit=8, swap_to=tmp_path)
+    for n in LENGTHS:
+        engine.add(ask(n))
+    done = finish(engine)
+    assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone("full int4", n) for n in LENGTHS}
+    assert engine.stats().preemptions
     engine.close()
 
 

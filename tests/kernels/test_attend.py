@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.make import Call, Case
+from millpond.errors import OptionError
 from millpond.kernels import native, ops, reference
 from millpond.kernels.native import library
 
@@ -47,6 +48,80 @@ def test_native_equals_reference(drawn: tuple[Call, Tensor, float]) -> None:
     tol = TOLERANCE[q.dtype]
     torch.testing.assert_close(found, out, rtol=tol, atol=tol)
     torch.testing.assert_close(found_lse, lse, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_members_see_the_entries(impl: ModuleType) -> None:
+    call = Case([45, 20], 1, 2, 2).build()
+    q = torch.randn(5, 4, 16)
+    everybody = impl.attend(q, call.pages, call.table, call.lens, scale=0.3)
+    out, lse = impl.attend(q, call.pages, call.table, call.lens, scale=0.3, members=torch.tensor([1, 4]))
+    for s in range(5):
+        if s in (1, 4):
+            torch.testing.assert_close(out[s], everybody[0][s], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(lse[s], everybody[1][s], rtol=1e-6, atol=1e-6)
+        else:
+            assert not out[s].any()
+            assert bool((lse[s] == -torch.inf).all())
+
+
+@needs_native
+@given(drawn=runs(), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_what_was_found_elsewhere_is_put_together_as_in_the_reference(
+    drawn: tuple[Call, Tensor, float], seed: int
+) -> None:
+    call, q, softcap = drawn
+    gen = torch.Generator().manual_seed(seed)
+    members = torch.randperm(len(q), generator=gen)[: len(q) // 2 + 1].sort().values
+    out = torch.randn(*q.shape[:2], call.pages.value_dim, generator=gen)
+    lse = 3 * torch.randn(q.shape[:2], generator=gen)
+    lse[0, 0], out[0, 0] = -torch.inf, 0.0
+    (expected, total), (found, both) = (
+        impl.attend(
+            q, call.pages, call.table, call.lens, scale=0.3, softcap=softcap, members=members,
+            found=(out.clone(), lse.clone()),
+        )
+        for impl in (reference, native)
+    )  # fmt: skip
+    tol = TOLERANCE[q.dtype]
+    torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
+    torch.testing.assert_close(both, total, rtol=tol, atol=tol)
+    others = torch.ones(len(q), dtype=torch.bool)
+    others[members] = False
+    assert torch.equal(found[others], out[others])
+    assert torch.equal(both[others], lse[others])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    call = Case([1500, 700, 1200], 1, 3, 2, 64, 64, 8, dtype).build()
+    q, threads = torch.randn(33, 6, 64).to(dtype), torch.get_num_threads()
+    found = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(native.attend(q, call.pages, call.table, call.lens, scale=0.1))
+    finally:
+        torch.set_num_threads(threads)
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        (torch.zeros(3, 4, 16).half(), torch.zeros(3, 4)),
+        (torch.zeros(3, 4, 15), torch.zeros(3, 4)),
+        (torch.zeros(3, 4, 16), torch.zeros(4, 3).T),
+    ],
+)
+def test_what_cannot_be_changed_in_place_is_refused(found: tuple[Tensor, Tensor]) -> None:
+    call = Case([5, 5], 1, 2, 2).build()
+    with pytest.raises(OptionError, match=r"contiguous float32 of shape \(3, 4"):
+        ops.attend(torch.randn(3, 4, 16), call.pages, call.table, call.lens, scale=1.0, found=found)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

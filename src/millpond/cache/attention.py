@@ -76,16 +76,16 @@ class Attention:
     def _two_phases(
         self, table: RegionTable, runs: SharedRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A step where nothing leaves and nothing is scored: first what sequences share, then what is their own."""
-        found = runs.attend(q, self.shape)
+        """A step where nothing leaves and nothing is scored: what is a sequence's own, then what it shares."""
         lens = table.lens - runs.taken
         out, lse, _ = ops.decode(
             q, k, v, table.pool.arrays, runs.own, lens, table.caps, table.recent, q_pos, KEEP_ALL, **self.shape.kwargs
         )
         table.lens.copy_(lens + runs.taken)
-        together, both = ops.lse_merge(out.float(), lse, *found)
+        together = out.float()
+        runs.attend(q, together, lse, self.shape)
         idle = (q_pos < 0)[:, None]
-        return together.masked_fill(idle[..., None], 0).to(q.dtype), both.masked_fill(idle, -torch.inf)
+        return together.masked_fill(idle[..., None], 0).to(q.dtype), lse.masked_fill(idle, -torch.inf)
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
         """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""

@@ -68,14 +68,17 @@ class SharedRuns:
         runs = list(_runs(ids, full, tuple(range(len(ids))), 0, arrays.slots))
         return cls(runs, ids, arrays) if runs else None
 
-    def attend(self, q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """What queries q (S, Hq, key_dim) find in the runs: out (S, Hq, value_dim) float32 and lse (S, Hq) float32."""
-        out = q.new_zeros(*q.shape[:2], self._arrays.value_dim, dtype=torch.float32)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        for rows, pages, lens in self._calls:
-            found = ops.attend(q[rows], self._arrays, pages, lens, scale=shape.scale, softcap=shape.softcap)
-            out[rows], lse[rows] = ops.lse_merge(out[rows], lse[rows], *found)
-        return out, lse
+    def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> None:
+        """Put together, in place, what queries q (S, Hq, key_dim) find in the runs and what they found elsewhere.
+
+        Args:
+            out: (S, Hq, value_dim) float32. lse: (S, Hq) float32.
+        """
+        for members, pages, lens in self._calls:
+            ops.attend(
+                q, self._arrays, pages, lens, scale=shape.scale, softcap=shape.softcap, members=members,
+                found=(out, lse),
+            )  # fmt: skip
 
 
 def _runs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
-from millpond.cache.swap import Carried, carry_in, carry_out
+from millpond.cache.swap import Carried, carry_in, copy_out, give_up
+from millpond.cache.swap_files import SwapFile, SwapFiles
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 
@@ -37,6 +39,7 @@ class Stack:
         self.timeline = timeline
         self._before_plan = before_plan
         self._carried: list[list[Carried]] | None = None
+        self._file: SwapFile | None = None  # where the content of what is carried lies; None: in memory
 
     @property
     def n_seq(self) -> int:
@@ -102,7 +105,7 @@ class Stack:
         for core in self.cores:
             core.reset()
         self.timeline.reset()
-        self._carried = None
+        self._forget_carried()
 
     # ------------------------------------------------------------------ room
 
@@ -128,16 +131,34 @@ class Stack:
         """Whether the pages lie outside the pool."""
         return self._carried is not None
 
-    def carry_out(self) -> None:
-        """Copy all pages to the host's memory and give them back."""
-        self._carried = [carry_out(core.table) for core in self.cores if core.table is not None]
+    def carry_out(self, files: SwapFiles | None = None) -> None:
+        """Copy all pages to the host's memory, or to a file, and give them back.
+
+        Raises:
+            DataError: the file cannot be written; nothing was changed.
+        """
+        tables = self._tables()
+        content = [copy_out(table) for table in tables]
+        if files is not None:
+            self._file = files.write(content)
+            content = [[()] * len(parts) for parts in content]
+        self._carried = [give_up(table, parts) for table, parts in zip(tables, content, strict=True)]
 
     def carry_in(self) -> None:
-        """Take the pages in again. Ask `pages_to_carry_in` for room first."""
+        """Take the pages in again. Ask `pages_to_carry_in` for room first.
+
+        Raises:
+            DataError: the file with them is gone or broken; they can only be forgotten.
+        """
         assert self._carried is not None, "pages come back that were carried out"
-        for table, carried in zip([c.table for c in self.cores if c.table is not None], self._carried, strict=True):
+        if self._file is not None:
+            self._carried = [
+                [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
+                for parts, found in zip(self._carried, self._file.read(), strict=True)
+            ]
+        for table, carried in zip(self._tables(), self._carried, strict=True):
             carry_in(table, carried)
-        self._carried = None
+        self._forget_carried()
 
     def pages_to_carry_in(self) -> Pages:
         """Pages of each pool that `carry_in` takes."""
@@ -145,6 +166,14 @@ class Stack:
         for part in chain.from_iterable(self._carried or []):
             need[part.pool] += part.n_pages
         return dict(need)
+
+    def _tables(self) -> list[RegionTable]:
+        return [core.table for core in self.cores if core.table is not None]
+
+    def _forget_carried(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+        self._carried = self._file = None
 
     # ------------------------------------------------------------------ figures
 

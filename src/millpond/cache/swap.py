@@ -1,7 +1,8 @@
 """Swapping a sequence out: the content of its pages leaves the pool, and comes back bit by bit.
 
 A cache that chose what to keep by what was asked cannot be computed again from its text. So a sequence that must make
-room is carried to the host's memory, outside the pool's limit, and goes on later as if nothing had happened.
+room is carried to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and goes on later as if
+nothing had happened.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from millpond.cache.table import RegionTable
 
 #: What holds pages: the plain part of a table, or its packed one.
 Holder = RegionTable | Sealed
+#: What pages hold, (n, ...) per array of their pool.
+Content = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,12 @@ class Carried:
     """The pages of one part of a table outside its pool.
 
     Attributes:
-        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, (n, ...) per array of
-            the pool, on the host.
+        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, on the host.
     """
 
     pool: CountedPages[Any]
     owned: npt.NDArray[Any]
-    arrays: tuple[Tensor, ...]
+    arrays: Content
 
     @property
     def n_pages(self) -> int:
@@ -45,12 +47,14 @@ class Carried:
         return sum(array.nbytes for array in self.arrays)
 
 
-def carry_out(table: RegionTable) -> list[Carried]:
-    """Copy the table's pages to the host and give them back; the table may only be carried in, or cleared."""
-    return [
-        Carried(part.pool, part.give_up(), content)
-        for part, content in [(part, read_pages(part.pool, part.held())) for part in _parts(table)]
-    ]
+def copy_out(table: RegionTable) -> list[Content]:
+    """The content of the table's pages, on the host, for each of its parts."""
+    return [read_pages(part.pool, part.held()) for part in _parts(table)]
+
+
+def give_up(table: RegionTable, content: list[Content]) -> list[Carried]:
+    """Give the table's pages back; it may only be carried in, or cleared. `content`: as `copy_out` told."""
+    return [Carried(part.pool, part.give_up(), c) for part, c in zip(_parts(table), content, strict=True)]
 
 
 def carry_in(table: RegionTable, carried: list[Carried]) -> None:
@@ -72,8 +76,8 @@ def carry_in(table: RegionTable, carried: list[Carried]) -> None:
         part.take_back(ids, one.owned)
 
 
-def read_pages(pool: CountedPages[Any], ids: PageIds) -> tuple[Tensor, ...]:
-    """The content of the pages, (n, ...) per array of the pool."""
+def read_pages(pool: CountedPages[Any], ids: PageIds) -> Content:
+    """The content of the pages."""
     found = []
     for arenas in pool.arrays.arrays:
         if not arenas:  # nothing was ever held
@@ -86,7 +90,7 @@ def read_pages(pool: CountedPages[Any], ids: PageIds) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def write_pages(pool: CountedPages[Any], ids: PageIds, content: tuple[Tensor, ...]) -> None:
+def write_pages(pool: CountedPages[Any], ids: PageIds, content: Content) -> None:
     """Give the pages the content that `read_pages` returned of others."""
     for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
         for arena, places, rows in _by_arena(pool, ids):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
 from millpond.cache.swap import Holder
+from millpond.cache.swap_files import SwapFiles
 from millpond.engine.groups import Group, figures_of
 from millpond.engine.intake import Intake
 from millpond.engine.live import Live
@@ -46,6 +48,7 @@ class Engine:
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         overcommit: see `Scheduler`. page_slots, native_layers: see `compress`.
+        swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError: as `compress`.
@@ -67,6 +70,7 @@ class Engine:
         prefix_cache: bool = False,
         page_slots: int = DEFAULT_SLOTS,
         native_layers: bool = True,
+        swap_to: str | PathLike[str] | None = None,
     ) -> None:
         check_slots(page_slots)
         limit = None if kv_memory is None else parse_bytes(kv_memory)
@@ -79,17 +83,21 @@ class Engine:
         self._told: list[Live] = []  # requests that changed outside a step
         self._memories = Memories()
         self._sharing = Sharing(self._account, enabled=prefix_cache)
-        self._room = Room(self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree)
+        self._files: SwapFiles | None = None
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
+            self._files = None if swap_to is None else SwapFiles(swap_to)
             budget_of(method, budget, policy_of(method, dict(options or {})))  # refuses one where none is taken
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
-            self._model.close()
+            self._let_go()
             raise
+        self._room = Room(
+            self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree, self._files
+        )
         self._intake = Intake(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
         self._turn = Turn(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._finished = self._evicted = 0
@@ -190,7 +198,7 @@ class Engine:
         self._sharing.tree.clear()
         self._trim()
         self._stats = self._count()
-        self._model.close()
+        self._let_go()
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
@@ -218,6 +226,7 @@ class Engine:
         step = self._scheduler.plan()
         self._turn.share(step)
         self._room.prepare(step)
+        changed += self._part_with_lost()
         groups = groups_of(step, self._live)
         reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
         changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
@@ -287,6 +296,13 @@ class Engine:
             self._tidy(live)
         return lives
 
+    def _part_with_lost(self) -> list[Live]:
+        """End the requests whose caches found no way out of the pool, or back."""
+        lost, self._room.lost = self._room.lost, []
+        for live in lost:
+            self._tidy(live)
+        return lost
+
     def _memory(self, request_id: str, layer: int) -> Memory | None:
         found = self.cache_of(request_id)
         if found is None:
@@ -303,6 +319,11 @@ class Engine:
             found = [self._memory(name, layer) for layer in range(len(self._model.layers))]
             if layers := [memory for memory in found if memory is not None]:
                 self._memories.keep(name, layers)
+
+    def _let_go(self) -> None:
+        self._model.close()
+        if self._files is not None:
+            self._files.close()
 
     def _trim(self) -> None:
         for pool in self._account.pools:

@@ -32,6 +32,7 @@ class LLM:
         dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
         max_step_tokens: tokens of one step of the model where prompts are read: more read faster, fewer keep the
             others' next tokens coming.
+        swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         threads: of torch in this process; None leaves them as they are.
 
@@ -51,13 +52,14 @@ class LLM:
         dtype: str | None = None,
         max_step_tokens: int = 512,
         prefix_cache: bool = False,
+        swap_to: str | PathLike[str] | None = None,
         tokenizer: Any = None,
         threads: int | None = None,
     ) -> None:
         model, tokenizer = load(model, tokenizer, dtype, threads)
         self.engine = Engine(
             model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
-            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache,
+            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to,
         )  # fmt: skip
         self._names = count()
 

@@ -10,10 +10,12 @@ from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
 from millpond.cache.prefix import PrefixTree
 from millpond.cache.stack import Pages
+from millpond.cache.swap_files import SwapFiles
 from millpond.engine.admission import pages_to_settle
 from millpond.engine.groups import Group
 from millpond.engine.live import Live
 from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.errors import DataError
 from millpond.hf.packed import LayerShape
 
 
@@ -22,9 +24,11 @@ class Room:
 
     Args:
         live: the engine's requests by name. layers: what each layer of the model stores.
+        files: where requests that leave are put; None: the host's memory.
 
     Attributes:
         carried_out: how often a request had to leave.
+        lost: requests that could not be carried out or in; whoever takes them away ends them.
     """
 
     def __init__(
@@ -34,8 +38,11 @@ class Room:
         live: Mapping[str, Live],
         layers: list[LayerShape],
         prefixes: PrefixTree,
+        files: SwapFiles | None = None,
     ) -> None:
         self.carried_out = 0
+        self.lost: list[Live] = []
+        self._files = files
         self._account = account
         self._scheduler = scheduler
         self._live = live
@@ -65,7 +72,10 @@ class Room:
             live.stack = (
                 live.group.recipe.stack(len(live.ids)) if job.read < job.prompt else live.group.part(live.going)
             )
-        live.stack.carry_out()
+        try:
+            live.stack.carry_out(self._files)
+        except DataError as error:
+            self._lose(live, error)
         self.carried_out += 1
 
     def _carry_in(self, job: Job) -> None:
@@ -74,10 +84,21 @@ class Room:
         if not self._has(live.stack.pages_to_carry_in()):
             self._scheduler.put_off(job)
             return
-        live.stack.carry_in()
+        try:
+            live.stack.carry_in()
+        except DataError as error:
+            self._scheduler.put_off(job)
+            return self._lose(live, error)
         if job.read == job.prompt:
             live.group.join(live.stack, live.going)
             live.stack = None
+
+    def _lose(self, live: Live, error: DataError) -> None:
+        """Its pages are free, and it cannot go on."""
+        assert live.stack is not None, "what moves has a cache"
+        live.stack.clear()
+        live.fail(error)
+        self.lost.append(live)
 
     def _has(self, pages: Pages) -> bool:
         """Whether there is room for these pages, or will be without prompts that only others might want."""

@@ -298,25 +298,46 @@ def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
 
 
 def attend(
-    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+    q: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    members: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of many sequences' queries over entries that they share, which are read once for all of them.
 
-    The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2): what `decode` finds in the entries of
-    each sequence alone is put together with it by `lse_merge`.
+    The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). What `decode` finds in the entries of
+    each sequence alone is given as `found`, and put together with it by the log-sum-exp, as `lse_merge` does.
 
     Args:
-        q: (S, Hq, key_dim), one query of each sequence; all of them see every entry.
+        q: (S, Hq, key_dim), one query of each sequence.
         pages: the pool's memory, only read. table: (Hkv, n) int32 page ids. lens: (Hkv,) int32.
         scale, softcap: as in `decode`.
+        members: (n,) int64, the sequences that share the entries and see every one, each once; None: all.
+        found: what queries found in other entries, out (S, Hq, value_dim) float32 and lse (S, Hq) float32, both
+            contiguous; changed in place and returned. None: nothing.
 
     Returns:
-        out (S, Hq, value_dim) float32; lse (S, Hq) float32, -inf where there is no entry.
+        out (S, Hq, value_dim) float32; lse (S, Hq) float32, -inf where there is no entry, and then out is 0.
+
+    Raises:
+        OptionError: `found` is not contiguous float32 of these shapes.
     """
-    found: tuple[Tensor, Tensor] = backend(pages.dtype, q.device).attend(
-        q, pages, table, lens, scale=scale, softcap=softcap
+    shape = (*q.shape[:2], pages.value_dim)
+    for x, wanted in () if found is None else ((found[0], shape), (found[1], shape[:2])):
+        if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous():
+            raise OptionError(
+                f"what queries found is contiguous float32 of shape {tuple(wanted)}, not {x.dtype} of {tuple(x.shape)} "
+                f"with strides {x.stride()}; make it .float().contiguous()"
+            )
+    result: tuple[Tensor, Tensor] = backend(pages.dtype, q.device).attend(
+        q, pages, table, lens, scale=scale, softcap=softcap, members=members, found=found
     )
-    return found
+    return result
 
 
 def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -278,18 +278,36 @@ def decode(
     return out.reshape(n_seq, n_heads, -1).to(q.dtype), lse.reshape(n_seq, n_heads).float(), evicted.int()
 
 
+def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """What queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
+    out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
+    return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
+
+
 def attend(
-    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+    q: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    members: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    chosen: Tensor | slice = slice(None) if members is None else members
     n_kv_heads, dtype = len(table), wide(q.dtype)
     width = int(lens.max()) if n_kv_heads else 0
     keys, values, positions, _, log_masses = read(pages, table, lens, width)
-    rows = q.to(dtype).transpose(0, 1).reshape(n_kv_heads, -1, len(q), q.shape[2])  # (Hkv, group, S, D)
+    some = q[chosen].to(dtype)
+    rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
     logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
     logits = with_masses(logits, log_masses)
-    p, lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
-    out = (p @ values.to(dtype)[:, None]).flatten(0, 1)
-    return out.transpose(0, 1).float(), lse.flatten(0, 1).T.float()
+    p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
+    shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
+    out, lse = nothing_found(q, pages.value_dim) if found is None else found
+    out[chosen], lse[chosen] = lse_merge(out[chosen], lse[chosen], shared, shared_lse.flatten(0, 1).T.float())
+    return out, lse
 
 
 def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_heads: int) -> Tensor:

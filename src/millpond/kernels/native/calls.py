@@ -17,16 +17,15 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/args.hpp
 DECODE = Struct("=44q3d").pack
+ATTEND = Struct("=22q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
 LINEAR = Struct("=30qd").pack
 ROTATE = Struct("=10q").pack
 NORM = Struct("=7qd").pack
-PREFILL = Struct("=44q2d").pack
+PREFILL = Struct("=32q2d").pack
 SCAN = Struct("=21qd").pack
 INT32 = torch.int32
-#: The end of a PREFILL whose columns are dense: a pool of one slot, and no table.
-DENSE = (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0)
 #: Columns that `mp_newest_alike` looks at together.
 COLUMNS = 128
 
@@ -119,7 +118,7 @@ def prefill(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
         n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
-        torch.get_num_threads(), 0, DTYPES[q.dtype], *DENSE, scale, softcap,
+        torch.get_num_threads(), 0, scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
@@ -127,27 +126,20 @@ def prefill(
 
 
 def attend(
-    q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, pool: list[int], scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Prefill over columns in pages, of queries that bring none and see everything: q (S, Hq, key_dim)."""
+    q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, members: Tensor, out: Tensor, lse: Tensor, pool: list[int],
+    scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """`out` and `lse`, contiguous float32, become those over the entries and what they were of."""
     q, table, lens = _rows(q), _flat(table), _flat(lens)
-    n_queries, n_heads, key_dim = q.shape
-    n_kv_heads, value_dim = len(table), pool[3]
-    out = torch.zeros((n_heads, n_queries, value_dim), dtype=torch.float32)
-    lse = torch.full((n_heads, n_queries), -torch.inf)
-    n_columns = int(lens.max()) if n_kv_heads else 0
-    if n_queries and n_columns:
-        q_pos = torch.full((n_queries,), torch.iinfo(INT32).max, dtype=INT32)
-        failed = entry_point("mp_prefill")(PREFILL(
-            q.data_ptr(), 0, 0, DTYPES[q.dtype], 0, 0, q.stride(1), q.stride(0), 0, 0, 0, 0, q_pos.data_ptr(),
-            0, 0, 0, 0, 0, out.data_ptr(), lse.data_ptr(), 0,
-            n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, value_dim, 0, 0, torch.get_num_threads(), 0,
-            DTYPES[torch.float32], bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0),
-            lens.data_ptr(), scale, softcap,
-        ))  # fmt: skip
-        if failed:
-            raise MemoryError("no memory for the work space of the prefill kernel")
-    return out.transpose(0, 1), lse.T
+    if not len(members) or not table.numel():
+        return
+    failed = entry_point("mp_attend")(ATTEND(
+        bases.data_ptr(), bases.shape[1], *pool, q.data_ptr(), DTYPES[q.dtype], *q.stride()[:2],
+        table.data_ptr(), table.stride(0), lens.data_ptr(), members.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        len(members), q.shape[1], len(table), torch.get_num_threads(), scale, softcap,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the attention to shared entries")
 
 
 def window_signal(
@@ -169,7 +161,7 @@ def window_signal(
         *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
         n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        torch.get_num_threads(), int(known_lse is not None), DTYPES[q.dtype], *DENSE, scale, softcap,
+        torch.get_num_threads(), int(known_lse is not None), scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")

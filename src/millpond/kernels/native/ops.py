@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millpond.kernels.native import calls
 from millpond.kernels.pages import PageArrays
+from millpond.kernels.reference import nothing_found
 from millpond.kernels.rules import DecodeRule, Reduce
 
 LIBRARY = torch.library.Library("millpond", "DEF")
@@ -125,9 +126,20 @@ def decode(
 
 
 def attend(
-    q: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, *, scale: float, softcap: float = 0.0
+    q: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    members: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return calls.attend(q, pages.bases, table, lens, _pool(pages), scale, softcap)
+    members = torch.arange(len(q)) if members is None else members
+    out, lse = nothing_found(q, pages.value_dim) if found is None else found
+    calls.attend(q, pages.bases, table, lens, members, out, lse, _pool(pages), scale, softcap)
+    return out, lse
 
 
 def prefill(

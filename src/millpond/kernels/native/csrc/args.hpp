@@ -92,11 +92,21 @@ struct PrefillArgs {
   int64_t n_heads, n_kv_heads, n_queries, n_columns, n_past, key_dim, value_dim;  // n_past: N - Q, or N
   int64_t window, reduce, n_threads;
   int64_t lse_given;  // whether lse is what the probabilities are taken from, not a result: then there are no values
-  int64_t out_dtype;
-  PoolArgs pool;         // of the columns, if they lie in pages; then k, v and what is said of the past count for nothing
-  const int32_t* table;  // (Hkv, n), null where they do not
-  int64_t table_row;     // stride
-  const int32_t* lens;   // (Hkv,): columns of each head, at most n_columns
+  double scale, softcap;
+};
+
+// Queries that all see the same entries: one of each sequence that shares them.
+struct AttendArgs {
+  PoolArgs pool;
+  const void* q;  // (S, Hq, key_dim)
+  int64_t q_dtype, q_seq, q_head;  // strides
+  const int32_t* table;            // (Hkv, n)
+  int64_t table_row;               // stride
+  const int32_t* lens;             // (Hkv,)
+  const int64_t* members;          // (n_members,): the sequences that share, each at most once
+  float* out;                      // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  float* lse;                      // (S, Hq): likewise, -inf where there is nothing yet
+  int64_t n_members, n_heads, n_kv_heads, n_threads;
   double scale, softcap;
 };
 

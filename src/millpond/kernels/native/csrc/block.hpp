@@ -161,8 +161,8 @@ void Block<T>::finish() {
       float* o = r_.out + r * p_.value_pad;
       for (int d = 0; d < p_.value_pad; d += W) store(o + d, load(o + d) * (factor * r_.total[r]));
       if (p_.value_dim == 0) continue;
-      char* out = static_cast<char*>(p_.a.out) + row * p_.value_dim * dtype_bytes(p_.a.out_dtype);
-      narrow(out, p_.a.out_dtype, o, p_.value_dim);
+      char* out = static_cast<char*>(p_.a.out) + row * p_.value_dim * dtype_bytes(p_.a.q_dtype);
+      narrow(out, p_.a.q_dtype, o, p_.value_dim);
     }
 }
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "convert.hpp"
 #include "pages.hpp"
 #include "soften.hpp"
 #include "tile.hpp"
@@ -20,40 +19,27 @@ struct Prompt {
   static constexpr int STEP = Inner<T>::STEP;
   static constexpr int64_t DTYPE = sizeof(T) == 4 ? int64_t(F32) : int64_t(BF16);
   const PrefillArgs& a;
-  const Pool pool;
   int group, n_past, chunks, columns;      // columns: whole chunks of them
   int key_dim, key_pad, value_dim, value_pad;
-  int64_t k_dtype, v_dtype;
 
   explicit Prompt(const PrefillArgs& args)
-      : a(args), pool(args.pool), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_past)),
+      : a(args), group(int(args.n_heads / args.n_kv_heads)), n_past(int(args.n_past)),
         chunks(int((args.n_columns + COLUMNS - 1) / COLUMNS)), columns(chunks * COLUMNS), key_dim(int(args.key_dim)),
         key_pad(int(round_up(key_dim, STEP))), value_dim(int(args.value_dim)),
-        value_pad(int(round_up(value_dim, TILE))), k_dtype(paged() ? pool.dtype : args.k_dtype),
-        v_dtype(paged() ? pool.dtype : args.v_dtype) {}
+        value_pad(int(round_up(value_dim, TILE))) {}
 
   const void* query(int head, int64_t row) const { return offset(a.q, a.q_dtype, head * a.q_head + row * a.q_row); }
-  bool paged() const { return a.table != nullptr; }
-  const int32_t* pages(int head) const { return a.table + head * a.table_row; }
-  const void* key(int head, int64_t column) const {
-    if (paged()) return pool.key(pages(head), column);
-    return offset(a.k, k_dtype, head * a.k_head + column * a.k_row);
-  }
-  const void* value(int head, int64_t column) const {
-    if (paged()) return pool.value(pages(head), column);
-    return offset(a.v, v_dtype, head * a.v_head + column * a.v_row);
-  }
+  const void* key(int head, int64_t row) const { return offset(a.k, a.k_dtype, head * a.k_head + row * a.k_row); }
+  const void* value(int head, int64_t row) const { return offset(a.v, a.v_dtype, head * a.v_head + row * a.v_row); }
   int32_t position(int head, int column) const {
-    if (column >= int(paged() ? a.lens[head] : a.n_columns)) return NOWHERE;
-    if (paged()) return *pool.position(pages(head), column);
+    if (column >= int(a.n_columns)) return NOWHERE;
     if (column >= n_past) return a.q_pos[column - n_past];
     const int32_t p = a.past_pos[head * a.past_row + column];
     return p < 0 ? NOWHERE : p;
   }
-  bool biased() const { return paged() ? pool.masses : a.past_log_masses != nullptr; }
+  bool biased() const { return a.past_log_masses != nullptr; }
   // The log mass in units of log 2 of a column that somebody sees.
   float bias(int head, int column) const {
-    if (paged()) return *pool.log_mass(pages(head), column) * LOG2_E;
     return column < n_past ? a.past_log_masses[head * a.mass_row + column] * LOG2_E : 0.0f;
   }
 };
@@ -127,11 +113,11 @@ void pack_chunk(const Prompt<T>& p, const Packed<T>& packed, int head, int chunk
   for (int i = begin; p.biased() && i < end; ++i)
     packed.biases[i] = packed.positions[i] != NOWHERE ? p.bias(head, i) : 0.0f;
   auto load_key = [&](T* to, int i) {
-    if (packed.positions[i] != NOWHERE) return load_row(to, p.key(head, i), p.k_dtype, p.key_dim, p.key_pad);
+    if (packed.positions[i] != NOWHERE) return load_row(to, p.key(head, i), p.a.k_dtype, p.key_dim, p.key_pad);
     std::memset(to, 0, size_t(p.key_pad) * sizeof(T));
   };
   auto load_value = [&](T* to, int i) {
-    if (packed.positions[i] != NOWHERE) return load_row(to, p.value(head, i), p.v_dtype, p.value_dim, p.value_pad);
+    if (packed.positions[i] != NOWHERE) return load_row(to, p.value(head, i), p.a.v_dtype, p.value_dim, p.value_pad);
     std::memset(to, 0, size_t(p.value_pad) * sizeof(T));
   };
   const int used = std::min(end, int(round_up(p.a.n_columns, TILE)));
