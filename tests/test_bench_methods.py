@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +45,8 @@ def picked(*names: str, **plan: Any) -> Plan:
 def test_nobody_is_left_out_today() -> None:
     entrants, left_out = enter(QUICK)
     assert left_out == []
-    assert [e.name for e in entrants] == METHODS.names()
+    assert [e.name for e in entrants] == [*METHODS.names(), "snapkv"]
+    assert [e.again for e in entrants] == [False] * len(METHODS.names()) + [True]
     assert {e.name for e in entrants if e.given} >= {"fastgen", "kvzip"}
 
 
@@ -69,7 +72,7 @@ def test_a_method_that_cannot_be_built_is_left_out_with_the_reason(odd: None) ->
     reasons = {method["name"]: method["reason"] for method in left_out}
     assert reasons == {"grumpy": "not today", "needy": "needy has no default for table; name it, as needy:table=..."}
     given = enter(replace(TINY, methods=(("needy", {"table": "1"}),)))[0]
-    assert [(e.name, e.setting) for e in given] == [("snapkv", ""), ("needy", "table=1")]
+    assert [(e.name, e.setting) for e in given] == [("snapkv", ""), ("needy", "table=1"), ("snapkv", "")]
 
 
 def test_what_is_asked_for_by_name_is_not_left_out(odd: None) -> None:
@@ -79,11 +82,13 @@ def test_what_is_asked_for_by_name_is_not_left_out(odd: None) -> None:
         enter(picked("snapvk"))
 
 
-def test_the_anchor_takes_part_once() -> None:
-    assert [e.name for e in enter(picked("h2o"))[0]] == ["snapkv", "h2o"]
-    assert [e.name for e in enter(picked("h2o", "snapkv"))[0]] == ["h2o", "snapkv"]
+def test_the_anchor_takes_part_and_once_more_without_a_bound() -> None:
+    assert [e.name for e in enter(picked("h2o"))[0]] == ["snapkv", "h2o", "snapkv"]
+    assert [e.name for e in enter(picked("h2o", "snapkv"))[0]] == ["h2o", "snapkv", "snapkv"]
     other = enter(replace(TINY, methods=(("snapkv", {"decode": "evict"}),)))[0]
-    assert [e.setting for e in other] == ["", "decode=evict"]
+    assert [(e.setting, e.again) for e in other] == [("", False), ("decode=evict", False), ("", True)]
+    assert other[0].kind == ("grows", 1.05)
+    assert other[2].kind == ("noise: the same once more", None)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +143,53 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
     assert clock.passes == (2 if name == "kvzip" else 1)
 
 
+class Paced:
+    """A course whose every turn takes what the clock of all of them says, times a factor."""
+
+    def __init__(self, factor: float, clock: list[float], log: list[tuple[float, int]]) -> None:
+        self._factor, self._clock, self._log = factor, clock, log
+
+    def go_on(self, steps: int) -> float:
+        self._log.append((self._factor, steps))
+        self._clock[0] *= 1.1  # a machine that gets slower with every turn
+        return self._factor * self._clock[0]
+
+
+def test_a_turn_is_compared_with_those_of_the_anchor_before_and_behind() -> None:
+    """Of six methods at a time three stand between two turns of the anchor, whatever drifts over the whole race."""
+    names = ["h2o", "ada", "tova", "rkv", "ems", "window"]
+    entrants, _ = enter(picked(*names, new_tokens=64))
+    anchor, others = entrants[0], entrants[1:7]
+    clock, log = [1.0], list[tuple[float, int]]()
+    factors = {id(e): 1 + 0.5 * i for i, e in enumerate([anchor, *others])}
+    courses: Any = {key: Paced(factor, clock, log) for key, factor in factors.items()}
+    ratios = bench._race(replace(TINY, new_tokens=64), courses, anchor, others, random.Random(0))
+    assert ratios[id(anchor)] == [1]
+    turns = {e.name: len(ratios[id(e)]) for e in others}
+    assert turns == {"h2o": 16, "ada": 16, "tova": 16, "rkv": 3, "ems": 8, "window": 16}
+    for entrant in others:
+        for ratio in ratios[id(entrant)]:
+            assert ratio / factors[id(entrant)] == pytest.approx(1, abs=0.2)  # 1.1^2 from an anchor, at most
+    places = [i for i, (factor, _) in enumerate(log) if factor == 1]
+    assert places[0] == 0
+    assert places[-1] == len(log) - 1
+    assert max(b - a for a, b in pairwise(places)) <= 4
+    assert {steps for _, steps in log} == {4}
+
+
+def test_a_race_without_its_anchor_has_no_ratios() -> None:
+    entrants, _ = enter(picked("h2o"))
+    entrants[0].failure = "gone"
+    courses: Any = {id(entrants[1]): Paced(1.0, [1.0], [])}
+    assert bench._race(TINY, courses, entrants[0], entrants[1:2], random.Random(0)) == {
+        id(entrants[0]): [], id(entrants[1]): []
+    }  # fmt: skip
+
+
 def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
     data = bench.run(picked("streaming", "snapkv", budget="16"))
-    streaming, snapkv = data["results"]
+    streaming, snapkv, again = data["results"]
+    assert again["failure"] == snapkv["failure"]
     assert len(streaming["readings"]) == 2
     assert streaming["decode_ratio"] is None
     assert streaming["decode_holds"] is None
@@ -155,23 +204,24 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
 
 def entrant(name: str, *readings: tuple[float, float, float, float], **options: str) -> Entrant:
     made = Entrant.of(name, options, 64)
-    made.readings = [Reading(prefill, plan, decode, 1000, 1, beside) for prefill, plan, decode, beside in readings]
+    made.readings = [Reading(prefill, plan, decode, 1000, 1, ratio) for prefill, plan, decode, ratio in readings]
     return made
 
 
 def test_medians_ratios_and_bounds() -> None:
-    """A step is compared with the anchor's in the same rounds: 12 / 10, 36 / 30, 99 / 90."""
-    anchor = entrant("snapkv", (2, 0.1, 10, 10), (4, 0.1, 20, 20), (2, 0.2, 10, 10))
-    slow = entrant("h2o", (3, 0.3, 12, 10), (3, 0.3, 36, 30), (9, 0.9, 99, 90)).as_dict(anchor)
+    """The ratios of the readings count, not that of the medians, which may come of other seconds."""
+    anchor = entrant("snapkv", (2, 0.1, 10, 1), (4, 0.1, 20, 1), (2, 0.2, 10, 1))
+    slow = entrant("h2o", (3, 0.3, 12, 1.2), (3, 0.3, 36, 1.25), (9, 0.9, 99, 1.1)).as_dict(anchor)
     assert (slow["prefill_s"], slow["prefill_ratio"]) == (3, 1.5)
     assert slow["plan_share"] == pytest.approx(0.1)
     assert (slow["decode_ms"], slow["decode_ratio"], slow["decode_bound"]) == (36, 1.2, 1.15)
+    assert slow["decode_ratio_range"] == [1.1, 1.25]
     assert (slow["plan_holds"], slow["decode_holds"]) == (False, False)
     own = anchor.as_dict(anchor)
     assert (own["plan_share"], own["plan_holds"]) == (0.05, True)
     assert (own["decode_ratio"], own["decode_holds"]) == (1, True)
-    assert entrant("cam", (1, 0, 12, 10)).as_dict(anchor)["decode_holds"] is True
-    assert entrant("full", (1, 0, 99, 10)).as_dict(anchor)["decode_holds"] is None
+    assert entrant("cam", (1, 0, 12, 1.2)).as_dict(anchor)["decode_holds"] is True
+    assert entrant("full", (1, 0, 99, 9.9)).as_dict(anchor)["decode_holds"] is None
 
 
 def test_a_course_goes_on_where_it_stopped() -> None:
@@ -180,10 +230,10 @@ def test_a_course_goes_on_where_it_stopped() -> None:
     prompt = draw_prompts(TINY.shape, 1, 60, 0)
     with Course(model, policy, prompt, "50%") as course:
         course.prefill()
-        course.go_on(8)
-        course.go_on(8)
-        reading = course.reading(1.0)
+        turns = [course.go_on(8), course.go_on(8)]
+        reading = course.reading([1.0, 1.5, 1.1])
         assert len(course._steps) == 16
+        assert min(turns) <= course.decode_ms <= max(turns)
     with torch.inference_mode(), mp.compress(model, policy, "50%") as cache:
         once = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=19,
@@ -191,7 +241,7 @@ def test_a_course_goes_on_where_it_stopped() -> None:
         )  # fmt: skip
         assert course._ids.tolist() == once.tolist()
         assert reading.kv_bytes == cache.stats().kv_bytes
-    assert (reading.passes, reading.beside_ms) == (1, 1.0)
+    assert (reading.passes, reading.ratio) == (1, 1.1)
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", 8), ("5", 10), ("16", 16)])
@@ -208,7 +258,7 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "methods", *arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "methods-quick.json").read_text())
-    rows = {row["name"]: row for row in data["results"]}
+    rows = {row["name"]: row for row in data["results"] if not row["again"]}
     assert list(rows) == ["snapkv", "h2o", "kvzip", "fastgen"]
     assert not any("failure" in row for row in rows.values())
     assert rows["snapkv"]["prefill_ratio"] == rows["snapkv"]["decode_ratio"] == 1
@@ -220,6 +270,8 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     assert data["command"].startswith("millpond")
     assert data["hardware"] in text
     assert "here they check the machinery" in text
+    assert "snapkv beside itself is " in text
+    assert "| `snapkv` | noise: the same once more |" in text
     assert "| `h2o:recent=0.25` | evicts |" in text
     assert "the prompt is repeated: 1 extra pass; 5 ids ask for the repetition |" in text
     assert "1 id is special, 32 of 512 are punctuation |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -175,18 +176,20 @@ def test_what_is_written_in_place_must_allow_it() -> None:
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, 4), st.integers(1, 150), st.sampled_from([3, 16, 64, 130]), st.floats(0, 1), st.booleans(),
-    st.sampled_from(list(TOLERANCE)), st.integers(0, 999),
+    st.sampled_from(list(TOLERANCE)), st.sampled_from([-math.inf, -0.5, 0.0, 0.2, 0.6]), st.integers(0, 999),
 )  # fmt: skip
 def test_likeness_sums_and_means(
-    heads: int, n: int, dim: int, share: float, both: bool, dtype: torch.dtype, seed: int
+    heads: int, n: int, dim: int, share: float, both: bool, dtype: torch.dtype, floor: float, seed: int
 ) -> None:
     make = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(heads, n, d, generator=make).to(dtype) for d in (dim, 24))
     targets = torch.rand(heads, n, generator=make) < share
     sources = ~targets & (torch.rand(heads, n, generator=make) < 0.8)
-    found = native.nearest(keys, values if both else None, sources, targets)
+    found = native.nearest(keys, values if both else None, sources, targets, floor)
     alike = links.in_both(keys, values) if both else links.cosines(keys)
-    into, best = links.nearest_in_torch(alike, sources, targets)
+    into, best = links.nearest_in_torch(alike, sources, targets, floor)
+    near = (torch.maximum(found[1], best) - floor).abs() < 2e-6  # rounding may put it on either side of the floor
+    found = torch.where(near, into, found[0]), torch.where(near, best, found[1])
     assert torch.allclose(found[1], best, atol=2e-6)
     column = torch.arange(n).expand_as(into)
     chosen = torch.stack([alike(column, column).gather(2, i[..., None])[..., 0] for i in (found[0], into)])
@@ -199,11 +202,23 @@ def test_likeness_sums_and_means(
     assert torch.allclose(native.add_rows(values, weight, *taken, n + 2), sums, atol=1e-9)
 
 
+def test_a_target_that_is_not_above_the_floor_is_none() -> None:
+    """Two targets have the value of the source, and only one of these has its key."""
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.3, 1.0]]])
+    values = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
+    sources = torch.tensor([[True, False, False, False]])
+    for floor, into, alike in ((0.6, 2, 0.995), (0.999, 0, -math.inf)):
+        for find in (native.nearest, links.nearest):
+            found = find(keys, values, sources, ~sources, floor)
+            assert found[0].tolist() == [[into, 1, 2, 3]]
+            assert found[1][0, 0].item() == pytest.approx(alike, abs=1e-3)
+
+
 def test_ties_go_to_the_oldest_in_any_lane() -> None:
     n = 200
     keys = torch.randn(1, 1, 16).expand(1, n, -1).contiguous()
     targets = torch.zeros(1, n, dtype=torch.bool)
     targets[0, 37::3] = True
-    into, alike = native.nearest(keys, None, ~targets, targets)
+    into, alike = native.nearest(keys, None, ~targets, targets, -math.inf)
     assert (into[~targets] == 37).all()
     assert torch.allclose(alike[~targets], torch.ones(1, dtype=torch.float64))

@@ -44,8 +44,8 @@ def recovered(p: Tensor, chosen: NestedPolicy, classes: list[int]) -> list[list[
     positions = torch.arange(n, dtype=torch.int32)[None]
     distance = torch.arange(n)[:, None] - torch.arange(n)
 
-    def look(width: int) -> Tensor:
-        return p.masked_fill(distance >= width, 0).sum(1)[None] if width else p.sum(1)[None]
+    def look(begin: int, end: int) -> Tensor:
+        return p.masked_fill((distance < begin) | (distance >= (end or n)), 0).sum(1)[None]
 
     value = p.sum(1).mean(0)[None].float()
     local = math.ceil(round(chosen.local * n, 9))

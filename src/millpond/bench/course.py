@@ -31,7 +31,7 @@ class Course:
         self._ids = prompt
         self._budget = budget
         self._steps: list[float] = []
-        self._period = max(1, policy.plan_every, policy.rivals.every)
+        self._period = period_of(policy)
 
     def __enter__(self) -> Course:
         with ExitStack() as stack:
@@ -52,26 +52,30 @@ class Course:
         self._watch.begun = time.perf_counter()
         self._generate(self._watch, 1)
 
-    def go_on(self, steps: int) -> None:
-        """Time `steps` of decoding, or some more, so that what comes every few steps comes equally often in each round.
+    def go_on(self, steps: int) -> float:
+        """Time `steps` of decoding, or some more, so that what comes every few steps comes equally often in each turn.
 
         A step before them, in which generate() begins and the prompt's plan may end, is not timed.
+
+        Returns:
+            Milliseconds of a step of this turn: see `decode_ms`.
         """
         watch = Stopwatch()
         self._generate(watch, -(-steps // self._period) * self._period + 1)
         self._steps += watch.steps
+        return 1e3 * step_s(watch.steps, self._period)
 
     @property
     def decode_ms(self) -> float:
         """Milliseconds of a decoding step so far: the median, of means where several steps share some work."""
         return 1e3 * step_s(self._steps, self._period)
 
-    def reading(self, beside_ms: float | None = None) -> Reading:
-        """What was measured; beside_ms: of a step of the anchor in the same rounds."""
+    def reading(self, ratios: Sequence[float] = ()) -> Reading:
+        """What was measured; ratios: of each turn to those of the anchor around it."""
         late, watch = self._clock.late_s, self._watch
         return Reading(
             watch.prefill_s + late, self._clock.plan_s, self.decode_ms, self._cache.stats().kv_bytes,
-            self._clock.passes, beside_ms,
+            self._clock.passes, statistics.median(ratios) if ratios else None,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -80,6 +84,11 @@ class Course:
             self._ids, attention_mask=torch.ones_like(self._ids), past_key_values=self._cache, streamer=watch,
             do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True,
         )  # fmt: skip
+
+
+def period_of(policy: Policy) -> int:
+    """After how many decoding steps what the method does is done again."""
+    return max(1, policy.plan_every, policy.rivals.every)
 
 
 def step_s(steps: Sequence[float], period: int) -> float:

@@ -28,7 +28,7 @@ class Reading:
         decode_ms: of a step, the median; a share of what is done every few steps is in it.
         kv_bytes: held at the end.
         passes: of the model before the first token.
-        beside_ms: of a step of the anchor in the same rounds; None where it took no part.
+        ratio: of its turns to those of the anchor right before and behind, the median; None where it took no part.
     """
 
     prefill_s: float
@@ -36,17 +36,23 @@ class Reading:
     decode_ms: float
     kv_bytes: int
     passes: int
-    beside_ms: float | None = None
+    ratio: float | None = None
 
 
 @dataclass
 class Entrant:
-    """A method that takes part, and its readings."""
+    """A method that takes part, and its readings.
+
+    Attributes:
+        given: what it needs beside a prompt, and was given.
+        again: it is the anchor once more: what differs is noise.
+    """
 
     name: str
     setting: str
     policy: Policy
-    given: str = ""  # what it needs beside a prompt, and was given
+    given: str = ""
+    again: bool = False
     readings: list[Reading] = field(default_factory=list)
     failure: str = ""
 
@@ -69,6 +75,8 @@ class Entrant:
     def kind(self) -> tuple[str, float | None]:
         """What the method does while it decodes, and how many times the anchor's step one of its may take."""
         policy = self.policy
+        if self.again:
+            return "noise: the same once more", None
         if policy.keeps_all:
             return "keeps everything", None
         if policy.replans:
@@ -82,22 +90,25 @@ class Entrant:
         """The median of a number over the repetitions."""
         return statistics.median(map(of, self.readings)) if self.readings else None
 
-    def _beside(self) -> float | None:
-        """The median ratio of a decoding step to one of the anchor in the same rounds."""
-        ratios = [r.decode_ms / r.beside_ms for r in self.readings if r.beside_ms]
-        return statistics.median(ratios) if ratios else None
+    @property
+    def ratios(self) -> list[float]:
+        """Of a decoding step to one of the anchor, one for each repetition."""
+        return [r.ratio for r in self.readings if r.ratio is not None]
 
     def as_dict(self, anchor: Entrant) -> dict[str, Any]:
         """For JSON: medians, ratios to the anchor, bounds and whether they hold, and every reading."""
         kind, bound = self.kind
         prefill, decode = self.median(lambda r: r.prefill_s), self.median(lambda r: r.decode_ms)
         share = self.median(lambda r: r.plan_s / r.prefill_s)
-        ratio = self._beside() if decode is not None else None
+        ratios = self.ratios
+        ratio = statistics.median(ratios) if ratios else None
         return {
-            "name": self.name, "setting": self.setting, "given": self.given, "kind": kind,
+            "name": self.name, "setting": self.setting, "given": self.given, "kind": kind, "again": self.again,
             "prefill_s": prefill, "prefill_ratio": _ratio(prefill, anchor.median(lambda r: r.prefill_s)),
             "plan_share": share, "plan_holds": _within(share, PLAN_BOUND),
-            "decode_ms": decode, "decode_ratio": ratio, "decode_bound": bound, "decode_holds": _within(ratio, bound),
+            "decode_ms": decode, "decode_ratio": ratio,
+            "decode_ratio_range": [min(ratios), max(ratios)] if ratios else None,
+            "decode_bound": bound, "decode_holds": _within(ratio, bound),
             "kv_bytes": self.median(lambda r: r.kv_bytes),
             "extra_passes": max((r.passes - 1 for r in self.readings), default=None),
             "repeats_prompt": self.policy.repeats_prompt,

@@ -1,8 +1,11 @@
 """`millpond bench methods`: what each method costs beside snapkv, in prefill and in decoding, in turns in one run.
 
-Every repetition runs all methods once, in shuffled order and on the same prompt. A few of them and snapkv hold their
-caches at once and decode in turns, some steps each, so that a busy machine slows all of them alike and a step is
-compared with those of snapkv right beside it. What a method may cost follows from its policy (`Entrant.kind`).
+Every repetition runs all methods once, in shuffled order, on the same prompt and with fresh caches. A few of them and
+snapkv hold their caches at once and decode in turns of few steps, with a turn of snapkv after every few. A turn is
+compared with the turns of snapkv before and behind it, a fraction of a second away: the speed of memory on a shared
+machine moves by a third from one second to the next. The median over the turns is a reading, the median over the
+repetitions the result. snapkv takes part a second time, so that each report says how far equal things come out apart.
+What a method may cost follows from its policy (`Entrant.kind`).
 """
 
 from __future__ import annotations
@@ -10,23 +13,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.bench.candidates import TINY, ModelShape, draw_prompts
-from millpond.bench.course import Course
+from millpond.bench.course import Course, period_of
 from millpond.bench.entrant import PLAN_BOUND, Entrant
 from millpond.bench.machine import describe_machine
 from millpond.methods import METHODS
 
+T = TypeVar("T")
+
 ANCHOR = "snapkv"
 WARM_UP = 512  #: tokens of the prompt before the clock runs
-ROUND = 8  #: decoding steps of one method before the next has its turn
+TURN = 4  #: decoding steps of one method before the next has its turn
+TURNS = 3  #: at least, of a method whose turns are long
 HEAT = 6  #: methods that decode in turns beside the anchor
+GROUP = 3  #: of these, between two turns of the anchor
 #: Settings of methods that by default do what another does: one weight is the same budget for every layer.
 SETTINGS: dict[str, dict[str, str]] = {"layer_table": {"table": "3;1"}}
 
@@ -37,14 +44,14 @@ class Plan:
 
     Attributes:
         methods: (name, options) of each; None: all there are, in their default settings.
-        new_tokens: decoding steps that are timed, in whole rounds.
+        new_tokens: decoding steps that are timed in each repetition, in whole turns.
     """
 
     shape: ModelShape = field(default_factory=lambda: ModelShape(layers=4))
     methods: tuple[tuple[str, dict[str, str]], ...] | None = None
     prompt: int = 4096
     new_tokens: int = 64
-    repeats: int = 5
+    repeats: int = 4
     budget: str = "20%"
     threads: int | None = None
     seed: int = 0
@@ -59,7 +66,7 @@ QUICK = Plan(
 
 
 def enter(plan: Plan) -> tuple[list[Entrant], list[dict[str, str]]]:
-    """Who takes part, the anchor always; and who is left out, with the reason.
+    """Who takes part, the anchor always and twice; and who is left out, with the reason.
 
     Raises:
         OptionError: a method that was asked for by name cannot be built.
@@ -69,18 +76,22 @@ def enter(plan: Plan) -> tuple[list[Entrant], list[dict[str, str]]]:
         found = [Entrant.of(name, options, vocab) for name, options in plan.methods]
         if not any(_is_anchor(e) for e in found):
             found.insert(0, Entrant.of(ANCHOR, {}, vocab))
-        return found, []
+        return [*found, _once_more(vocab)], []
     entrants, left_out = [], []
     for name in METHODS.names():
         try:
             entrants.append(Entrant.of(name, SETTINGS.get(name, {}), vocab))
         except Exception as error:  # a method may come from anywhere; the others go on
             left_out.append({"name": name, "reason": str(error)})
-    return entrants, left_out
+    return [*entrants, _once_more(vocab)], left_out
 
 
 def _is_anchor(entrant: Entrant) -> bool:
-    return (entrant.name, entrant.setting) == (ANCHOR, "")
+    return (entrant.name, entrant.setting, entrant.again) == (ANCHOR, "", False)
+
+
+def _once_more(vocab: int) -> Entrant:
+    return replace(Entrant.of(ANCHOR, {}, vocab), again=True)
 
 
 def run(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -134,7 +145,7 @@ def _turns(plan: Plan, model: PreTrainedModel, entrants: Sequence[Entrant], prog
 def _heat(
     plan: Plan, model: PreTrainedModel, prompt: Tensor, anchor: Entrant, chosen: Sequence[Entrant], rng: random.Random
 ) -> None:
-    """One reading of each. Prompts one after the other, then decoding in turns, a round each.
+    """One reading of each. Prompts one after the other, then decoding in turns.
 
     A method that fails is reported with its reason and not run again.
     """
@@ -144,25 +155,53 @@ def _heat(
         def begin(entrant: Entrant) -> None:
             stack.enter_context(courses[id(entrant)]).prefill()
 
-        def go_on(entrant: Entrant) -> None:
-            courses[id(entrant)].go_on(min(ROUND, plan.new_tokens))
-
         for entrant in chosen:
             _attempt(entrant, begin)
-        for _ in range(-(-plan.new_tokens // ROUND)):
-            for entrant in rng.sample(chosen, len(chosen)):
-                _attempt(entrant, go_on)
-        beside = None if anchor.failure else courses[id(anchor)].decode_ms
+        ratios = _race(plan, courses, anchor, [e for e in chosen if e is not anchor], rng)
         for entrant in chosen:
-            _attempt(entrant, lambda e: e.readings.append(courses[id(e)].reading(beside)))
+            _attempt(entrant, lambda e: e.readings.append(courses[id(e)].reading(ratios[id(e)])))
 
 
-def _attempt(entrant: Entrant, act: Callable[[Entrant], None]) -> None:
-    """Do something for an entrant that has not failed yet; if it fails now, that is its result."""
+def _race(
+    plan: Plan, courses: dict[int, Course], anchor: Entrant, others: Sequence[Entrant], rng: random.Random
+) -> dict[int, list[float]]:
+    """Decode in turns; the ratio of each turn to the mean of those of the anchor before and behind it, by entrant."""
+    steps = min(TURN, plan.new_tokens)
+    rounds = max(TURNS, -(-plan.new_tokens // steps))
+    due = {id(e): _rounds(period_of(e.policy), steps, rounds, rng) for e in others}
+    ratios: dict[int, list[float]] = {id(e): [] for e in others}
+
+    def go_on(entrant: Entrant) -> float | None:
+        return _attempt(entrant, lambda e: courses[id(e)].go_on(steps))
+
+    before = go_on(anchor)
+    for number in range(rounds):
+        now = [e for e in others if number in due[id(e)]]
+        rng.shuffle(now)
+        for first in range(0, max(len(now), 1), GROUP):
+            took = [(e, go_on(e)) for e in now[first : first + GROUP]]
+            behind = go_on(anchor)
+            if before is not None and behind is not None:
+                for entrant, ms in took:
+                    if ms is not None:
+                        ratios[id(entrant)].append(2 * ms / (before + behind))
+            before = behind
+    return {**ratios, id(anchor): [1.0] if before is not None else []}
+
+
+def _rounds(period: int, steps: int, rounds: int, rng: random.Random) -> set[int]:
+    """In which rounds a method takes a turn: in fewer where what it does every `period` steps makes its turns long."""
+    turns = max(TURNS, rounds * steps // max(steps, period))
+    return set(rng.sample(range(rounds), min(turns, rounds)))
+
+
+def _attempt(entrant: Entrant, act: Callable[[Entrant], T]) -> T | None:
+    """Do something for an entrant that has not failed yet; if it fails now, that is its result, and here None."""
     if entrant.failure:
-        return
+        return None
     try:
-        act(entrant)
+        return act(entrant)
     except Exception as error:  # a method may come from anywhere; the others go on
         entrant.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         entrant.readings.clear()
+        return None

@@ -103,8 +103,9 @@ def methods_markdown(data: dict[str, Any]) -> str:
         f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
         f"{model['hidden_size']}, {model['num_attention_heads']} query and {model['num_key_value_heads']} KV heads, "
         f"head_dim {model['head_dim']}, tied), {model['dtype']}; prompt {data['prompt']:,}, {data['new_tokens']} new "
-        f"tokens; budget {data['budget']}; medians of {data['repeats']} repetitions, and of their ratios to "
-        f"snapkv's steps right beside them. "
+        f"tokens; budget {data['budget']}; medians of {data['repeats']} repetitions, each with fresh caches. "
+        f"Decoding goes in turns of a few steps, each compared with those of {anchor} before and behind it. "
+        f"{_noise(data)}"
         "Prefill lasts to the first token, and to the end of the prompt's plan where that comes later. The plan is "
         "scoring, choosing and writing what stays, as a share of the prefill. A step carries its part of what is done "
         f"every few steps.{'' if data['prompt'] >= BOUNDS_FROM else SHORT}\n"
@@ -114,6 +115,18 @@ def methods_markdown(data: dict[str, Any]) -> str:
         "# Methods: what they cost\n", *_origin(data), note, markdown_table(head, map(_method_row, data["results"])),
         _tally(data["results"]), *left_out,
     ]).rstrip() + "\n"  # fmt: skip
+
+
+def _noise(data: dict[str, Any]) -> str:
+    """What the anchor once more, which decodes exactly as the anchor does, came out at."""
+    for row in data["results"]:
+        if row["again"] and row["decode_ratio"] is not None:
+            low, high = row["decode_ratio_range"]
+            return (
+                f"{data['anchor']} beside itself is {row['decode_ratio']:.3f} x, {low:.3f} to {high:.3f} over the "
+                "repetitions: the noise. "
+            )
+    return ""
 
 
 def _method_row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -144,7 +157,7 @@ def _tally(rows: Sequence[dict[str, Any]]) -> str:
         f"{sum(row[key] is True for row in rows)} of {sum(row[key] is not None for row in rows)} {what}"
         for key, what in (("decode_holds", "decode times"), ("plan_holds", "plans"))
     ]
-    failed = sum(row["prefill_s"] is None for row in rows)
+    failed = sum(row["prefill_s"] is None and not row["again"] for row in rows)
     return f"Within their bounds: {' and '.join(counts)}. Failed: {failed}.\n"
 
 

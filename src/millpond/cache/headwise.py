@@ -30,12 +30,23 @@ class Asked(NamedTuple):
     q_pos: Tensor  #: (Q,) int32
 
 
+class Limits(NamedTuple):
+    """What stays as it is from step to step, until a table has other budgets or rules."""
+
+    caps: Tensor  #: those of the table, by which a change is seen
+    kinds: Tensor
+    limited: np.ndarray  #: (S,) whether a head of the sequence lets entries go
+    most: Tensor  #: (S,) int64, entries that all its heads may hold together
+    everyone: Tensor | None  #: (S,) int64, the numbers of all sequences, if all are limited
+
+
 class Headwise:
     """The queries of one layer's sequences, and the rules of their heads at each step."""
 
     def __init__(self, policy: NestedPolicy, asked: BySequence[Asked] | None = None) -> None:
         self._policy = policy
         self._asked: BySequence[Asked] = BySequence() if asked is None else asked
+        self._limits: Limits | None = None
 
     # ------------------------------------------------------------------ the prompt
 
@@ -49,8 +60,9 @@ class Headwise:
         self._asked[sequence] = Asked(q, lse, q_pos)
 
     def received(
-        self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, width: int
-    ) -> Tensor:
+        self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, begin: int,
+        end: int,
+    ) -> Tensor:  # fmt: skip
         """(n_kv_heads, group, N) float32: see `View.received`.
 
         Args:
@@ -61,13 +73,18 @@ class Headwise:
         if most and len(q_pos) > most:
             chosen = torch.linspace(0, len(q_pos) - 1, most, dtype=torch.float64, device=q.device).round().long()
             q, lse, q_pos = q[:, chosen], lse[:, chosen], q_pos[chosen]
-        members = len(q) // len(keys)
-        windows = [w for w in (shape.window, width) if w]
-        sums = ops.window_signal(
-            q, keys.repeat_interleave(members, 0), q_pos, positions.repeat_interleave(members, 0), lse=lse,
-            scale=shape.scale, softcap=shape.softcap, window=min(windows, default=0), reduce=Reduce.SUM,
-        )  # fmt: skip
-        return sums.view(n_kv_heads, -1, positions.shape[1])
+        members, n = len(q) // len(keys), positions.shape[1]
+        window = min((w for w in (shape.window, end) if w), default=0)
+        if window and window <= begin:
+            return q.new_zeros(n_kv_heads, len(q) // n_kv_heads, n, dtype=torch.float32)
+        sums = [  # the denominators are known, so a query seen from further back hides what is nearer, and no more
+            ops.window_signal(
+                q[m::members], keys, q_pos - begin, positions, lse=lse[m::members], scale=shape.scale,
+                softcap=shape.softcap, window=window and window - begin, reduce=Reduce.SUM,
+            )
+            for m in range(members)
+        ]  # fmt: skip
+        return torch.stack(sums, 1).view(n_kv_heads, -1, n)
 
     def settle(self, table: RegionTable, sequence: int, plan: NestedPlan | None) -> None:
         """Let the heads of a sequence go on as planned; None: they keep everything."""
@@ -82,22 +99,23 @@ class Headwise:
     def admit(self, table: RegionTable, tokens: TokenIds, positions: np.ndarray, window: int) -> None:
         """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves."""
         n_heads = table.n_kv_heads
-        most = table.budgets().astype(np.int64).sum(1)
-        limited = (table.rules() < Kind.FULL).any(1) | (most < UNBOUNDED)
-        sequences = np.flatnonzero((positions >= 0) & (limited | bool(window)))
-        if not len(sequences):
-            return
-        device = table.lens.device
-        chosen = torch.from_numpy(sequences).to(device)
-        seen = torch.from_numpy(positions[sequences] + 1).to(device)
-        together = torch.from_numpy(most[sequences]).to(device)
-        policy = self._policy
+        limits = self._limits_of(table)
+        active, device, policy = positions >= 0, table.lens.device, self._policy
+        if limits.everyone is not None and active.all():
+            chosen, together, seen = limits.everyone, limits.most, torch.from_numpy(positions + 1).to(device)
+        else:
+            numbers = np.flatnonzero(active if window else active & limits.limited)
+            if not len(numbers):
+                return
+            chosen = torch.from_numpy(numbers).to(device)
+            together, seen = limits.most[chosen], torch.from_numpy(positions[numbers] + 1).to(device)
         if table.sealed is None and ops.admit(
             table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device), table.kinds,
             table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks, window=window,
         ):  # fmt: skip
             table.trim()
             return
+        sequences = chosen.cpu().numpy()
         slots = Slots.of(table, (sequences[:, None] * n_heads + np.arange(n_heads)).ravel())
         rows, by_head = torch.from_numpy(slots.rows).to(device), (len(sequences), n_heads, -1)
         here = slots.positions.view(by_head)
@@ -110,6 +128,16 @@ class Headwise:
         leave = hidden | policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
         if bool(leave.any()):
             table.shrink(sequences, slots.leave(leave.flatten(0, 1)).reshape(by_head[:2]))
+
+    def _limits_of(self, table: RegionTable) -> Limits:
+        known = self._limits
+        if known is None or known.caps is not table.caps or known.kinds is not table.kinds:
+            most = table.budgets().astype(np.int64).sum(1)
+            limited = (table.rules() < Kind.FULL).any(1) | (most < UNBOUNDED)
+            device = table.lens.device
+            everyone = torch.arange(len(most), device=device) if limited.all() else None
+            known = self._limits = Limits(table.caps, table.kinds, limited, torch.from_numpy(most).to(device), everyone)
+        return known
 
     # ------------------------------------------------------------------ the batch
 

@@ -242,9 +242,10 @@ class RegionTable:
 
     def trim(self) -> None:
         """Give back the pages that no entry needs, after lengths fell."""
-        keep = -(-self._lens // self.pool.slots)
-        spare = self._owned > keep
+        slots = self.pool.slots
+        spare = self._lens <= (self._owned - 1) * slots
         if spare.any():
+            keep = -(-self._lens // slots)
             for row in np.flatnonzero(spare):
                 self.pool.release(self._ids[row, keep[row] : self._owned[row]])
                 self._owned[row] = keep[row]

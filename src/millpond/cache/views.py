@@ -81,10 +81,10 @@ class Views:
         tokens, attention = self._timeline.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
 
-        def look(width: int) -> Tensor:
+        def look(begin: int, end: int) -> Tensor:
             keys, n_kv_heads = attention.keys(sequence, found), len(found.positions)
             positions = found.positions.expand(len(keys), -1)
-            sums = headwise.received(sequence, keys, positions, attention.shape, n_kv_heads, width)
+            sums = headwise.received(sequence, keys, positions, attention.shape, n_kv_heads, begin, end)
             return sums.gather(2, order[:, None].expand_as(sums))
 
         row = torch.tensor([sequence], device=order.device)

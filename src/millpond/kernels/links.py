@@ -6,6 +6,7 @@ where that can take the rows; the functions `*_in_torch` are what they mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -120,12 +121,15 @@ def rows(x: Tensor, columns: Tensor) -> Tensor:
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def nearest(keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(
+    keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float = -math.inf
+) -> tuple[Tensor, Tensor]:
     """For each source the target that is most like it by its key, or by key and value; ties to the oldest.
 
     Args:
         keys: (H, N, key_dim). values: (H, N, value_dim); None: only keys count.
         sources, targets: (H, N) bool, no column is both.
+        floor: a target that is not more alike is none.
 
     Returns:
         columns (H, N) int64 and likeness (H, N) float64; where there is no source, or no target for it, the own column
@@ -133,12 +137,14 @@ def nearest(keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tenso
     """
     native = ops.native_for(keys.dtype, keys.device)
     if native is not None:
-        found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets)
+        found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
         return found
-    return nearest_in_torch(cosines(keys) if values is None else in_both(keys, values), sources, targets)
+    return nearest_in_torch(cosines(keys) if values is None else in_both(keys, values), sources, targets, floor)
 
 
-def nearest_in_torch(alike: Likeness, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_in_torch(
+    alike: Likeness, sources: Tensor, targets: Tensor, floor: float = -math.inf
+) -> tuple[Tensor, Tensor]:
     """Memory: H * BLOCK * (targets of a head) numbers."""
     from_, is_source = packed(sources)
     to, is_target = packed(targets)
@@ -154,7 +160,7 @@ def nearest_in_torch(alike: Likeness, sources: Tensor, targets: Tensor) -> tuple
             found = found.masked_fill(~is_target[:, None], float("-inf"))
         place = found.argmax(2)
         high = found.gather(2, place[..., None])[..., 0]
-        real = is_source[:, begin : begin + BLOCK] & (high > float("-inf"))
+        real = is_source[:, begin : begin + BLOCK] & (high > floor)
         into.scatter_(1, some, torch.where(real, to.gather(1, place), some))
         best.scatter_(1, some, high.double().masked_fill(~real, float("-inf")))
     return into, best

@@ -50,7 +50,9 @@ def merge(rule: MergeRule, e: Entries, keep: Tensor, value: Tensor, memory: Tens
     by_score = rule.weigh is Weigh.SCORE
     gone = (e.positions >= 0) & ~keep
     sources = middle(rule, e, keep, value) if by_score else gone
-    into, alike = nearest(e.keys, e.values if by_score else None, sources, keep & (e.positions >= rule.closed))
+    targets = keep & (e.positions >= rule.closed)
+    floor = rule.threshold if by_score and not rule.moves else -math.inf  # nothing asks how unlike others are
+    into, alike = nearest(e.keys, e.values if by_score else None, sources, targets, floor)
     if rule.moves:
         memory = follow(alike.view(len(memory), -1), memory, rule.rate)
         bound = memory.repeat_interleave(len(keep) // len(memory))[:, None]
@@ -79,16 +81,16 @@ def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
 def middle(rule: MergeRule, e: Entries, keep: Tensor, value: Tensor) -> Tensor:
     """(R, N) bool: the entries that leave and still matter."""
     there = e.positions >= 0
-    ordered = value.double().masked_fill(~there, 0).sort(1, descending=True).values
+    worth = value.masked_fill(~there, 0).flip(1)  # so that of equal ones the newest comes first
+    ordered, order = worth.sort(dim=1, descending=True, stable=True)
+    ordered = ordered.double()
     enough = rule.cover * ordered.sum(1, keepdim=True)
     relevant = (ordered.cumsum(1) < enough).sum(1) + 1
     kept = keep.sum(1)
     count = torch.minimum((relevant - kept).clamp(min=0), (rule.most * kept).long())
-    gone = there & ~keep
-    order = value.double().masked_fill(~gone, -math.inf).flip(1).sort(dim=1, descending=True, stable=True).indices
-    place = torch.arange(keep.shape[1], device=keep.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, place).flip(1)  # ties to the newest
-    return gone & (rank < count[:, None])
+    gone = (there & ~keep).flip(1).gather(1, order)
+    matters = gone & (gone.cumsum(1) <= count[:, None])
+    return torch.zeros_like(keep).scatter_(1, order, matters).flip(1)
 
 
 def _mixed(rule: MergeRule, e: Entries, value: Tensor, alike: Tensor, links: Links) -> tuple[Tensor, Tensor]:

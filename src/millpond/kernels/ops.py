@@ -283,8 +283,8 @@ def admit(
     Returns:
         False where there is no native kernel for these pages: then nothing was done.
     """
-    native = _load_native()
-    if native is None or backend(pages.dtype, lens.device) is not native:
+    native = native_for(pages.dtype, lens.device)
+    if native is None:
         return False
     native.admit(
         pages, table, lens, sequences, ids, classes, kinds, local, seen, quota, most, sinks=sinks, window=window

@@ -15,7 +15,7 @@ def criticalkv(
     score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o, tova, ..."] = "snapkv",
     first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
     eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
-    numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 512,
+    numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 256,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
 ) -> Policy:
     """Keep what is attended to, then what is attended to and changes the layer's output most.

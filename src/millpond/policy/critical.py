@@ -27,7 +27,7 @@ class CriticalValues(OverScore):
 
     first: float = 0.5
     eps: float = 1e-4
-    numbers: int = 512
+    numbers: int = 256
     evict: Evict | None = None
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ class NestedPolicy(Policy):
     threshold: float = 0.95
     frequent: float = 0.3
     local: float = 0.3
-    queries: int = 256
+    queries: int = 128
     classes: TokenClasses = field(default_factory=TokenClasses)
 
     def __post_init__(self) -> None:
@@ -127,8 +127,9 @@ class NestedPolicy(Policy):
         mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
         """
         valid = view.valid[:, None]
-        total = view.received(0).double().masked_fill(~valid, 0)
-        near = view.received(local).double().masked_fill(~valid, 0) if local else 0 * total
+        far = view.received(local, 0).double().masked_fill(~valid, 0)
+        near = view.received(0, local).double().masked_fill(~valid, 0) if local else 0 * far
+        total = near + far
         unbounded = torch.full_like(heads.most, torch.iinfo(torch.int64).max)
         shares = []
         for kind in Kind:

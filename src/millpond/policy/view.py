@@ -57,7 +57,7 @@ class View:
     read: Read | None = None
     outputs: Callable[[], Tensor] | None = None
     tokens: Callable[[], Tensor] | None = None
-    look: Callable[[int], Tensor] | None = None
+    look: Callable[[int, int], Tensor] | None = None
     latest: Callable[[], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
@@ -97,14 +97,15 @@ class View:
         assert self.latest is not None, "the cache keeps the last queries for a score that looks at them"
         return self.latest()
 
-    def received(self, width: int) -> Tensor:
+    def received(self, begin: int, end: int) -> Tensor:
         """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
 
         The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
-        less than `width` positions behind the entry count; 0: all. Of many queries a policy may have asked for some.
+        at least `begin` and less than `end` positions behind the entry count; end=0: all from `begin` on. Of many
+        queries a policy may have asked for some.
         """
         assert self.look is not None, "the cache keeps the queries for a policy that looks at them"
-        return self.look(width)
+        return self.look(begin, end)
 
     def stored(self, part: Part) -> Tensor:
         """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""

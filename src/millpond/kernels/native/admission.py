@@ -17,7 +17,7 @@ ADMIT = Struct("=25q").pack
 
 
 def _numbers(x: Tensor) -> Tensor:
-    return x.to(torch.int64).contiguous()
+    return x if x.dtype is torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
 
 
 def admit(

@@ -16,7 +16,7 @@ from millpond.kernels.rules import DecodeRule
 
 #: the order of fields is that of csrc/args.hpp
 MERGE = Struct("=31q4d").pack
-NEAREST = Struct("=17q").pack
+NEAREST = Struct("=17qd").pack
 TAKE = Struct("=14q").pack
 
 
@@ -55,7 +55,9 @@ def _flags(chosen: Tensor) -> Tensor:
     return chosen.contiguous().view(torch.uint8)
 
 
-def nearest(keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(
+    keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float
+) -> tuple[Tensor, Tensor]:
     keys, sources, targets = _rows(keys), _flags(sources), _flags(targets)
     values = None if values is None else _rows(values)
     into = torch.empty(sources.shape, dtype=torch.int64)
@@ -69,6 +71,7 @@ def nearest(keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tenso
     failed = entry_point("mp_nearest")(NEAREST(
         keys.data_ptr(), address, DTYPES[keys.dtype], dtype, *strides, sources.data_ptr(), targets.data_ptr(),
         into.data_ptr(), alike.data_ptr(), *keys.shape[:2], keys.shape[2], value_dim, torch.get_num_threads(),
+        floor,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the likeness kernel")

@@ -34,26 +34,27 @@ using Entries = std::vector<Entry>;
 
 struct Head {
   Entries entries;
-  int64_t allowed;
-  int64_t stays() const {
-    return std::count_if(entries.begin(), entries.end(), [](const Entry& e) { return !e.leaves; });
-  }
+  int64_t allowed, stays;  // how many may stay, and how many do
 };
 
 // The `spare` lowest of the entries that are free leave.
 template <class Free>
-void let_go(Entries& entries, int64_t spare, const Free& free, std::vector<std::pair<int64_t, Entry*>>& chosen) {
+void let_go(Head& head, int64_t spare, const Free& free, std::vector<std::pair<int64_t, Entry*>>& chosen) {
   if (spare <= 0) return;
-  chosen.clear();
-  for (Entry& e : entries)
-    if (!e.leaves && free(e)) chosen.emplace_back(e.rank(), &e);
-  spare = std::min<int64_t>(spare, int64_t(chosen.size()));
   if (spare == 1) {
-    std::min_element(chosen.begin(), chosen.end())->second->leaves = true;
+    Entry* lowest = nullptr;
+    for (Entry& e : head.entries)
+      if (!e.leaves && free(e) && (lowest == nullptr || e.rank() < lowest->rank())) lowest = &e;
+    if (lowest != nullptr) lowest->leaves = true, --head.stays;
     return;
   }
+  chosen.clear();
+  for (Entry& e : head.entries)
+    if (!e.leaves && free(e)) chosen.emplace_back(e.rank(), &e);
+  spare = std::min<int64_t>(spare, int64_t(chosen.size()));
   if (spare < int64_t(chosen.size())) std::nth_element(chosen.begin(), chosen.begin() + spare, chosen.end());
   for (int64_t i = 0; i < spare; ++i) chosen[size_t(i)].second->leaves = true;
+  head.stays -= spare;
 }
 
 // The heads of one sequence.
@@ -80,6 +81,7 @@ class Sequence {
     const int n = a_.lens[first_ + h];
     entries(h).resize(size_t(n));
     Entry* out = entries(h).data();
+    int64_t stays = 0;
     for (int at = 0; at < n;) {
       const int run = pool_.run(at, n, n);
       const int32_t* positions = pool_.position(pages(h), at);
@@ -91,18 +93,21 @@ class Sequence {
         const bool fixed = is == SPECIAL || (is == PUNCTUATION && kind >= WITH_PUNCTUATION);
         // what is hidden from the next query leaves
         out[at + i] = {scores[i], position, age, is, fixed, age <= local && kind >= WITH_LOCAL, age >= hidden};
+        stays += age < hidden;
       }
       at += run;
     }
+    heads_[size_t(h)].stays = stays;
   }
 
   // What the rule of the head keeps.
   void apply(int64_t h) {
     const int64_t kind = a_.kinds[first_ + h];
-    const auto rest = [kind](const Entry& e) { return !e.fixed && !e.near && kind < EVERYTHING; };
+    if (kind == EVERYTHING) return;
+    const auto rest = [](const Entry& e) { return !e.fixed && !e.near; };
     int64_t spare = kind >= WITH_FREQUENT ? -a_.quota[index_] : 0;
     for (const Entry& e : entries(h)) spare += !e.leaves && rest(e);
-    let_go(entries(h), spare, rest, chosen_);
+    let_go(heads_[size_t(h)], spare, rest, chosen_);
   }
 
   // The longest are cut until all heads together hold no more than they may.
@@ -110,7 +115,7 @@ class Sequence {
     int64_t total = 0;
     std::vector<std::pair<int64_t, int64_t>> order;
     for (int64_t h = 0; h < a_.n_kv_heads; ++h) {
-      order.emplace_back(heads_[size_t(h)].stays(), h);
+      order.emplace_back(heads_[size_t(h)].stays, h);
       total += order.back().first;
     }
     int64_t left = a_.most[index_];
@@ -131,11 +136,12 @@ class Sequence {
 
   template <class Free>
   void shorten(Head& head, const Free& free) {
-    let_go(head.entries, head.stays() - head.allowed, free, chosen_);
+    let_go(head, head.stays - head.allowed, free, chosen_);
   }
 
   void close_gaps(int64_t h) {
-    const int64_t after = heads_[size_t(h)].stays();
+    const int64_t after = heads_[size_t(h)].stays;
+    if (after == a_.lens[first_ + h]) return;
     const Entry* held = entries(h).data();
     int64_t from = after;
     for (int64_t to = 0; to < after; ++to) {

@@ -180,6 +180,7 @@ struct NearestArgs {
   int64_t* into;                     // (H, N)
   double* alike;                     // (H, N)
   int64_t n_heads, n, key_dim, value_dim, n_threads;
+  double floor;  // what is not more alike is none
 };
 
 // Rows that go into others: means over them (float), or sums (double).

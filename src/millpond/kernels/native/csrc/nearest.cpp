@@ -61,6 +61,7 @@ class Nearest {
   void best_of(int n, const Block& b, int c, vf inverse, vf other, vf beyond, vi place) const;
   void finish(int head, int first, int n, const Block& b) const;
   void multiply_side(const Side<T>& side, int head, int at, int n, const T* left, float* out) const;
+  bool hopeless(int head, int at, int n, const Block& b) const;
 
   const NearestArgs& a_;
   Side<T> keys_{}, values_{};
@@ -114,12 +115,27 @@ void Nearest<T>::multiply_side(const Side<T>& side, int head, int at, int n, con
     multiply(n, left + int64_t(d) * SOURCES, side.tile(head, at, d), std::min(DEPTH, side.pad - d), TILE, out, TILE, d > 0);
 }
 
+// Whether no key of a tile is alike enough for any values to make up for it: both cosines count, and none is above 1.
+template <class T>
+bool Nearest<T>::hopeless(int head, int at, int n, const Block& b) const {
+  if (!(a_.floor >= 0)) return false;
+  const float* inverse = keys_.inverse + int64_t(head) * keys_.columns + at;
+  const float least = float(a_.floor) * 0.9999f;  // beyond rounding
+  for (int r = 0; r < n; ++r) {
+    vf best = load(b.dots + r * TILE) * load(inverse);
+    for (int c = W; c < TILE; c += W) best = vmax(load(b.dots + r * TILE + c) * load(inverse + c), best);
+    if (max(best) * b.key_inverse[r] > least) return false;
+  }
+  return true;
+}
+
 template <class T>
 void Nearest<T>::compare(int head, int n, const Block& b) const {
   const int targets = n_targets_[head];
   for (int r = 0; r < n; ++r) store(b.best + r * W, splat(-__builtin_inff())), store(b.at + r * W, vi{});
   for (int at = 0; at < targets; at += TILE) {
     multiply_side(keys_, head, at, n, b.keys, b.dots);
+    if (both() && hopeless(head, at, n, b)) continue;
     if (both()) multiply_side(values_, head, at, n, b.values, b.others);
     for (int c = 0; c < TILE && at + c < targets; c += W) {
       const vf inverse = load(keys_.inverse + int64_t(head) * keys_.columns + at + c);
@@ -162,10 +178,11 @@ void Nearest<T>::finish(int head, int first, int n, const Block& b) const {
     }
     if (place == INT32_MAX || !(best > -__builtin_inff())) continue;
     const int column = sources_[row + first + r];
-    a_.into[row + column] = targets_[row + place];
-    const bool alike = !both() || best > -1.0f;
     const float scale = both() ? b.key_inverse[r] * b.value_inverse[r] : b.key_inverse[r];
-    a_.alike[row + column] = alike ? double(best) * double(scale) : -1.0;
+    const double alike = !both() || best > -1.0f ? double(best) * double(scale) : -1.0;
+    if (!(alike > a_.floor)) continue;
+    a_.into[row + column] = targets_[row + place];
+    a_.alike[row + column] = alike;
   }
 }
 

@@ -1,5 +1,5 @@
 // What scores want of the products of all entries with many vectors: sums of their sizes, or the newest that are alike.
-#include "scan.hpp"
+#include "screen.hpp"
 
 #include <mutex>
 #include <vector>
@@ -42,8 +42,8 @@ class Alike {
  public:
   using Block = typename Scan<T>::Block;
 
-  Alike(const ScanArgs& args, int head)
-      : a_(args), n_(args.lens[head]), most_(int(args.most)), scales_(args.scales + head * args.scale_head),
+  Alike(const ScanArgs& args, int head, const Screen& screen)
+      : a_(args), screen_(screen), n_(args.lens[head]), most_(int(args.most)), scales_(args.scales + head * args.scale_head),
         at_(args.at + head * args.n_rows * args.most), cosines_(args.cosines + head * args.n_rows * args.most),
         reach_(size_t(args.n_rows), 0), found_(size_t(args.n_rows), 0) {}
 
@@ -73,27 +73,48 @@ class Alike {
     }
   }
 
+  // Call visit(r, products) for the rows of a block that still want to see chunk c: its products with the chunk, null
+  // where none can be alike. It says whether any was; then the next chunk is multiplied without asking first.
+  template <class Wants, class Visit>
+  void see(const Block& block, int rows, int c, bool* sure, Wants wants, Visit visit) const {
+    for (int begin = 0; begin < rows; begin += TILE_ROWS) {
+      const int end = std::min(begin + TILE_ROWS, rows);
+      bool& alike = sure[begin / TILE_ROWS];
+      bool any = false, met = false;
+      for (int r = begin; r < end; ++r) any |= wants(r);
+      if (!any) continue;
+      const bool looks = alike || screen_.may_hit(block.first + begin, c);
+      if (looks) block.rows(c, begin, end - begin);
+      for (int r = begin; r < end; ++r)
+        if (wants(r)) met |= visit(r, looks ? block.out + r * COLUMNS : nullptr);
+      alike = met;
+    }
+  }
+
   void look_at_newer(const Block& block) {
     std::vector<Pair> noted;
     int pairs[SCAN_ROWS] = {};
+    bool sure[SCAN_ROWS / TILE_ROWS] = {};
     const int own = block.first / COLUMNS, rows = std::min(block.n, n_ - block.first);
     for (int r = 0; r < rows; ++r) reach_[size_t(block.first + r)] = (n_ - 1) / COLUMNS + 1;
     bool open = rows > 0;
     for (int c = (n_ - 1) / COLUMNS; c >= own && open; --c) {
-      const float* products = block.chunk(c);
       open = false;
-      for (int r = 0; r < rows; ++r) {
+      const auto wants = [&](int r) { return found_[size_t(block.first + r)] < most_ || pairs[r] < NOTED; };
+      see(block, rows, c, sure, wants, [&](int r, const float* products) {
         const int self = block.first + r;
         int& found = found_[size_t(self)];
-        if (found == most_ && pairs[r] >= NOTED) continue;
-        hits(products + r * COLUMNS, c, self, [&](int other, float cosine) {
-          if (other <= self) return;
-          if (++pairs[r] < NOTED) noted.push_back({self, other, cosine});
-          if (found < most_) put(self, found++, other, cosine);
-        });
+        const int before = pairs[r];
+        if (products != nullptr)
+          hits(products, c, self, [&](int other, float cosine) {
+            if (other <= self) return;
+            if (++pairs[r] < NOTED) noted.push_back({self, other, cosine});
+            if (found < most_) put(self, found++, other, cosine);
+          });
         if (pairs[r] < NOTED) reach_[size_t(self)] = c;
         open |= found < most_;
-      }
+        return pairs[r] > before;
+      });
     }
     const std::lock_guard<std::mutex> guard(lock_);
     noted_.insert(noted_.end(), noted.begin(), noted.end());
@@ -101,18 +122,24 @@ class Alike {
 
   void look_at_older(const Block& block) {
     const int rows = std::min(block.n, n_ - block.first), own = block.first / COLUMNS;
+    bool sure[SCAN_ROWS / TILE_ROWS] = {};
     for (int c = (block.first + rows - 1) / COLUMNS; c >= 0; --c) {
       bool open = false;
       for (int r = 0; r < rows; ++r) open |= lacks(block.first + r, (c + 1) * COLUMNS);
       if (!open) return;
       const int end = std::min(n_, (c + 1) * COLUMNS);
       if (*std::max_element(reach_.begin() + c * COLUMNS, reach_.begin() + end) <= own) continue;  // all is noted
-      const float* products = block.chunk(c);
-      for (int r = 0; r < rows; ++r)
-        if (const int self = block.first + r; lacks(self, (c + 1) * COLUMNS))
-          hits(products + r * COLUMNS, c, self, [&](int other, float cosine) {
+      const auto wants = [&](int r) { return lacks(block.first + r, (c + 1) * COLUMNS); };
+      see(block, rows, c, sure, wants, [&](int r, const float* products) {
+        bool met = false;
+        const int self = block.first + r;
+        if (products != nullptr)
+          hits(products, c, self, [&](int other, float cosine) {
+            met = true;
             if (other < self) insert(self, other, cosine);
           });
+        return met;
+      });
     }
   }
 
@@ -139,6 +166,7 @@ class Alike {
   }
 
   const ScanArgs& a_;
+  const Screen& screen_;
   const int n_, most_;
   const float* scales_;
   int32_t* at_;
@@ -152,12 +180,15 @@ class Alike {
 template <class T>
 int newest_alike(const ScanArgs& a) {
   static thread_local Workspace workspace;
+  static thread_local Workspace codes;
   Scan<T> scan(a);
+  Screen screen;
   if (!scan.reserve(workspace)) return 1;
   for (int head = 0; head < int(a.n_heads); ++head) {
     if (a.lens[head] <= 0) continue;
     scan.pack(head);
-    Alike<T>(a, head).run(scan, head);
+    if (!screen.pack(scan, a, head, codes)) return 1;
+    Alike<T>(a, head, screen).run(scan, head);
   }
   return 0;
 }

@@ -22,12 +22,15 @@ class Scan {
     int head, first, n;
 
     // With chunk c of the vectors: (n, COLUMNS), 0 where there is no vector.
-    const float* chunk(int c) const {
+    const float* chunk(int c) const { return rows(c, 0, n), out; }
+
+    // The products with chunk c of `count` entries from the `begin`-th of the block on: those rows of `out`.
+    void rows(int c, int begin, int count) const {
       for (int i = 0; i < COLUMNS; i += TILE)
         for (int d = 0; d < scan.pad_; d += DEPTH)
-          multiply(n, left + int64_t(d) * SCAN_ROWS, scan.packed_ + int64_t(c * COLUMNS + i) * scan.pad_ + d * TILE,
-                   std::min(DEPTH, scan.pad_ - d), TILE, out + i, COLUMNS, d > 0);
-      return out;
+          multiply(count, left + int64_t(d) * SCAN_ROWS + begin * DEPTH,
+                   scan.packed_ + int64_t(c * COLUMNS + i) * scan.pad_ + d * TILE, std::min(DEPTH, scan.pad_ - d), TILE,
+                   out + begin * COLUMNS + i, COLUMNS, d > 0);
     }
   };
 
@@ -64,9 +67,7 @@ class Scan {
     });
   }
 
-  const int columns, chunks;
-
- private:
+  // Call f(thread, i) for every i < n.
   template <class F>
   void each(int n, F f) {
     std::atomic<int> next{0};
@@ -75,6 +76,11 @@ class Scan {
     };
     parallel(std::min(n, threads_), body);
   }
+  int threads() const { return threads_; }
+
+  const int columns, chunks;
+
+ private:
   void pack_chunk(int head, int chunk, T* rows) {
     for (int i = chunk * COLUMNS; i < (chunk + 1) * COLUMNS; i += TILE) {
       for (int c = 0; c < TILE; ++c) {
