@@ -23,15 +23,19 @@ def _fixed(regions: PackedRegions, r: int, is_key: bool) -> Fixed | None:
     return scales[r % len(scales)].float(), zeros[r % len(zeros)].float()
 
 
-def stored_keys(regions: PackedRegions, r: int, keys: Tensor) -> Tensor:
-    """Keys (n, head_dim) of region r as they are stored: the kept channels, balanced."""
+def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (n, head_dim) of region r as they are stored: before RoPE, or the kept channels, balanced."""
+    if regions.rope is not None:
+        return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:
         keys = keys[:, regions.channels[r].long()]
     return keys.float() / regions.balance[r] if regions.balance is not None else keys
 
 
-def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
     """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
+    if regions.rope is not None:
+        return regions.rope.turn(keys, positions)
     if regions.balance is not None:
         keys = keys * regions.balance[r]
     if regions.channels is None:
@@ -56,7 +60,7 @@ def write(
         if n <= 0:
             continue
         row = index[r, :n].long()
-        pair = (stored_keys(regions, r, keys[r, row]), values[r, row])
+        pair = (stored_keys(regions, r, keys[r, row], positions[r, row]), values[r, row])
         slots = torch.arange(begin, begin + n)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
@@ -96,8 +100,9 @@ def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Ten
         inside = begin[:, None] + slots < regions.lens[r][:, None]
         row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
         found = _decoded(regions, ids, r)
-        keys[row, at], values[row, at] = _whole_keys(regions, row, found[0][inside], head_dim), found[1][inside]
         positions[row, at] = _rows(pages.positions, ids)[inside]
+        keys[row, at] = _whole_keys(regions, row, found[0][inside], positions[row, at], head_dim)
+        values[row, at] = found[1][inside]
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
