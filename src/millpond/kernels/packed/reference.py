@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import reference as plain
-from millpond.kernels.packed import page
-from millpond.kernels.packed.page import Fixed
+from millpond.kernels.packed import page, whole
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Signal
 
 #: Pages that `read` decodes at a time.
 READ_TOGETHER = 256
-
-
-def _fixed(regions: PackedRegions, r: int, is_key: bool) -> Fixed | None:
-    scales, zeros = regions.key_scales, regions.key_zeros
-    if not is_key or scales is None or zeros is None:
-        return None
-    return scales[r % len(scales)].float(), zeros[r % len(zeros)].float()
 
 
 def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
@@ -55,6 +47,9 @@ def write(
     log_masses: Tensor | None = None,
 ) -> None:
     pages = regions.pages
+    if whole.is_whole(regions, start, count):
+        whole.write(regions, start, count, index, keys, values, positions, scores, log_masses)
+        return
     for r in range(regions.table.shape[0]):
         n, begin = int(count[r]), int(start[r])
         if n <= 0:
@@ -69,7 +64,7 @@ def write(
             own = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
             for (side, offsets, dim, is_key), x in zip(page.sides(pages.layout), pair, strict=True):
-                new = page.encode(x[mine][None], side, _fixed(regions, r, is_key))
+                new = page.encode(x[mine][None], side, whole.fixed_of(regions, torch.tensor([r])) if is_key else None)
                 if own != slice(0, pages.slots):
                     old = page.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
                     new = page.replace_slots(old, new, side, first)
@@ -124,10 +119,7 @@ def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
     pages, found = regions.pages, []
     rows = _rows(pages.codes, ids)
     for side, offsets, dim, is_key in page.sides(pages.layout):
-        fixed = None
-        if is_key and regions.key_scales is not None and regions.key_zeros is not None:
-            head = r % len(regions.key_scales)
-            fixed = regions.key_scales[head].float()[:, None], regions.key_zeros[head].float()[:, None]
+        fixed = whole.fixed_of(regions, r) if is_key else None
         parts = page.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
         found.append(page.decode(parts, side, fixed))
     return found
