@@ -62,11 +62,10 @@ def _write(
     pages = regions.pages
     if regions.rope is not None:
         keys = regions.rope.turn_back(keys.float(), positions)
-    rows = torch.empty(len(ids), pages.layout.page_bytes, dtype=torch.uint8)
-    for (side, offsets, _, is_key), x in zip(page.sides(pages.layout), (keys, values), strict=True):
-        coded = page.to_bytes(page.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key)
-        rows[:, offsets.codes : offsets.codes + offsets.size] = coded
-    _put(pages.codes, ids, rows)
+    coded = []
+    for (side, _, _, is_key), x in zip(page.sides(pages.layout), (keys, values), strict=True):
+        coded.append(page.to_bytes(page.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
+    _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
     _put(pages.scores, ids, torch.zeros_like(positions).float() if scores is None else scores.float())
     if pages.masses:
@@ -74,11 +73,11 @@ def _write(
 
 
 def _put(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
-    """Whole pages (P, ...) into a list of arenas."""
+    """The first of the bytes or slots of whole pages, rows (P, n), into a list of arenas."""
     per = arenas[0].shape[0]
     for i in sorted(set((ids // per).tolist())):
         here = ids // per == i
-        arenas[i][ids[here] - i * per] = rows[here]
+        arenas[i][ids[here] - i * per, : rows.shape[1]] = rows[here]
 
 
 def fixed_of(regions: PackedRegions, r: Tensor) -> Fixed | None:
