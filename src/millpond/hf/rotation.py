@@ -137,7 +137,7 @@ def layer_rotations(model: PreTrainedModel, n_layers: int) -> list[ModelRotation
     types = getattr(config, "layer_types", None) or [FULL] * n_layers
     if any(_kind(rotary, kind) in CHANGING for kind in types) or "mrope_section" in str(config.rope_parameters):
         raise UnsupportedModelError(
-            f"{type(model).__name__} rotates queries and keys by more than their own position in the text "
+            f"{type(model).__name__} rotates a query or a key by more than its own position in the text "
             f"({config.rope_parameters}), which cannot be undone"
         )
     rotations = {kind: ModelRotation.of(model, kind) for kind in set(types)}
