@@ -3,7 +3,7 @@
 #   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
 #                                     curve-merge needles needle-map text-pairs orderings; then make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
-# DATA: folder with a text, for the part text. OUT: another folder of results.
+# DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
 # Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
@@ -95,6 +95,12 @@ for part in "$@"; do
       evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text \
         --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
         --codec "bf16,$codecs" --out "$out/../codecs-text"
+      # formats that are made for the model: of another novel than is scored
+      "$bin/millpond" calibrate --model pond-text --text "$DATA/bleak_house.txt" --out out/pond-text.safetensors --q-norm 2
+      evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text \
+        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
+        --codec "${CALIBRATED:-kvquant4,kvquant3,kvquant2}" --calibration out/pond-text.safetensors \
+        --out "$out/../codecs-text"
       ;;
     curves)
       for protocol in $protocols; do

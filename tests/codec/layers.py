@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from codec.known import HalfRotation, known
 from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape
 from millpond.cache.pools import Pools
+from millpond.cache.ropes import Ropes
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
@@ -25,9 +27,12 @@ def make(
     **options: Any,
 ) -> LayerCache:  # fmt: skip
     """A layer over pools of its own."""
-    storage = resolve(codec)
+    storage, ropes = resolve(codec), None
+    if isinstance(storage, Codec):
+        storage = known(storage, KV, DIM)
+        ropes = Ropes([HalfRotation()]) if storage.pre_rope else None
     policy = METHODS.get(method)(**options)
-    pools = Pools(storage, 16, None, masses=policy.mass_bias)
+    pools = Pools(storage, 16, None, masses=policy.mass_bias, ropes=ropes)
     return LayerCache(
         0, policy, lambda *of: budget, pools.plain, Timeline(), between_chunks=between_chunks,
         sealed=pools.sealed if isinstance(storage, Codec) else None,

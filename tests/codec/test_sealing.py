@@ -234,7 +234,6 @@ def test_rotated_entries_are_read_as_they_came() -> None:
         ("ada", "mikv", {"score": "h2o"}, "every=0"),
         ("fastgen", "mikv", {}, "for good"),
         ("expected_attention", "rotated4", {}, "Hadamard"),
-        ("h2o", "kvquant4", {}, "before RoPE"),
     ],
 )
 def test_impossible_compositions_are_refused(method: str, codec: str, options: dict[str, str], reason: str) -> None:

@@ -14,6 +14,7 @@ from millpond.kernels.packed import reference
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.packed.rope import Rope
 
 
 def table_for(format: Format) -> tuple[float, ...]:
@@ -31,9 +32,28 @@ def side(format: Format, by_channel: bool = False, group: int = 0, symmetric: bo
     return replace(Side(format, by_channel, group, symmetric, table=table_for(format)), **more)  # type: ignore[arg-type]
 
 
+def rope_for(dim: int, positions: int, rotated: int, *, interleaved: bool = False, scale: float = 1.0) -> Rope:
+    """The tables of a rotation of the first `rotated` channels, in halves or as neighbours."""
+
+    def turn(x: Tensor, at: Tensor) -> Tensor:
+        angles = at[0, :, None] * 100.0 ** (-torch.arange(rotated // 2) / rotated)
+        cos, sin = scale * angles.cos(), scale * angles.sin()
+        out = x.clone()
+        first = slice(0, rotated, 2) if interleaved else slice(0, rotated // 2)
+        second = slice(1, rotated, 2) if interleaved else slice(rotated // 2, rotated)
+        a, b = x[..., first], x[..., second]
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    return Rope.of(turn, dim, positions)
+
+
 @dataclass
 class PackedCase:
-    """`plain` says what lies in plain pages and everything about the call; `lens`: packed slots per region."""
+    """`plain` says what lies in plain pages and everything about the call; `lens`: packed slots per region.
+
+    rope: of keys that are stored before it. in_order: packed positions ascend, page after page.
+    """
 
     plain: Case
     lens: list[int]
@@ -43,6 +63,8 @@ class PackedCase:
     dead: int = 0  # tombstones per region, where it has that many slots
     keep: int = 0  # stored key channels, 0: all
     balanced: bool = False
+    rope: Rope | None = None
+    in_order: bool = False
 
     def build(self) -> PackedCall:
         return PackedCall(self)
@@ -77,11 +99,13 @@ class PackedCall:
             torch.rand(n_regions, dim, generator=gen) + 0.5 if case.balanced else None,
             step * (torch.rand(heads, dim, generator=gen) + 1) if fixed else None,
             torch.full((heads, dim), lowest) if fixed else None,
+            case.rope,
         )  # fmt: skip
         self.keys = torch.randn(n_regions, width, plain.key_dim, generator=gen).to(plain.dtype)
         self.values = torch.randn(n_regions, width, plain.value_dim, generator=gen).to(plain.dtype)
         # positions of their own: below the plain ones, which are moved up
         self.positions = torch.stack([torch.randperm(width, generator=gen) for _ in range(n_regions)]).int()
+        self.positions = self.positions.sort(1).values if case.in_order else self.positions
         for arena in self.plain.pages.positions:
             arena += width
         self.plain.q_pos = torch.where(self.plain.q_pos >= 0, self.plain.q_pos + width, -1).int()

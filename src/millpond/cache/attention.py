@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.cache.companions import Companions
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.cache.shared_runs import SharedRuns
 from millpond.cache.table import RegionTable
 from millpond.codec.rotate import rotate

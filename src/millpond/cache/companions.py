@@ -11,7 +11,8 @@ from millpond.cache.by_sequence import BySequence
 from millpond.cache.focus import Focus, focus_of
 from millpond.cache.headwise import Headwise
 from millpond.cache.queries import QueryMemory
-from millpond.cache.rolling import Rolling, Rotation
+from millpond.cache.rolling import Rolling
+from millpond.cache.rotation import Rotation
 from millpond.cache.table import RegionTable
 from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy

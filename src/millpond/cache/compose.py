@@ -42,7 +42,6 @@ def _of_method(policy: Policy) -> list[tuple[bool, str]]:
 
 def _of_codec(policy: Policy, codec: Codec) -> list[tuple[bool, str]]:
     return [
-        (codec.pre_rope, "keys before RoPE cannot be decoded yet; use 'kivi2' or 'int4', which store keys after it"),
         (
             codec.rotated and policy.sums_queries,
             f"this method's score turns queries back by their positions, which a Hadamard rotation hides; {WAY_OUT}",

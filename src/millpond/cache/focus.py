@@ -8,7 +8,7 @@ from torch import Tensor
 
 from millpond.cache.parts import AttentionShape
 from millpond.cache.recall import Recall
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.cache.skip import Skip
 from millpond.cache.table import RegionTable
 from millpond.policy.pattern import PatternPolicy

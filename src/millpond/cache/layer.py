@@ -21,7 +21,7 @@ from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
 from millpond.cache.pool import PagePool
 from millpond.cache.rivals import Rivals
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline

@@ -11,6 +11,7 @@ from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
 from millpond.cache.packed_pool import PackedPool
 from millpond.cache.pool import PagePool
+from millpond.cache.ropes import Ropes
 from millpond.cache.sealed import Sealed
 from millpond.cache.traits import kept_dim
 from millpond.codec import Codec
@@ -24,15 +25,24 @@ class Pools:
     Args:
         storage: of all entries: a dtype, a codec, or None for what the model computes.
         slots: entries per plain page. account: the limit of all pools together.
-        masses: whether entries carry a mass.
+        masses: whether entries carry a mass. ropes: of the layers, for a codec that stores keys before RoPE.
     """
 
-    def __init__(self, storage: torch.dtype | Codec | None, slots: int, account: Account, *, masses: bool) -> None:
+    def __init__(
+        self,
+        storage: torch.dtype | Codec | None,
+        slots: int,
+        account: Account,
+        *,
+        masses: bool,
+        ropes: Ropes | None = None,
+    ) -> None:
         self.codec = storage if isinstance(storage, Codec) else None
         self._dtype = storage if isinstance(storage, torch.dtype) else None
         self._slots, self._account, self._masses = slots, account, masses
         self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
-        self._packed: dict[tuple[int, int], PackedPool] = {}
+        self._ropes = ropes
+        self._packed: dict[tuple[int, int, int], PackedPool] = {}
 
     @property
     def format(self) -> str | torch.dtype | None:
@@ -62,10 +72,15 @@ class Pools:
             OptionError: see `packed`.
         """
         assert self.codec is not None, "only a codec has packed pages"
-        return Sealed(self.codec, self.packed(key_dim, value_dim, device), n_seq, n_kv_heads, key_dim)
+        known = self.codec.calibration
+        return Sealed(
+            self.codec, self.packed(layer, key_dim, value_dim, device), n_seq, n_kv_heads, key_dim,
+            fixed=None if known is None else known.key_range(layer),
+            rope=None if self._ropes is None else self._ropes.of(layer, key_dim),
+        )  # fmt: skip
 
-    def packed(self, key_dim: int, value_dim: int, device: torch.device) -> PackedPool:
-        """The pool of packed pages of one shape.
+    def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> PackedPool:
+        """The pool of packed pages of one shape; of one layer, where layers have tables of their own.
 
         Raises:
             OptionError: a head_dim that the format's groups do not divide, or a model that is not on the CPU.
@@ -77,13 +92,15 @@ class Pools:
                 f"codec {codec.name!r}: pages of codes are read on the CPU only, and the model is on {device}; "
                 "use codec='bf16'"
             )
-        if (key_dim, value_dim) not in self._packed:
+        tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
+        own = (0 if tables is None else layer, key_dim, value_dim)
+        if own not in self._packed:
             kept = kept_dim(codec, key_dim)
             if codec.prune and kept == key_dim:
                 raise OptionError(
                     f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
                     f"head_dim={key_dim} is less; use a codec that drops none"
                 )
-            layout = codec.layout(kept, value_dim)
-            self._packed[key_dim, value_dim] = PackedPool(layout, device, masses=self._masses, account=self._account)
-        return self._packed[key_dim, value_dim]
+            layout = codec.layout(kept, value_dim, tables=tables)
+            self._packed[own] = PackedPool(layout, device, masses=self._masses, account=self._account)
+        return self._packed[own]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.by_sequence import BySequence
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.policy.moments import QueryMoments
 from millpond.policy.policy import Policy
 

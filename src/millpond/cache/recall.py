@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.by_sequence import BySequence
 from millpond.cache.gaps import rows_at
 from millpond.cache.parts import AttentionShape
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
 from millpond.kernels.reference import soft_cap, softmax_with_sink, wide

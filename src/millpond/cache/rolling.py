@@ -9,13 +9,12 @@ While a sequence is decoded its sinks move by one place at each step, so their k
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from millpond.cache.gaps import put_rows, slots_of
+from millpond.cache.rotation import Rotation
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
 
@@ -23,14 +22,6 @@ from millpond.kernels import ops
 EPOCH = 8192
 #: Places for which the sinks' keys are made at once.
 AHEAD = 32
-
-
-class Rotation(Protocol):
-    """The rotary embedding of a model."""
-
-    def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """Keys or queries (B, H, n, D), rotated to (or back from) positions (B, n), in float32 or wider."""
-        ...
 
 
 class Rolling:

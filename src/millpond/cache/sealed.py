@@ -6,6 +6,8 @@ slot; a page whose slots are all dead goes back to the pool. See docs/explanatio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from millpond.cache.by_sequence import BySequence
 from millpond.cache.counted import PageIds
 from millpond.cache.packed_pool import PackedPool
+from millpond.cache.ropes import GrowingRope
 from millpond.cache.traits import Traits
 from millpond.codec.spec import Codec
 from millpond.kernels import reference
@@ -32,10 +35,24 @@ class Sealed:
     Attributes:
         codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
         lens: (R,) slots in use, tombstones included. dead: (R,) tombstones, which the decode kernel counts too.
+
+    Args:
+        fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
     """
 
-    def __init__(self, codec: Codec, pool: PackedPool, n_seq: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        pool: PackedPool,
+        n_seq: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        fixed: tuple[Tensor, Tensor] | None = None,
+        rope: GrowingRope | None = None,
+    ) -> None:
         self.codec, self.pool, self.head_dim = codec, pool, head_dim
+        self._fixed, self._rope = fixed, rope
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self.lens: Ints = np.zeros(n, dtype=np.int32)
@@ -80,7 +97,9 @@ class Sealed:
         """What the kernels see of some regions."""
         channels, balance = (None if t is None else t[rows] for t in (self._channels, self._balance))
         ids, lens, dead = (torch.from_numpy(x[rows]) for x in (self._ids, self.lens, self.dead))
-        return PackedRegions(self.pool.arrays, ids, lens, dead, channels, balance)
+        scales, zeros = self._fixed or (None, None)
+        rope = None if self._rope is None else self._rope.tables
+        return PackedRegions(self.pool.arrays, ids, lens, dead, channels, balance, scales, zeros, rope)
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
@@ -144,6 +163,8 @@ class Sealed:
             return
         self._decide(sequence)
         self._reserve(rows, self.lens[rows] + more)
+        if self._rope is not None:
+            self._rope.reach(int(found.positions.max()) + 1)
         start = torch.from_numpy(self.lens[rows].copy())
         ops.write(
             self.regions(rows), start, count.int(), index.int().contiguous(), found.keys, found.values,
@@ -203,10 +224,7 @@ class Sealed:
             some[r, : len(columns)] = self._ids[rows.start + r, columns]
             lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
         regions = self.regions(rows)
-        part = PackedRegions(
-            regions.pages, torch.from_numpy(some), torch.from_numpy(lens), regions.dead, regions.channels,
-            regions.balance,
-        )  # fmt: skip
+        part = replace(regions, table=torch.from_numpy(some), lens=torch.from_numpy(lens))
         return ops.read(part, int(lens.max(initial=0)), self.head_dim)
 
     def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
@@ -251,7 +269,9 @@ class Sealed:
 
     def fork(self) -> Sealed:
         """The same entries once more: pages are shared until one of the two writes."""
-        other = Sealed(self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim)
+        other = Sealed(
+            self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope
+        )
         other._ids, other._owned = self._ids.copy(), self._owned.copy()
         other.lens, other.dead = self.lens.copy(), self.dead.copy()
         other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
@@ -311,7 +331,8 @@ class Sealed:
         """All about the pages but what lies in them, for `adopt`."""
         counts = {"owned": self._owned, "lens": self.lens, "dead": self.dead}
         found = {name: torch.from_numpy(n) for name, n in counts.items()}
-        sides = {"channels": self._channels, "balance": self._balance}
+        reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
+        sides = {"channels": self._channels, "balance": self._balance, "reach": reach}
         return {name: t.clone() for name, t in (found | sides).items() if t is not None}
 
     def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
@@ -325,6 +346,8 @@ class Sealed:
         self.lens, self.dead = (numbers[name].numpy().astype(np.int32) for name in ("lens", "dead"))
         self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
         self._decided[0] = True
+        if self._rope is not None:
+            self._rope.reach(int(numbers["reach"]))
         return self.held()
 
     # ------------------------------------------------------------------ internal

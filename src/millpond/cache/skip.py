@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.parts import AttentionShape
-from millpond.cache.rolling import Rotation
+from millpond.cache.rotation import Rotation
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
 from millpond.policy.pattern import BLOCK, Pattern, PatternPolicy, Prompt

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from millpond.cli import (
     bench,
     bench_serve,
+    calibrate,
     chat,
     demo,
     document,
@@ -79,6 +80,7 @@ app.command("remember")(document.remember)
 app.command("ask")(document.ask)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
+app.command("calibrate")(calibrate.calibrate)
 app.command("eval")(evaluation.evaluate)
 app.command("eval-peer")(eval_peer.eval_peer)
 app.command(

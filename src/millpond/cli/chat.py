@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from millpond.cli.chat_partner import Here, Message, Partner, reach
 from millpond.cli.console import errors, notes
-from millpond.cli.options import BudgetText, MethodOptions, optional, parse_options
+from millpond.cli.options import BudgetText, CalibrationFile, MethodOptions, optional, parse_options
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -34,6 +34,7 @@ def chat(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
+    calibration: CalibrationFile = None,
     kv_memory: Annotated[str | None, optional(help="Most memory for the cache ('2GiB'). Default: no limit.")] = None,
     dtype: Annotated[str | None, optional(help="f32, bf16 or f16. Default: as the weights were saved.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")] = 512,
@@ -51,9 +52,10 @@ def chat(
     kept = {"method": method, "budget": budget, "codec": codec, "options": parse_options(option or [])}
     kept = {name: value for name, value in kept.items() if value}
     if url is None:
-        who: AbstractContextManager[Partner] = _here(model or "pond-recall", kv_memory, dtype, kept, drawn)
-    elif kv_memory or dtype:
-        raise OptionError("--kv-memory and --dtype are the server's to choose; leave them out with --url")
+        own = {**kept, **({"calibration": calibration} if calibration else {})}
+        who: AbstractContextManager[Partner] = _here(model or "pond-recall", kv_memory, dtype, own, drawn)
+    elif kv_memory or dtype or calibration:
+        raise OptionError("--kv-memory, --dtype and --calibration are the server's; leave them out with --url")
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:

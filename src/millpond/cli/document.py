@@ -12,6 +12,7 @@ from millpond.cli.console import errors, notes, output, size
 from millpond.cli.generate import encode, pick_device, read_prompt
 from millpond.cli.options import (
     BudgetText,
+    CalibrationFile,
     CodecName,
     DeviceName,
     DtypeName,
@@ -38,6 +39,7 @@ def remember(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: CodecName = "auto",
+    calibration: CalibrationFile = None,
     dtype: DtypeName = "auto",
     device: DeviceName = None,
     chunk: Annotated[int | None, optional(min=1, help="Read the text in chunks of so many tokens.")] = None,
@@ -52,7 +54,10 @@ def remember(
     loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(model)
     ids = encode(tokenizer, text, chat=False).to(loaded.device)
-    with notes(), compress(loaded, method, budget, codec, tokenizer=tokenizer, **options) as cache:
+    with (
+        notes(),
+        compress(loaded, method, budget, codec, tokenizer=tokenizer, calibration=calibration, **options) as cache,
+    ):
         with errors().status(f"reading {ids.shape[1]:,} tokens"):
             read_document(loaded, cache, ids, chunk)
         n_bytes = save_document(cache, ids, out, note=json.dumps({"model": model, "dtype": dtype}))

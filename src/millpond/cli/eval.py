@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
-from millpond.cli.options import optional
+from millpond.cli.options import CalibrationFile, optional
 
 if TYPE_CHECKING:
     from millpond.evals.plan import Plan
@@ -30,6 +30,7 @@ def evaluate(
         str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, '64KiB' a sequence. Default: 20%.")
     ] = None,
     codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
+    calibration: CalibrationFile = None,
     protocol: Annotated[
         str,
         typer.Option(
@@ -55,7 +56,7 @@ def evaluate(
     plan = Plan(
         model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
         None if budget is None else words(budget, "budget"), words(codec, "codec"), words(protocol, "protocol"),
-        samples=samples, seed=seed, batch_size=batch_size, dtype=dtype,
+        samples=samples, seed=seed, batch_size=batch_size, dtype=dtype, calibration=calibration,
     )  # fmt: skip
     rows = _run(plan, out, device, threads)
     show_scores(rows, out)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from millpond.cli.console import errors, notes, size
 from millpond.cli.options import (
     BudgetText,
+    CalibrationFile,
     Chat,
     CodecName,
     DeviceName,
@@ -69,6 +70,7 @@ def generate(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: CodecName = "auto",
+    calibration: CalibrationFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
@@ -107,7 +109,7 @@ def generate(
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
     with notes(), compress(
         loaded, method, budget, codec, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
-        tokenizer=tokenizer, **options
+        tokenizer=tokenizer, calibration=calibration, **options
     ) as cache:  # fmt: skip
         watch = TextStopwatch(tokenizer)
         loaded.generate(

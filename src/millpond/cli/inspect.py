@@ -12,6 +12,7 @@ from millpond.cli.console import notes, output, size
 from millpond.cli.generate import pick_device, read_prompt, wants_template
 from millpond.cli.options import (
     BudgetText,
+    CalibrationFile,
     Chat,
     CodecName,
     DeviceName,
@@ -39,6 +40,7 @@ def inspect(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: CodecName = "auto",
+    calibration: CalibrationFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     dtype: DtypeName = "auto",
     device: DeviceName = None,
@@ -60,7 +62,10 @@ def inspect(
     loaded: Any = load_model(model, dtype).to(where)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(model)
     coded = encode(tokenizer, text, chat)
-    with notes(), compress(loaded, method, budget, codec, tokenizer=tokenizer, **options) as cache:
+    with (
+        notes(),
+        compress(loaded, method, budget, codec, tokenizer=tokenizer, calibration=calibration, **options) as cache,
+    ):
         setting = {"model": Path(model).name, "method": ":".join([method, *(option or [])])}
         if cache.budget is not None:
             setting["budget"] = str(cache.budget)

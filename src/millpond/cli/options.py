@@ -24,6 +24,9 @@ BudgetText = Annotated[
     optional(help="'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: 20%; full takes none."),
 ]
 CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")]
+CalibrationFile = Annotated[
+    str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
+]
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
 PromptFile = Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")]

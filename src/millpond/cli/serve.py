@@ -12,6 +12,7 @@ from rich.markup import escape
 from millpond.cli.console import errors
 from millpond.cli.options import (
     BudgetText,
+    CalibrationFile,
     DtypeName,
     MethodName,
     MethodOptions,
@@ -34,6 +35,7 @@ def serve(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
+    calibration: CalibrationFile = None,
     kv_memory: Annotated[
         str | None, optional(help="Most memory for the caches of all requests together ('2GiB'). Default: no limit.")
     ] = None,
@@ -83,6 +85,7 @@ def serve(
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), timeout_s=timeout, drain_s=drain,
     )  # fmt: skip
     kept: dict[str, Any] = {"method": method, "options": parse_options(option or []), "codec": codec}
+    kept["calibration"] = calibration
     if budget is not None:
         kept["budget"] = budget
     llm = AsyncLLM(

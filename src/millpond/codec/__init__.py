@@ -18,7 +18,7 @@ JOINT = "+"
 
 def codecs() -> list[str]:
     """The names of all number formats. "auto" stores what the model computes; "a+b" is keys as a and values as b."""
-    return ["auto", *DTYPES, *(name for name, codec in PRESETS.items() if name not in DTYPES and not codec.pre_rope)]
+    return ["auto", *DTYPES, *(name for name in PRESETS if name not in DTYPES)]
 
 
 def resolve(codec: str | tuple[str, str]) -> torch.dtype | Codec | None:

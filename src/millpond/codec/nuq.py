@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.packed.layout import Format, Side
+from millpond.kernels.packed.outliers import inliers
 
 #: Points that the exact search looks at; more are gathered into as many bins of equal count first.
 MOST_POINTS = 1024
 #: Rounds of Lloyd's algorithm after the exact search over bins.
 ROUNDS = 50
+#: Numbers that a table is made of at most, and that torch sorts for quantiles at a time.
+MOST_SAMPLES, MOST_QUANTILES = 2**22, 2**23
 
 
 def kmeans(samples: Tensor, weights: Tensor | None, k: int) -> Tensor:
@@ -99,27 +103,59 @@ def channel_range(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     Args:
         outliers: share of numbers outside, both ends together; 0: everything is inside.
     """
-    ends = torch.tensor([outliers / 2, 1 - outliers / 2], dtype=torch.float64)
-    low, high = x.double().quantile(ends.to(x.device), 0)
+    ends = torch.tensor([outliers / 2, 1 - outliers / 2], dtype=torch.float64, device=x.device)
+    together = max(1, MOST_QUANTILES // len(x))  # channels
+    found = [x[:, c : c + together].double().quantile(ends, 0) for c in range(0, x.shape[1], together)]
+    low, high = torch.cat(found, 1)
     return ((high - low) / 2).float(), ((high + low) / 2).float()
 
 
-def key_table(
-    keys: Tensor, fisher: Tensor | None, bits: int, outliers: float = 0.01, *, by_range: bool = True
-) -> tuple[tuple[float, ...], Tensor, Tensor]:
-    """Table, scales (D,) and zeros (D,) of keys (N, D) of one KV head or of all heads of a layer side by side.
+def normalised_keys(
+    keys: Tensor, fisher: Tensor | None, outliers: float = 0.01, *, by_range: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inliers (n,) in [-1, 1] with their weights (n,), scales (D,) and zeros (D,) of keys (N, D).
 
     Args:
-        fisher: (N, D) squared gradients of the loss, or None.
+        keys: of one KV head, or of all heads of a layer side by side. fisher: (N, D) squared gradients, or None.
         by_range: weigh by fisher * range^2, which is what an error of the normalised number costs; the published code
             weighs by fisher alone.
     """
     scale, zero = channel_range(keys, outliers)
     y = (keys.float() - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return *_inside(y, y.abs() <= 1, fisher, scale if by_range else None), scale, zero
+
+
+def normalised_values(
+    values: Tensor, fisher: Tensor | None, n_extra: int, *, by_range: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Inliers (n,) in [-1, 1] with their weights (n,) of values (P, slots, D), each page of one KV head.
+
+    Ranges are those of a slot of a head, and outliers the `n_extra` of a page, as when values are stored.
+    """
+    x = values.float()
+    inlier = inliers(x, Side(Format.NUQ4, n_extra=n_extra), None) if n_extra else torch.ones_like(x, dtype=torch.bool)
+    low, high = (torch.where(inlier, x, s * torch.inf).mul(s).amin(-1, keepdim=True) * s for s in (1.0, -1.0))
+    scale, zero = (high - low) / 2, (high + low) / 2
+    y = (x - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return _inside(y, inlier & (y.abs() <= 1), fisher, scale if by_range else None)
+
+
+def _inside(y: Tensor, inside: Tensor, fisher: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The numbers `inside` that weigh something, and their weights; of very many, evenly spread ones."""
     weights = torch.ones_like(y) if fisher is None else fisher.float()
-    weights = weights * scale.square() if by_range else weights
-    inside = (y.abs() <= 1) & (weights > 0)
-    return as_table(kmeans(y[inside], weights[inside], 1 << bits)), scale, zero
+    weights = weights if scale is None else weights * scale.square()
+    inside = inside & (weights > 0)
+    y, weights = y[inside], weights[inside]
+    step = -(-len(y) // MOST_SAMPLES)
+    return y[::step], weights[::step]
+
+
+def key_table(
+    keys: Tensor, fisher: Tensor | None, bits: int, outliers: float = 0.01, *, by_range: bool = True
+) -> tuple[tuple[float, ...], Tensor, Tensor]:
+    """Table, scales (D,) and zeros (D,) of keys (N, D): see `normalised_keys`."""
+    y, weights, scale, zero = normalised_keys(keys, fisher, outliers, by_range=by_range)
+    return as_table(kmeans(y, weights, 1 << bits)), scale, zero
 
 
 def q_norm(table: tuple[float, ...], y: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
@@ -16,6 +19,18 @@ class Tables:
     value: tuple[float, ...]
     key_cuts: tuple[float, ...] = ()
     value_cuts: tuple[float, ...] = ()
+
+
+class Calibrated(Protocol):
+    """What is known of a model: see `calibration.Calibration`."""
+
+    def tables(self, layer: int, codec: Codec) -> Tables:
+        """The tables of one layer."""
+        ...
+
+    def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,7 @@ class Codec:
         tiered: entries that a method would evict are demoted to this format instead (MiKV).
         calibrated: needs a calibration file of the same model.
         key_outliers, value_outliers: share of the numbers of a page that are kept beside the codes.
+        calibration: what was calibrated, where it is `calibrated` and has been told.
         paper: where it comes from.
     """
 
@@ -52,6 +68,7 @@ class Codec:
     calibrated: bool = False
     key_outliers: float = 0.0
     value_outliers: float = 0.0
+    calibration: Calibrated | None = None
     paper: str = ""
 
     def layout(
@@ -70,7 +87,8 @@ class Codec:
         slots = slots or self.slots
         if self.calibrated and tables is None:
             raise OptionError(
-                f"codec {self.name!r} needs a calibration of this model: make one with 'millpond calibrate'"
+                f"codec {self.name!r} needs a calibration of this model: make one with 'millpond calibrate', and give "
+                "its file as calibration"
             )
         key, value = self.key, self.value
         if tables is not None:
@@ -79,6 +97,13 @@ class Codec:
         key = replace(key, n_extra=round(self.key_outliers * slots * key_dim))
         value = replace(value, n_extra=round(self.value_outliers * slots * value_dim))
         return PackedLayout(slots, key_dim, value_dim, key, value)
+
+    def check_dims(self, key_dim: int, value_dim: int) -> None:
+        """
+        Raises:
+            OptionError: a head_dim that the groups do not divide.
+        """
+        self.layout(key_dim, value_dim, tables=self._any_tables())
 
     def bits_per_element(self, key_dim: int, value_dim: int, slots: int | None = None) -> float:
         """Bits per number of a sealed page, scales, zeros and outliers included."""

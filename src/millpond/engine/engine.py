@@ -34,6 +34,7 @@ from millpond.engine.scheduler import Scheduler, State
 from millpond.engine.sharing import Sharing
 from millpond.engine.turn import Turn
 from millpond.errors import MillpondError, OptionError
+from millpond.hf.calibrated import Given, loaded
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.packed import PackedModel
 
@@ -47,11 +48,11 @@ class Engine:
         kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
-        overcommit: see `Scheduler`. page_slots, native_layers: see `compress`.
+        overcommit: see `Scheduler`. page_slots, native_layers, calibration: see `compress`.
         swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
 
     Raises:
-        UnsupportedModelError, OptionError, BudgetError: as `compress`.
+        UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Engine:
         page_slots: int = DEFAULT_SLOTS,
         native_layers: bool = True,
         swap_to: str | PathLike[str] | None = None,
+        calibration: Given = None,
     ) -> None:
         check_slots(page_slots)
         limit = None if kv_memory is None else parse_bytes(kv_memory)
@@ -88,7 +90,7 @@ class Engine:
         try:
             self._files = None if swap_to is None else SwapFiles(swap_to)
             budget_of(method, budget, policy_of(method, dict(options or {})))  # refuses one where none is taken
-            self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer)
+            self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration))
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual

@@ -16,6 +16,7 @@ from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import SamplingParams
 from millpond.errors import OptionError
+from millpond.hf.calibrated import Given
 from millpond.models.load import load_model, load_tokenizer
 
 #: What `generate` takes: a text, token ids, or several of either.
@@ -35,6 +36,7 @@ class LLM:
         swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         threads: of torch in this process; None leaves them as they are.
+        calibration: the file that `millpond calibrate` made of the model, for the codecs that need one.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
@@ -55,11 +57,12 @@ class LLM:
         swap_to: str | PathLike[str] | None = None,
         tokenizer: Any = None,
         threads: int | None = None,
+        calibration: Given = None,
     ) -> None:
         model, tokenizer = load(model, tokenizer, dtype, threads)
         self.engine = Engine(
             model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
-            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to,
+            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to, calibration=calibration,
         )  # fmt: skip
         self._names = count()
 

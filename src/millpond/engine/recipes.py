@@ -11,6 +11,7 @@ from millpond.cache.pools import Pools
 from millpond.codec import Codec
 from millpond.engine.groups import Group
 from millpond.engine.request import CacheOptions
+from millpond.hf.calibrated import Given, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
 from millpond.hf.packed import PackedModel
 from millpond.hf.recipe import Recipe
@@ -24,16 +25,24 @@ class Recipes:
 
     Args:
         defaults: what holds where a request says nothing. account: what all pools share.
+        calibration: of the model, for the codecs that need one.
     """
 
     def __init__(
-        self, model: PackedModel, defaults: CacheOptions, account: Account, page_slots: int, tokenizer: Any
+        self,
+        model: PackedModel,
+        defaults: CacheOptions,
+        account: Account,
+        page_slots: int,
+        tokenizer: Any,
+        calibration: Given = None,
     ) -> None:
         self.defaults = defaults
         self._model = model
         self._account = account
         self._page_slots = page_slots
         self._tokenizer = tokenizer
+        self._calibration = calibration
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._pools: dict[tuple[Any, ...], Pools] = {}
 
@@ -60,8 +69,9 @@ class Recipes:
         if key not in self._groups:
             self._forget_idle()
             recipe = Recipe(
-                self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer
-            )
+                self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
+                self._calibration if needs_calibration(codec) else None,
+            )  # fmt: skip
             self._groups[key] = Group(recipe, self._model.layers)
         return self._groups[key]
 
@@ -89,5 +99,7 @@ class Recipes:
     def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> Pools:
         key = (storage.name if isinstance(storage, Codec) else storage, masses)
         if key not in self._pools:
-            self._pools[key] = Pools(storage, self._page_slots, self._account, masses=masses)
+            self._pools[key] = Pools(
+                storage, self._page_slots, self._account, masses=masses, ropes=ropes_of(storage, self._model.model)
+            )
         return self._pools[key]

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.cache.compose import check_composition
 from millpond.codec import Codec, resolve
-from millpond.errors import unknown
+from millpond.errors import OptionError, unknown
 from millpond.evals.batch import Batch
 from millpond.evals.spec import Spec
 from millpond.hf.cache import MillpondCache
+from millpond.hf.calibrated import needs_calibration
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
 from millpond.policy.nested import NestedPolicy
@@ -71,6 +72,7 @@ class Compressed:
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
+    calibration: str | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -85,6 +87,8 @@ class Compressed:
         stored = resolve(codec)
         if isinstance(stored, Codec):
             check_composition(METHODS.get(self.method)(**self.options), stored)
+            if stored.calibrated and self.calibration is None:
+                raise OptionError(f"codec {codec!r} needs a calibration of the model: give its file as --calibration")
         if budget:
             parsed = Budget.parse(budget)
             if parsed.kind == "tokens":
@@ -93,18 +97,24 @@ class Compressed:
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str
     ) -> MillpondCache:
-        return compress(model, self.method, budget or None, codec, tokenizer=tokenizer, **self.options)
+        calibration = self.calibration if needs_calibration(codec) else None
+        return compress(
+            model, self.method, budget or None, codec, tokenizer=tokenizer, calibration=calibration, **self.options
+        )
 
 
-def find_contender(spec: Spec) -> Contender:
+def find_contender(spec: Spec, calibration: str | None = None) -> Contender:
     """The contender of that name: a method of the package, or one that the harness adds.
+
+    Args:
+        calibration: a file, for the codecs that need one.
 
     Raises:
         OptionError: no such name or option (with a suggestion), or a value that does not fit.
     """
     if spec.name in METHODS.names():
         spec.build(METHODS)
-        return Compressed(spec.name, dict(spec.options))
+        return Compressed(spec.name, dict(spec.options), calibration)
     if spec.name in CONTENDERS.names():
         return spec.build(CONTENDERS)
     raise unknown("method", spec.name, [*METHODS.names(), *CONTENDERS.names()])

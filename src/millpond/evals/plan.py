@@ -23,6 +23,7 @@ class Plan:
 
     Attributes:
         budgets: None: 20 % where a method needs a budget. dtype: of the model, as it was asked for.
+        calibration: a file, for the codecs that need one.
 
     Raises:
         OptionError: an unknown name or option (with a suggestion), or values that do not fit.
@@ -38,6 +39,7 @@ class Plan:
     seed: int = 0
     batch_size: int = 8
     dtype: str = "auto"
+    calibration: str | None = None
     contenders: dict[str, Contender] = field(init=False)
     built: dict[str, Task] = field(init=False)
 
@@ -52,7 +54,9 @@ class Plan:
             resolve(codec)
         for budget in self.budgets or ():
             Budget.parse(budget)
-        object.__setattr__(self, "contenders", {str(spec): find_contender(spec) for spec in self.methods})
+        object.__setattr__(
+            self, "contenders", {str(spec): find_contender(spec, self.calibration) for spec in self.methods}
+        )
         object.__setattr__(self, "built", {str(spec): spec.build(TASKS) for spec in self.tasks})
         if self.budgets and all(contender.keeps_all for contender in self.contenders.values()):
             raise OptionError(

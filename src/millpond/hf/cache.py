@@ -19,7 +19,8 @@ from millpond.cache.counted import CountedPages
 from millpond.cache.journal import Journal
 from millpond.cache.layer import LayerCache
 from millpond.cache.pools import Pools
-from millpond.cache.rolling import Rotation
+from millpond.cache.ropes import Ropes
+from millpond.cache.rotation import Rotation
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
@@ -85,6 +86,7 @@ class MillpondCache(Cache):
         between_chunks: bool = True,
         rotation: Rotation | None = None,
         croppable: bool = False,
+        ropes: Ropes | None = None,
     ) -> None:
         config = text_config(model)
         budgets = Budgets(budget, policy, layer_windows(config, n_layers))
@@ -100,7 +102,7 @@ class MillpondCache(Cache):
         self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
         self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
-        self._pools = Pools(storage, page_slots, Account(memory_limit), masses=policy.mass_bias)
+        self._pools = Pools(storage, page_slots, Account(memory_limit), masses=policy.mass_bias, ropes=ropes)
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
         self._passes = Passes(self, decoder_modules(model))

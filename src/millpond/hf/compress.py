@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.cache import MillpondCache
+from millpond.hf.calibrated import Given, calibrated, ropes_of
 from millpond.hf.native import use_native_layers
 from millpond.hf.outputs import show_outputs
 from millpond.hf.rebuild import ask_ids
@@ -39,6 +41,7 @@ def compress(
     between_chunks: bool = True,
     native_layers: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    calibration: Given = None,
     **options: Any,
 ) -> MillpondCache:
     """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
@@ -61,6 +64,7 @@ def compress(
             training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
             torch. Their results agree up to rounding.
         tokenizer: the model's; methods that look at what tokens are (`fastgen`, `kvzip`) know from it.
+        calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
@@ -71,6 +75,7 @@ def compress(
         UnsupportedModelError: the model bypasses the attention interface.
         OptionError: an unknown method, option or codec, a value out of range, or options beside a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
+        CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
     """
     check_supported(model)
     check_slots(page_slots)
@@ -86,7 +91,7 @@ def compress(
     rotation = ModelRotation.of(model) if policy.positions == "cache_relative" else None
     sliding = bool(getattr(config, "sliding_window", None))
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    stored = resolve(codec)
+    stored = calibrated(resolve(codec), calibration, model)
     if isinstance(stored, Codec):
         check_composition(policy, stored)
         if stored.tiered and chosen is not None and chosen.kind == "bytes":
@@ -102,13 +107,14 @@ def compress(
     cache = MillpondCache(
         model, policy, chosen,
         n_layers=n_layers(config), storage=stored, page_slots=page_slots, memory_limit=limit,
-        between_chunks=between_chunks, rotation=rotation,
+        between_chunks=between_chunks, rotation=rotation, ropes=ropes_of(stored, model),
         croppable=policy.keeps_all and not policy.takes_budget and not sliding,
     )  # fmt: skip
     if isinstance(method, str):
         cache.settings = {
             "method": method, "budget": None if chosen is None else [chosen.kind, chosen.amount], "codec": codec,
             "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
+            "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
         }  # fmt: skip
     show_outputs(model, cache.cores)
     cache.on_close(switch_attention(model))

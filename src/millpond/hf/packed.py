@@ -40,13 +40,14 @@ from millpond.hf.support import (
 class LayerShape:
     """What one layer stores of a token: keys of `key_dim` and values of `value_dim` numbers in each KV head.
 
-    window: positions that a query sees, its own among them; 0 for all.
+    window: positions that a query sees, its own among them; 0 for all. index: of the layer.
     """
 
     n_kv_heads: int
     key_dim: int
     value_dim: int
     window: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class PackedModel:
                 f"layer {missing[0]} of {type(self.model).__name__} hands no keys and values to its cache"
             )
         windows = layer_windows(self.config, layers)
-        return [LayerShape(*watch.found[index], windows[index]) for index in range(layers)]
+        return [LayerShape(*watch.found[index], windows[index], index) for index in range(layers)]
 
     @staticmethod
     def _check_packable(model: PreTrainedModel) -> None:

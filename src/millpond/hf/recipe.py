@@ -24,6 +24,7 @@ from millpond.cache.tokens import TokenIds
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError
 from millpond.hf.budgets import Budgets
+from millpond.hf.calibrated import Given, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.outputs import show_outputs
 from millpond.hf.packed import LayerShape, PackedModel
@@ -63,6 +64,7 @@ class Recipe:
         budget: Budget | str | int | float | None,
         codec: str | tuple[str, str],
         tokenizer: PreTrainedTokenizerBase | None = None,
+        calibration: Given = None,
     ) -> None:
         policy = policy_of(method, dict(options))
         _check_packable(method, policy)
@@ -72,7 +74,7 @@ class Recipe:
         self.budget = budget_of(method, budget, policy)
         if self.budget is not None and self.budget.kind == "tokens":
             policy.protect.check(int(self.budget.amount))
-        stored = resolve(codec)
+        stored = calibrated(resolve(codec), calibration, model.model)
         if isinstance(stored, Codec):
             check_composition(policy, stored)
         self.pools = find_pools(stored or model.dtype, policy.mass_bias)
@@ -112,7 +114,7 @@ class Recipe:
         """The pool of a layer's codes; None where entries are stored as they are."""
         if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
             return None
-        return self.pools.packed(layer.key_dim, layer.value_dim, self._model.device)
+        return self.pools.packed(layer.index, layer.key_dim, layer.value_dim, self._model.device)
 
     def entry_bytes(self, layer: LayerShape) -> float:
         """Bytes of a token's keys and values in one layer, in the format of most of them."""

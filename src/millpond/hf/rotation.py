@@ -113,19 +113,36 @@ def show_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> None:
             f"{name} stores latents (MLA), one for all heads, so a score cannot compare its keys with queries; use a "
             "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
         )
-    rotary = rotary_of(model)
-    if rotary is None:
+    if rotary_of(model) is None:
         return
-    types = getattr(config, "layer_types", None) or [FULL] * len(cores)
+    try:
+        rotations = layer_rotations(model, len(cores))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{error}; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
+        ) from None
+    for core in cores:
+        core.attention.rope = rotations[core.index]
+
+
+def layer_rotations(model: PreTrainedModel, n_layers: int) -> list[ModelRotation | None]:
+    """How each layer turns its queries and keys; None for one that does not.
+
+    Raises:
+        UnsupportedModelError: by more than the position in the text, so that it cannot be undone.
+    """
+    config, rotary = text_config(model), rotary_of(model)
+    if rotary is None:
+        return [None] * n_layers
+    types = getattr(config, "layer_types", None) or [FULL] * n_layers
     if any(_kind(rotary, kind) in CHANGING for kind in types) or "mrope_section" in str(config.rope_parameters):
         raise UnsupportedModelError(
-            f"{name} rotates a query by more than its own position in the text ({config.rope_parameters}), which "
-            "cannot be undone; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
+            f"{type(model).__name__} rotates a query or a key by more than its own position in the text "
+            f"({config.rope_parameters}), which cannot be undone"
         )
     rotations = {kind: ModelRotation.of(model, kind) for kind in set(types)}
     unrotated = _unrotated_layers(model)
-    for core in cores:
-        core.attention.rope = None if core.index in unrotated else rotations[types[core.index]]
+    return [None if index in unrotated else rotations[types[index]] for index in range(n_layers)]
 
 
 def _unrotated_layers(model: PreTrainedModel) -> set[int]:

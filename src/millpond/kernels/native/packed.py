@@ -13,13 +13,14 @@ from millpond.kernels.native.ops import _pool, _rule
 from millpond.kernels.packed import groups, reference
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule
 
 #: the order of fields is that of csrc/packed.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
-PACKED = Struct("=41q").pack
+PACKED = Struct("=48q").pack
 WRITE = Struct("=24q").pack
 INT32 = torch.int32
 
@@ -65,7 +66,15 @@ def _regions(regions: PackedRegions) -> bytes:
         ),
         regions.table.data_ptr(), regions.table.stride(0), _int32(regions.lens, "lens").data_ptr(),
         _int32(regions.dead, "dead").data_ptr(), channels, _float_rows(regions.balance, "balance"),
+        *_rope(regions.rope),
     )  # fmt: skip
+
+
+def _rope(rope: Rope | None) -> list[int]:
+    if rope is None:
+        return [0] * 7
+    tables = (rope.pairs, rope.cos, rope.sin, rope.near_cos, rope.near_sin)
+    return [len(rope.pairs), rope.positions, *(t.data_ptr() for t in tables)]
 
 
 def decode(

@@ -137,6 +137,8 @@ def _check(packed: PackedRegions, n_regions: int, key_dim: int | None) -> None:
         raise OptionError(
             f"packed keys of {layout.key_dim} channels beside plain ones of {key_dim}; name the kept ones in `channels`"
         )
+    if packed.rope is not None and not (layout.key.fixed and packed.channels is None and packed.balance is None):
+        raise OptionError("keys are stored before RoPE with calibrated scales only, in all channels and unbalanced")
     for given in (packed.key_scales, packed.key_zeros):
         if layout.key.fixed != (given is not None):
             need = "needs" if layout.key.fixed else "takes no"

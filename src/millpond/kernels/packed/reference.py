@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import reference as plain
-from millpond.kernels.packed import page
-from millpond.kernels.packed.page import Fixed
+from millpond.kernels.packed import page, whole
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Signal
@@ -16,22 +15,19 @@ from millpond.kernels.rules import DecodeRule, Signal
 READ_TOGETHER = 256
 
 
-def _fixed(regions: PackedRegions, r: int, is_key: bool) -> Fixed | None:
-    scales, zeros = regions.key_scales, regions.key_zeros
-    if not is_key or scales is None or zeros is None:
-        return None
-    return scales[r % len(scales)].float(), zeros[r % len(zeros)].float()
-
-
-def stored_keys(regions: PackedRegions, r: int, keys: Tensor) -> Tensor:
-    """Keys (n, head_dim) of region r as they are stored: the kept channels, balanced."""
+def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (n, head_dim) of region r as they are stored: before RoPE, or the kept channels, balanced."""
+    if regions.rope is not None:
+        return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:
         keys = keys[:, regions.channels[r].long()]
     return keys.float() / regions.balance[r] if regions.balance is not None else keys
 
 
-def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
     """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
+    if regions.rope is not None:
+        return regions.rope.turn(keys, positions)
     if regions.balance is not None:
         keys = keys * regions.balance[r]
     if regions.channels is None:
@@ -51,12 +47,15 @@ def write(
     log_masses: Tensor | None = None,
 ) -> None:
     pages = regions.pages
+    if whole.is_whole(regions, start, count):
+        whole.write(regions, start, count, index, keys, values, positions, scores, log_masses)
+        return
     for r in range(regions.table.shape[0]):
         n, begin = int(count[r]), int(start[r])
         if n <= 0:
             continue
         row = index[r, :n].long()
-        pair = (stored_keys(regions, r, keys[r, row]), values[r, row])
+        pair = (stored_keys(regions, r, keys[r, row], positions[r, row]), values[r, row])
         slots = torch.arange(begin, begin + n)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
@@ -65,7 +64,7 @@ def write(
             own = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
             for (side, offsets, dim, is_key), x in zip(page.sides(pages.layout), pair, strict=True):
-                new = page.encode(x[mine][None], side, _fixed(regions, r, is_key))
+                new = page.encode(x[mine][None], side, whole.fixed_of(regions, torch.tensor([r])) if is_key else None)
                 if own != slice(0, pages.slots):
                     old = page.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
                     new = page.replace_slots(old, new, side, first)
@@ -96,8 +95,9 @@ def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Ten
         inside = begin[:, None] + slots < regions.lens[r][:, None]
         row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
         found = _decoded(regions, ids, r)
-        keys[row, at], values[row, at] = _whole_keys(regions, row, found[0][inside], head_dim), found[1][inside]
         positions[row, at] = _rows(pages.positions, ids)[inside]
+        keys[row, at] = _whole_keys(regions, row, found[0][inside], positions[row, at], head_dim)
+        values[row, at] = found[1][inside]
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
@@ -119,10 +119,7 @@ def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
     pages, found = regions.pages, []
     rows = _rows(pages.codes, ids)
     for side, offsets, dim, is_key in page.sides(pages.layout):
-        fixed = None
-        if is_key and regions.key_scales is not None and regions.key_zeros is not None:
-            head = r % len(regions.key_scales)
-            fixed = regions.key_scales[head].float()[:, None], regions.key_zeros[head].float()[:, None]
+        fixed = whole.fixed_of(regions, r) if is_key else None
         parts = page.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
         found.append(page.decode(parts, side, fixed))
     return found

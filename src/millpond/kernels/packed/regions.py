@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from millpond.kernels.packed.arrays import PackedArrays
+from millpond.kernels.packed.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,9 @@ class PackedRegions:
         balance: (R, key_dim) float32: what a stored key is multiplied with to get the key, and the query with to meet
             it (the inverse of MiKV's balancer), over the kept channels; None: 1.
         key_scales, key_zeros: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
+        rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
+            takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
+            all positions.
     """
 
     pages: PackedArrays
@@ -32,3 +36,4 @@ class PackedRegions:
     balance: Tensor | None = None
     key_scales: Tensor | None = None
     key_zeros: Tensor | None = None
+    rope: Rope | None = None

@@ -11,6 +11,7 @@ namespace mp {
 struct Scratch {
   float *query, *weights, *bias, *factors, *rows;
   float *packed_query, *folded, *packed_bias;  // see packed_attend.hpp
+  float* turned;                               // see turned_keys.hpp
   Scratch(const Call& c, char* memory) {
     float* p = reinterpret_cast<float*>(memory);
     auto take = [&p](int64_t n) { return std::exchange(p, p + round_up(n, W)); };
@@ -22,11 +23,12 @@ struct Scratch {
     packed_query = take(packed_query_floats(c));
     folded = take(folded_floats(c));
     packed_bias = take(packed_bias_floats(c));
+    turned = take(turned_floats(c));
   }
   static int64_t bytes(const Call& c) {
     const int64_t query = c.group * round_up(c.a.pool.key_dim, QUERY_PAD), rows = 2 * c.a.pool.key_dim + c.out_stride;
-    const int64_t packed = packed_query_floats(c) + folded_floats(c) + packed_bias_floats(c);
-    return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + packed + 15 * W), 4096);
+    const int64_t packed = packed_query_floats(c) + folded_floats(c) + packed_bias_floats(c) + turned_floats(c);
+    return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + packed + 16 * W), 4096);
   }
   // The queries as packed keys meet them; as weights, which the weights of a run of values replace; per head and group
   // of channels what the zeros add.
@@ -39,6 +41,11 @@ struct Scratch {
   static int64_t packed_bias_floats(const Call& c) {
     if (c.packed == nullptr) return 0;
     return c.group * std::max<int64_t>(2 * (c.packed->pool.key_dim / LANES), W * (c.packed->pool.value_dim / LANES));
+  }
+  // 32 keys as numbers, their cosines and sines, and the queries of a run.
+  static int64_t turned_floats(const Call& c) {
+    if (c.packed == nullptr || c.packed->rope.pairs == nullptr) return 0;
+    return (32 + c.group) * round_up(c.packed->pool.key_dim, QUERY_PAD) + 2 * 32 * c.packed->rope.n_pairs;
   }
 };
 

@@ -18,6 +18,14 @@ struct SideArgs {
   const float *fixed_scales, *fixed_zeros;  // (Hkv, dim): per channel, in place of those of the page; or null
 };
 
+// How keys that are stored before RoPE are turned when they are read; no pairs: they are stored as they are.
+struct RopeArgs {
+  int64_t n_pairs, n_positions;
+  const int32_t* pairs;               // (n_pairs, 2): channels a, b: a' = a cos - b sin, b' = b cos + a sin
+  const float *cos, *sin;             // (n_positions, n_pairs)
+  const float *near_cos, *near_sin;   // (n_pairs, 32): of the first positions, without the scale of the others
+};
+
 // The packed part of a pool and of the regions of one call. In `pool` row 0 of the bases are pages of `page_bytes`.
 struct PackedArgs {
   PoolArgs pool;
@@ -29,6 +37,7 @@ struct PackedArgs {
   int32_t* dead;         // (R,) tombstones: slots whose position is -1
   const int32_t* channels;  // (R, key_dim) which channels of the query the keys keep, or null: all
   const float* balance;     // (R, key_dim) factors of the query, or null: all 1
+  RopeArgs rope;
 };
 
 struct PackedDecodeArgs {

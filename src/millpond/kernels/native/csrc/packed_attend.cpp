@@ -2,6 +2,7 @@
 #include "packed_attend.hpp"
 
 #include "packed_values.hpp"
+#include "turned_keys.hpp"
 
 namespace mp {
 namespace {
@@ -168,6 +169,8 @@ void attend_packed(const Call& c, int r, int split, const Slab& slab, const Scra
     float* weights = c.gathers ? slab.weights + chunk_of(part, at) * group * CHUNK : scratch.weights;
     if (c.packed->key.format == ROWS)
       row_logits(c, part, at, n, scratch, weights);
+    else if (c.packed->rope.pairs != nullptr)
+      turned_logits(c, r, part, at, n, scratch, weights);
     else
       with_format(c.packed->key.format, [&](auto f) { packed_logits<f>(c, r, part, at, n, scratch, weights); });
     soften_chunk(c, r, part, at, n, slab, scratch, weights, top, total, out);

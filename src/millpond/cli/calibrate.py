@@ -1,0 +1,98 @@
+"""`millpond calibrate`: what a codec must know of a model, measured on a text and written to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from millpond.cli.console import errors, notes, size
+from millpond.cli.options import DeviceName, DtypeName, ModelName, optional
+from millpond.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from millpond.hf.calibrate import Progress
+
+
+def calibrate(
+    text: Annotated[Path, typer.Option(help="A text as the model will read: at least 16,000 tokens are good.")],
+    out: Annotated[Path, typer.Option(help="The file to write (.safetensors).")],
+    model: ModelName = "pond-recall",
+    bits: Annotated[str, typer.Option(help="Of the codes; several are separated by commas.")] = "2,3,4",
+    windows: Annotated[int, typer.Option(min=1, help="Runs of tokens that are read, spread over the text.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a run.")] = 1024,
+    outliers: Annotated[
+        float, typer.Option(help="Share of the numbers, the farthest out, that is kept beside the codes.")
+    ] = 0.01,
+    sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that stay as they are.")] = 1,
+    q_norm: Annotated[
+        str | None, optional(help="Bits whose codes keep mean and deviation of the numbers (Q-Norm): '2', say.")
+    ] = None,
+    fisher: Annotated[
+        bool, typer.Option("--fisher/--no-fisher", help="Weigh numbers by the gradients of the loss at them.")
+    ] = True,
+    dtype: DtypeName = "auto",
+    device: DeviceName = None,
+) -> None:  # fmt: skip
+    """Measure a model on a text, for the codecs kvquant2, kvquant3 and kvquant4."""
+    chosen, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
+    words = _read(text)
+    from millpond.cli.generate import pick_device
+    from millpond.hf.calibrate import calibrate as measure
+    from millpond.models.load import load_model, load_tokenizer
+
+    loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
+    ids = load_tokenizer(model)(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
+    with notes(), _bar() as progress:
+        found = measure(
+            loaded, ids, bits=chosen, windows=windows, length=length, outliers=outliers, sinks=sinks, fisher=fisher,
+            normalise=normalised, progress=progress,
+        )  # fmt: skip
+    found.save(out)
+    errors().print(
+        f"[dim]{len(found.layers)} layers · {', '.join(map(str, found.bits))} bits · {escape(str(out))}: "
+        f"{size(out.stat().st_size)}[/]",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def parse_bits(text: str, name: str) -> list[int]:
+    """Whole numbers separated by commas.
+
+    Raises:
+        OptionError: something else.
+
+    Example:
+        >>> parse_bits("2,4", "bits")
+        [2, 4]
+    """
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise OptionError(f"--{name} {text!r}: give whole numbers separated by commas, such as 2,4") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        words = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"text {str(path)!r} cannot be read: {error}") from error
+    if not words.strip():
+        raise DataError(f"text {str(path)!r} is empty")
+    return words
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar over the runs of tokens, then the layers; gone when all is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=errors(), transient=True) as bars:
+        task = bars.add_task("steps", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

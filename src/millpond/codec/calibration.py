@@ -1,0 +1,156 @@
+"""Calibration: what KVQuant (arXiv:2401.18079) knows of a model before it stores a key: tables and ranges per layer.
+
+Made once per model by `millpond.hf.calibrate`, from a text; kept in a safetensors file. It does not know the model,
+only the mark by which the model is known again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millpond.codec.spec import Codec, Tables
+from millpond.errors import DataError, OptionError
+
+FORMAT = "millpond calibration 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers that codes stand for, ascending, and the cuts between codes; no cuts: halfway."""
+
+    table: tuple[float, ...]
+    cuts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCalibration:
+    """What is known of one layer.
+
+    Attributes:
+        key_scale, key_zero: (Hkv, D) float32: half the range and the middle of each channel, before RoPE.
+        keys, values: by bits.
+    """
+
+    key_scale: Tensor
+    key_zero: Tensor
+    keys: Mapping[int, Numbers]
+    values: Mapping[int, Numbers]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What is known of a model.
+
+    Attributes:
+        model: the mark of the model. name: its class, for people.
+        outliers: share of the numbers that lie outside the ranges, and are kept beside the codes.
+        sinks: first entries of a text that were left out, and stay plain.
+    """
+
+    layers: tuple[LayerCalibration, ...]
+    model: str
+    name: str
+    outliers: float = 0.01
+    sinks: int = 1
+
+    @property
+    def bits(self) -> list[int]:
+        """The numbers of bits that there are tables for."""
+        return sorted(self.layers[0].keys)
+
+    def applied(self, codec: Codec) -> Codec:
+        """A codec that needs a calibration, with this one.
+
+        Raises:
+            OptionError: there is no table of as many bits.
+        """
+        for side in (codec.key, codec.value):
+            if side.format.bits not in self.bits:
+                raise OptionError(
+                    f"codec {codec.name!r} needs tables of {side.format.bits} bits, and this calibration has those of "
+                    f"{', '.join(map(str, self.bits))}: calibrate with --bits {side.format.bits} too"
+                )
+        return replace(
+            codec, calibration=self, key_outliers=self.outliers, value_outliers=self.outliers, sinks=self.sinks
+        )
+
+    def tables(self, layer: int, codec: Codec) -> Tables:
+        """The tables of one layer, as a layout takes them."""
+        found = self.layers[layer]
+        key, value = found.keys[codec.key.format.bits], found.values[codec.value.format.bits]
+        return Tables(key.table, value.table, key.cuts, value.cuts)
+
+    def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
+        return self.layers[layer].key_scale, self.layers[layer].key_zero
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            tensors |= {f"{index}.key_scale": layer.key_scale, f"{index}.key_zero": layer.key_zero}
+            for what, by_bits in (("key", layer.keys), ("value", layer.values)):
+                for bits, numbers in by_bits.items():
+                    tensors[f"{index}.{what}_table.{bits}"] = torch.tensor(numbers.table)
+                    if numbers.cuts:
+                        tensors[f"{index}.{what}_cuts.{bits}"] = torch.tensor(numbers.cuts)
+        about = {
+            "format": FORMAT, "model": self.model, "name": self.name, "layers": str(len(self.layers)),
+            "bits": json.dumps(self.bits), "outliers": str(self.outliers), "sinks": str(self.sinks),
+        }  # fmt: skip
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, path, about)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+
+def load_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """The calibration of a file.
+
+    Raises:
+        DataError: no such file, it is broken, or no calibration.
+    """
+    name = os.fspath(path)
+    try:
+        with safe_open(name, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"calibration {name!r} cannot be read: {error}") from error
+    if about.get("format") != FORMAT:
+        raise DataError(
+            f"{name!r} is no calibration of this Millpond: its format is {about.get('format')!r}; make one with "
+            "'millpond calibrate'"
+        )
+    try:
+        bits: list[int] = json.loads(about["bits"])
+        layers = tuple(_layer(tensors, index, bits) for index in range(int(about["layers"])))
+        return Calibration(layers, about["model"], about["name"], float(about["outliers"]), int(about["sinks"]))
+    except (KeyError, ValueError) as error:
+        raise DataError(f"calibration {name!r} is broken: {error!r}; make it again with 'millpond calibrate'") from None
+
+
+def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerCalibration:
+    def numbers(what: str, b: int) -> Numbers:
+        table, cuts = tensors[f"{index}.{what}_table.{b}"], tensors.get(f"{index}.{what}_cuts.{b}", torch.zeros(0))
+        if table.shape != (1 << b,) or cuts.shape not in [(0,), ((1 << b) - 1,)]:
+            raise ValueError(f"layer {index}: a table of {b} bits has shape {tuple(table.shape)}")
+        return Numbers(tuple(table.tolist()), tuple(cuts.tolist()))
+
+    scale, zero = (tensors[f"{index}.{name}"].float().contiguous() for name in ("key_scale", "key_zero"))
+    if scale.ndim != 2 or scale.shape != zero.shape or not bool(torch.isfinite(torch.stack([scale, zero])).all()):
+        raise ValueError(f"layer {index}: ranges of shape {tuple(scale.shape)} and {tuple(zero.shape)}, or not finite")
+    keys, values = ({b: numbers(what, b) for b in bits} for what in ("key", "value"))
+    return LayerCalibration(scale, zero, keys, values)

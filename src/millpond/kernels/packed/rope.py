@@ -1,0 +1,84 @@
+"""Rotary positions of keys that are stored before RoPE (KVQuant, arXiv:2401.18079): turned when they are read.
+
+Every rotary embedding turns pairs of channels by angles that grow with the position, whatever order the channels come
+in. The tables hold the cosines and sines of each pair at each position; a scaled rotation (YaRN) has its scale in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.packed.layout import RUN
+
+#: Turns keys (1, 1, n, D) from position 0 to `positions` (1, n).
+Turn = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of the keys of one layer.
+
+    Attributes:
+        pairs: (n, 2) int32: channels (a, b) that turn together: a' = a cos - b sin, b' = b cos + a sin. Channels that
+            no pair names stay as they are.
+        cos, sin: (positions, n) float32.
+        near_cos, near_sin: (n, 32) float32: the same of the first 32 positions, without the scale.
+    """
+
+    pairs: Tensor
+    cos: Tensor
+    sin: Tensor
+    near_cos: Tensor
+    near_sin: Tensor
+
+    @classmethod
+    def of(cls, turn: Turn, dim: int, positions: int) -> Rope:
+        """The tables of a rotation of keys of `dim` channels, for at least `positions` positions."""
+        pairs = _pairs(turn, dim)
+        a, b = pairs.long().unbind(1)
+        first = torch.zeros(1, 1, 1, dim).index_fill(3, a, 1.0)
+        at = torch.arange(max(positions, RUN))[None]
+        turned = turn(first.expand(1, 1, at.shape[1], dim), at)[0, 0].float()
+        cos, sin = turned[:, a].contiguous(), turned[:, b].contiguous()
+        scale = (cos[:RUN].square() + sin[:RUN].square()).sqrt()
+        near_cos, near_sin = ((t[:RUN] / scale).T.contiguous() for t in (cos, sin))
+        return cls(pairs, cos, sin, near_cos, near_sin)
+
+    @property
+    def positions(self) -> int:
+        """How many positions the tables know."""
+        return self.cos.shape[0]
+
+    def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (..., n, D) float32 as they are at positions (..., n); those at -1 are turned to 0."""
+        return self._turned(keys, positions, inverse=False)
+
+    def turn_back(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (..., n, D) float32 at positions (..., n) as they were before RoPE."""
+        return self._turned(keys, positions, inverse=True)
+
+    def _turned(self, keys: Tensor, positions: Tensor, *, inverse: bool) -> Tensor:
+        at = positions.long().clamp(min=0)
+        cos, sin = self.cos[at], self.sin[at]
+        if inverse:
+            norm = cos.square() + sin.square()
+            cos, sin = cos / norm, -sin / norm
+        first, second = self.pairs.long().unbind(1)
+        a, b = keys[..., first], keys[..., second]
+        out = keys.clone()
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+
+def _pairs(turn: Turn, dim: int) -> Tensor:
+    """Which channels turn together, found by turning each alone; the first of a pair is the lower one."""
+    alone = torch.eye(dim)[None, None]
+    turned = turn(alone, torch.ones(1, dim, dtype=torch.int64))[0, 0].float()
+    mixed = turned.fill_diagonal_(0.0).abs()
+    partner = mixed.argmax(1)
+    first = [c for c in range(dim) if float(mixed[c, partner[c]]) > 0 and c < int(partner[c])]
+    return torch.tensor([[c, int(partner[c])] for c in first], dtype=torch.int32).reshape(-1, 2)
