@@ -13,7 +13,7 @@ extern "C" __attribute__((visibility("default"))) int mp_cpu_level() {
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
       !__builtin_cpu_supports("avx512cd"))
     return 1;
-  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
 #else
   return 0;
 #endif
