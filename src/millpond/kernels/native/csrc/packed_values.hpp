@@ -80,7 +80,7 @@ MP_INLINE FoldedProbabilities<H> fold_slots(const ValueChunk& c, int h0, int g, 
     for (int h = 0; h < H; ++h) out.units[h] = unit_of(max(top[h]), largest_weight(CHUNK), per_unit[h]);
   }
   vf weight[H] = {}, by_zero[H] = {};
-  for (int i = 0; i < c.n; i += 2 * W) {
+  for (int i = 0; i < round_up(c.n, RUN); i += 2 * W) {
     const vf scale = factors.scale(i), later = factors.scale(i + W);
     const vf zero = has_zeros ? factors.zero(i) : vf{}, next = has_zeros ? factors.zero(i + W) : vf{};
 #pragma GCC unroll 4
