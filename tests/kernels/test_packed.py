@@ -256,3 +256,36 @@ def test_nbytes_are_those_of_the_layout() -> None:
     pages = one(Format.INT4).build().packed.pages
     n = sum(len(arena) for arena in pages.codes)
     assert pages.nbytes == n * (pages.layout.page_bytes + pages.slots * 8)
+
+
+@needs_native
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("format", [Format.INT2, Format.INT4, Format.INT8, Format.FP8])
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_native_attends_to_decoded_numbers_for_any_group_of_heads(format: Format, by_channel: bool, group: int) -> None:
+    n = 640 if by_channel or format is Format.FP8 else 577  # a chunk and the begin of the next, without its last slots
+    plain = Case([5], 1, 1, group, 80 if by_channel else 96, 48, 16, seed=group)
+    key = side(format, by_channel, 64 if by_channel else 32)
+    call = PackedCase(plain, [n], key, side(format, False, 16)).build()
+    keys, values, *_ = reference.read(call.packed, n, plain.key_dim)
+    k = torch.cat([keys[0], call.plain.keys[0, :5], call.plain.k_new[0]])
+    v = torch.cat([values[0], call.plain.values[0, :5], call.plain.v_new[0]])
+    logits = call.plain.q[0] @ k.T * plain.key_dim**-0.5
+    out, lse, _ = call.run(native)
+    # codes of 8 bits meet weights of 14 bits and more, the others bfloat16
+    tolerance = 2e-3 if format is Format.INT8 else TOLERANCE
+    torch.testing.assert_close(out[0], torch.softmax(logits, -1) @ v, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse[0], logits.logsumexp(-1), rtol=tolerance, atol=tolerance)
+
+
+@needs_native
+def test_every_code_of_e4m3_is_read_as_its_number() -> None:
+    case = PackedCase(Case([1], 1, 1, 1, 32, 32, 16), [64], side(Format.FP8), side(Format.FP8))
+    call = case.build()
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 255]] = 0  # NaN is never stored
+    at = call.layout.value_offsets
+    page = call.packed.pages.codes[0][int(call.packed.table[0, 0])]
+    page[at.codes : at.scales] = codes.repeat((at.scales - at.codes) // 256)
+    page[at.scales : at.scales + 4] = torch.ones(1).view(torch.uint8)
+    assert_same(call, call.clone())

@@ -6,7 +6,7 @@ Every candidate runs unmodified generate() on the same model and prompts and rep
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from millpond.bench.clock import Stopwatch
 from millpond.bench.memory import PeakMemory, storage_bytes
+from millpond.codec import preset
 from millpond.hf.compress import compress
 from millpond.hf.native import use_native_layers
 
@@ -89,6 +90,7 @@ def ours(method: str, budget: str, **options: Any) -> Candidate:
             return _timed(model, prompts, new_tokens, cache, lambda: cache.stats().kv_bytes)
 
     setting = [] if method == "full" else [budget]
+    setting += [options["codec"]] if "codec" in options else []
     setting += [] if options.get("native_layers", True) else ["transformers' layers"]
     return Candidate(f"millpond {method}", ", ".join(setting), run)
 
@@ -143,6 +145,17 @@ def _attention(model: PreTrainedModel, name: str, force_gqa: bool) -> Iterator[N
             os.environ.pop(_GQA, None)
         else:
             os.environ[_GQA] = variable
+
+
+def coded_candidates(codecs: Sequence[str]) -> list[Candidate]:
+    """Our full cache in bf16, and in each of the codecs.
+
+    Raises:
+        OptionError: no such codec.
+    """
+    for codec in codecs:
+        preset(codec)
+    return [ours("full", "", codec=codec) for codec in dict.fromkeys(["bf16", *codecs])]
 
 
 def default_candidates(budget: str) -> list[Candidate]:

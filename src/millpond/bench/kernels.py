@@ -27,13 +27,26 @@ EVICTING = DecodeRule(signal=Signal.SUM, evict=Evict.ACC)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `share`: of the yardstick named in `of` (speed over speed; more is better)."""
+    """One measurement.
+
+    Attributes:
+        share: of the yardstick named in `of` (speed over speed; more is better).
+        target: what the share must reach; None: nothing was promised.
+    """
 
     name: str
     ms: float
     gb_per_s: float
     share: float
     of: str
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The target and whether it holds, in words."""
+        if self.target is None:
+            return ""
+        return f"{'holds' if self.share >= self.target else 'missed'} ({self.target:.0%})"
 
 
 @dataclass(frozen=True)

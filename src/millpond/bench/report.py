@@ -42,13 +42,16 @@ def generate_markdown(data: dict[str, Any]) -> str:
     cells = dict.fromkeys((r["batch"], r["prompt"]) for r in data["results"])
     for batch, prompt in cells:
         rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (batch, prompt)]
-        parts += [f"## Batch {batch}, prompt {prompt:,}\n", generate_table(rows, data["anchor"])]
+        parts += [
+            f"## Batch {batch}, prompt {prompt:,}\n",
+            generate_table(rows, data["anchor"], data.get("anchor_setting", ANCHOR_SETTING)),
+        ]
     return "\n".join(parts)
 
 
-def generate_table(rows: Sequence[dict[str, Any]], anchor: str) -> str:
+def generate_table(rows: Sequence[dict[str, Any]], anchor: str, setting: str = ANCHOR_SETTING) -> str:
     """One cell: prefill, decoding and its ratio to the anchor, bytes really held, peak memory."""
-    base = next((r["decode_ms"] for r in rows if (r["name"], r["setting"]) == (anchor, ANCHOR_SETTING)), None)
+    base = next((r["decode_ms"] for r in rows if (r["name"], r["setting"]) == (anchor, setting)), None)
     head = ("cache", "setting", "prefill s", "decode ms/step", "speed-up", "KV MB held", "peak MB")
     return markdown_table(head, [_generate_row(row, base) for row in rows])
 
@@ -67,11 +70,17 @@ def _generate_row(row: dict[str, Any], base: float | None) -> tuple[str, ...]:
 def kernels_markdown(data: dict[str, Any]) -> str:
     """The report of `bench kernels`."""
     rows = [
-        (r["name"], f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}" if r["gb_per_s"] else "", f"{r['share']:.0%}", r["of"])
+        (
+            r["name"], f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}" if r["gb_per_s"] else "", f"{r['share']:.0%}", r["of"],
+            r.get("verdict", ""),
+        )
         for r in data["results"]
-    ]
-    head = ("kernel", "ms", "GB/s", "share", "of")
-    note = f"Medians of {data['rounds']} rounds in turns; share: speed over that of the yardstick.\n"
+    ]  # fmt: skip
+    head = ("kernel", "ms", "GB/s", "share", "of", "target")
+    note = (
+        f"Medians of {data['rounds']} rounds in turns; share: speed over that of the yardstick, over codes the median "
+        "of the ratios within a round.\n"
+    )
     return "\n".join(["# Kernels\n", *_origin(data), note, markdown_table(head, rows)])
 
 

@@ -34,6 +34,7 @@ def kernels(
     """Time the CPU kernels against the read bandwidth and torch's own attention."""
     import torch
 
+    from millpond.bench.codes import codec_table
     from millpond.bench.kernels import kernel_table
     from millpond.bench.machine import describe_machine
     from millpond.bench.report import kernels_markdown
@@ -42,11 +43,12 @@ def kernels(
     torch.set_num_threads(threads or torch.get_num_threads())
     machine = describe_machine()
     with errors().status("timing kernels"):
-        rows = kernel_table(rounds) + shared_rows(max(3, rounds // 2))
+        rows = kernel_table(rounds) + shared_rows(max(3, rounds // 2)) + codec_table(max(3, rounds // 2))
     data = {
         "benchmark": "kernels", "machine": machine.as_dict(),
         "hardware": machine.hardware, "software": machine.software,
-        "command": command_line(), "rounds": rounds, "results": [asdict(row) for row in rows],
+        "command": command_line(), "rounds": rounds,
+        "results": [{**asdict(row), "verdict": row.verdict} for row in rows],
     }  # fmt: skip
     _deliver("kernels", data, kernels_markdown(data), out)
 
@@ -60,6 +62,10 @@ def generate(
     new_tokens: Annotated[int | None, optional(min=2, help="Tokens to generate. Default: 64.")] = None,
     repeats: Annotated[int | None, optional(min=1, help="Repetitions in turns. Default: 5.")] = None,
     budget: Annotated[str, typer.Option(help="A share of the prompt.")] = "20%",
+    codec: Annotated[
+        str | None,
+        optional(help="Codecs separated by commas: our full cache in each, beside it in bf16, and no others."),
+    ] = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
     kvpress: Annotated[
@@ -68,6 +74,7 @@ def generate(
     out: Out = None,
 ) -> None:
     """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
+    from millpond.bench.candidates import coded_candidates
     from millpond.bench.generate import QUICK, Plan, run
     from millpond.bench.peer import Peer
     from millpond.bench.report import generate_markdown
@@ -80,11 +87,15 @@ def generate(
         base, cells=_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
         repeats=repeats or base.repeats, budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
+    candidates = coded_candidates(codec.split(",")) if codec else None
     child = Peer(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
-        data = run(plan, peer=peer, progress=status.update)
+        data = run(plan, candidates, peer=peer, progress=status.update)
+    if candidates:
+        data["anchor"], data["anchor_setting"] = candidates[0].name, candidates[0].setting
     data["command"] = command_line()
-    _deliver("generate-quick" if quick else "generate", data, generate_markdown(data), out)
+    name = "generate-codecs" if codec else "generate"
+    _deliver(f"{name}-quick" if quick else name, data, generate_markdown(data), out)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 // A pool of packed pages: where the codes of a page lie, and which of them a region holds.
 #pragma once
 
+#include "ahead.hpp"
 #include "pages.hpp"
 #include "tiles.hpp"
 
@@ -40,6 +41,8 @@ struct PackedArgs {
   RopeArgs rope;
 };
 
+constexpr int RUN = 32;  // slots that are worked on at once: two tiles
+
 struct PackedDecodeArgs {
   DecodeArgs plain;
   PackedArgs packed;
@@ -74,6 +77,25 @@ struct PackedPool {
     const int64_t before = a.value.format == ROWS ? 2 * in_page * dim
                                                   : low_words(int(a.value.format), in_page) * TILE_BYTES;
     return page(pages, slot) + a.value.codes + before;
+  }
+};
+
+// What is asked for while a run is worked on: a run's share of one side, with its scales, of a page that is read later.
+// A few lines at a time: many at once wait for one another.
+struct Later {
+  const char* next = nullptr;
+  int64_t lines = 0;  // at each of the steps of a run
+
+  Later() = default;
+  Later(const PackedPool& packed, const int32_t* pages, int64_t slot, bool keys, int steps) {
+    const int64_t split = packed.a.value.codes, begin = keys ? 0 : split, end = keys ? split : packed.a.page_bytes;
+    const int64_t share = (end - begin) * RUN >> packed.pool.slot_shift;
+    next = packed.page(pages, slot) + begin + share * ((slot & (packed.pool.slots - 1)) / RUN);
+    lines = (share + 64 * steps - 1) / (64 * steps);
+  }
+  // Always inlined: GCC drops calls of a function that only prefetches.
+  MP_INLINE void step() {
+    for (int64_t i = 0; i < lines; ++i, next += 64) prefetch<64>(next);
   }
 };
 

@@ -1,0 +1,83 @@
+"""Benchmarks of attention over codes: rows, ratios, targets, and generate() with codecs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millpond.bench import codes
+from millpond.bench.candidates import ModelShape, coded_candidates
+from millpond.bench.codes import TARGETS, Attention, decode_rows, packing_rows, paired_ratios
+from millpond.bench.generate import Plan
+from millpond.bench.kernels import Row
+from millpond.bench.report import kernels_markdown
+from millpond.cli.app import app
+from millpond.errors import MillpondError
+from millpond.kernels.native import library
+
+needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
+
+
+def test_a_model_reads_more_than_a_cache_holds() -> None:
+    small, large = Attention(64, 4, 4, 1), Attention(128, 8, 1, 8)
+    assert small.n_layers * small.bf16_bytes >= codes.BEYOND_CACHES
+    assert large.n_layers == 1
+    assert (str(small), str(large)) == ("D=64 GQA 4:1 1 x 4096", "D=128 MHA 8 x 4096")
+
+
+def test_ratios_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(codes.time, "perf_counter", lambda: clock[0])
+
+    def takes(seconds: float):  # type: ignore[no-untyped-def]
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    measured = paired_ratios({"a": takes(6.0), "b": takes(2.0)}, "a", 3)
+    assert measured == {"a": (6.0, 1.0), "b": (2.0, 3.0)}
+
+
+@needs_native
+def test_every_codec_has_a_row_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "BEYOND_CACHES", 2**20)
+    rows = decode_rows(1, [Attention(64, 1, 2, 1, 512)])
+    assert [row.name.rpartition(" ")[2] for row in rows] == ["bf16", *TARGETS]
+    assert rows[0].verdict == ""
+    assert all(row.verdict for row in rows[1:])
+    int4, int2 = (next(row for row in rows if row.name.endswith(name)) for name in ("int4", "int2"))
+    assert int2.target is not None
+    assert int2.target >= int4.share
+    packing = packing_rows(1, 512)
+    assert len(packing) == len(TARGETS)
+    assert all(row.share > 0 for row in packing)
+
+
+def test_a_target_holds_or_is_missed() -> None:
+    rows = [Row("a", 1.0, 0.0, 2.0, "bf16", 1.6), Row("b", 1.0, 0.0, 1.5, "bf16", 1.6), Row("c", 1.0, 0.0, 1.0, "b")]
+    assert [row.verdict for row in rows] == ["holds (160%)", "missed (160%)", ""]
+    data = {"hardware": "h", "software": "s", "command": "c", "rounds": 1}
+    results = [{**vars(row), "verdict": row.verdict} for row in rows]
+    assert "| b | 1.000 |  | 150% | bf16 | missed (160%) |" in kernels_markdown({**data, "results": results})
+
+
+def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millpond.bench import generate
+
+    shape = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
+    monkeypatch.setattr(generate, "QUICK", Plan(shape=shape, cells=((1, 200),), new_tokens=4, repeats=1))
+    command = ["bench", "generate", "--quick", "--codec", "int4,int8", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "generate-codecs-quick.json").read_text())
+    held = {row["setting"]: row["kv_bytes"] for row in data["results"]}
+    assert list(held) == ["bf16", "int4", "int8"]
+    assert held["int4"] < held["int8"] < held["bf16"]
+    text = (tmp_path / "generate-codecs-quick.md").read_text()
+    assert "1.00 x" in next(line for line in text.splitlines() if line.startswith("| millpond full | bf16"))
+
+
+def test_an_unknown_codec_is_refused_before_anything_runs() -> None:
+    with pytest.raises(MillpondError, match="int5"):
+        coded_candidates(["int5"])
