@@ -46,7 +46,8 @@ variants=${VARIANTS-h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=
 merge_on_evict:score=h2o,h2o:recent=0.34:sinks=0,ems:threshold=1.1,streaming:positions=absolute,elastic:merge=none,\
 merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true,\
 h2o:recent=0:sinks=0:average=true:decode=once,snapkv:pool=avg:decode=once,streaming:positions=absolute:decode=once,\
-tova:pin_newest=true:decode=once,knorm:decode=once,random:recent=0:sinks=0:decode=once,\
+tova:pin_newest=true:decode=once,knorm:decode=once,keydiff:decode=once,expected_attention:decode=once,\
+random:recent=0:sinks=0:decode=once,\
 kvzip:ask=Repeat the previous context exactly.,ada:alpha=0.6,merge_on_evict:threshold=0.9}
 # kvpress's side of our methods (counterparts.py says which have none), and snapkv as it comes there.
 snapkv=window_size=32:kernel_size=7

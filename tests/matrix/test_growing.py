@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 4, "kernel": 3},
     "knorm": {},
     "keydiff": {},
+    "expected_attention": {},
     "lagkv": {"lag": 4, "sinks": 2},
     "compactor": {"sinks": 2, "recent": 2},
 }

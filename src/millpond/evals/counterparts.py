@@ -32,8 +32,10 @@ PRESSES = {
 #: newest entry pinned (TOVA), other words (KVzip). A press compresses once, and neither the answer nor a later
 #: question makes anything leave: decode=once. What stands here with and without it says what that is worth.
 ALIKE = {
+    "expected_attention:decode=once": PRESSES["expected_attention"],
     "h2o:recent=0:sinks=0:average=true": PRESSES["h2o"],
     "h2o:recent=0:sinks=0:average=true:decode=once": PRESSES["h2o"],
+    "keydiff:decode=once": PRESSES["keydiff"],
     "knorm:decode=once": PRESSES["knorm"],
     "kvzip:ask=Repeat the previous context exactly.": PRESSES["kvzip"],
     "random:recent=0:sinks=0:decode=once": PRESSES["random"],

@@ -17,7 +17,10 @@ def expected_attention(
     reduce: Annotated[Literal["mean", "max"], "query heads of a GQA group to their KV head"] = "mean",
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count"] = 4,
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    decode: Annotated[
+        Literal["grow", "once", "evict"],
+        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
+    ] = "grow",
 ) -> Policy:
     """Keep the entries that later queries should attend to and whose values are long, without seeing a question.
 
@@ -36,4 +39,5 @@ def expected_attention(
         score=ExpectedAttentionScore(future, covariance, value_norms, eps, reduce),
         protect=Protect(sinks=sinks, recent=recent),
         every_step=decode == "evict",
+        once=decode == "once",
     )

@@ -14,9 +14,15 @@ struct Numbers {
   vf even[PARTS], odd[PARTS];
 };
 
+template <int F>
 MP_INLINE Numbers numbers(const Pair& pair) {
   Numbers n;
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+  if constexpr (is_whole(F)) {
+    n.even[0] = to_float((vi)_mm512_and_si512(pair, _mm512_set1_epi32(0xFFFF)));
+    n.odd[0] = to_float((vi)_mm512_srli_epi32(pair, 16));
+    return n;
+  }
   n.even[0] = (vf)_mm512_slli_epi32(pair, 16);
   n.odd[0] = (vf)_mm512_and_si512(pair, _mm512_set1_epi32(int(0xFFFF0000u)));
 #else
@@ -27,18 +33,17 @@ MP_INLINE Numbers numbers(const Pair& pair) {
 
 // 32 keys as numbers, to (dim, RUN): scale * code + zero.
 template <int F>
-void decode_run(const KeyRun& run, int dim, const float* scales, const float* zeros, const Table& table, float* to) {
+void decode_run(const KeyRun& run, Later later, const float* scales, const float* zeros, const Table& table, float* to) {
   constexpr int PER = per_word(F);
   constexpr float OFFSET = offset_of(F);
   for (int j = 0; j < run.words; ++j) {
-    prefetch<TILE_BYTES>(run.ahead + size_t(j) * TILE_BYTES);
-    prefetch<TILE_BYTES>(run.ahead + run.tile_low + size_t(j) * TILE_BYTES);
+    later.step();
     for (int t = 0; t < 2; ++t) {
       const Words words = load_words<F>(run.low + t * run.tile_low, run.top + t * run.tile_top, j);
 #pragma GCC unroll UNROLL
       for (int k = 0; k < PER / 2; ++k) {
         const int d = j * PER + 2 * k;
-        const Numbers x = numbers(unpack<F>(words, j, k, table));
+        const Numbers x = numbers<F>(unpack<F>(words, j, k, table));
         for (int i = 0; i < PARTS; ++i) {
           float* row = to + d * RUN + t * LANES + i * W;
           store(row, (x.even[i] - OFFSET) * scales[d] + zeros[d]);
@@ -127,8 +132,6 @@ void dot_keys(const float* keys, int dim, const float* query, int stride, float*
     for (int i = 0; i < N; ++i) store(s + h * CHUNK + i * W, sums[h][i]);
 }
 
-constexpr int LEAD = 2 * RUN;  // slots between what is worked on and what is asked for
-
 template <int F>
 void logits(const Call& c, int r, const Part& part, int at, int n, const Scratch& scratch, float* weights) {
   const PackedPool packed(*c.packed);
@@ -142,9 +145,9 @@ void logits(const Call& c, int r, const Part& part, int at, int n, const Scratch
   for (int i = 0; i < n; i += RUN) {
     const int slot = (at + i) & (slots - 1);
     const char* page = packed.page(part.pages, at + i);
-    const char* later = i + LEAD < n ? packed.keys(part.pages, at + i + LEAD) : packed.values(part.pages, at);
-    const KeyRun run = key_run<F>(packed, page, slot, later);
-    decode_run<F>(run, dim, a.fixed_scales + row, a.fixed_zeros + row, table, keys);
+    const KeyRun run = key_run<F>(packed, page, slot);
+    const Later later(packed, part.pages, at + i, false, run.words);
+    decode_run<F>(run, later, a.fixed_scales + row, a.fixed_zeros + row, table, keys);
     if (a.n_extra > 0) add_extra(a, page, slot, keys);
     const Turn turn = turn_of(rope, packed.pool.position(part.pages, at + i), scratch.packed_query, c.group, stride, room);
     turn_keys(rope, turn, keys);
