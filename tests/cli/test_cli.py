@@ -262,7 +262,7 @@ def test_demo_refuses(tmp_path: Path, options: list[str], sentence: str) -> None
 
 
 def test_bench_kernels_writes_json_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench import kernels, shared
+    from millpond.bench import codes, kernels, shared
 
     rows = [
         kernels.Row("read bandwidth", 1.0, 40.0, 1.0, "itself"),
@@ -271,11 +271,13 @@ def test_bench_kernels_writes_json_and_markdown(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(kernels, "kernel_table", lambda rounds: rows)
     monkeypatch.setattr(shared, "BATCH", 3)
     monkeypatch.setattr(shared, "LENGTH", 64)
-    monkeypatch.setattr(shared, "SHARED", (0, 32, 64))
+    monkeypatch.setattr(shared, "HEADS", {"GQA 2:1": (2, 2, 16)})
+    monkeypatch.setattr(codes, "codec_table", lambda rounds: rows[1:])
     right("bench", "kernels", "--rounds", "1", "--out", str(tmp_path))
     data = json.loads((tmp_path / "kernels.json").read_text())
     assert data["results"][1]["share"] == 0.75
-    assert [row["name"].strip() for row in data["results"][3:6]] == ["0% shared", "50% shared", "100% shared"]
+    assert [row["name"] for row in data["results"][2:5]] == [f"3 x 64, GQA 2:1, {n}% shared" for n in (0, 50, 100)]
+    assert data["results"][5]["name"] == "bf16 flat"
     assert data["machine"]["cores"] >= 1
     assert "| bf16 flat | 2.000 | 30.0 | 75% | reading |" in (tmp_path / "kernels.md").read_text()
 

@@ -144,17 +144,15 @@ def _into_next(rule: MergeRule, e: Entries, keep: Tensor, attention: Tensor, mem
         head = torch.arange(len(keep), device=keep.device)[:, None] % n_heads
         p = (hash_priority(seed, head, e.positions).double() / 2**24 < p).double()
     share = torch.where(there & ~keep, p / reach.clamp(min=1), 0)
-    own = e.masses if rule.bias else torch.ones_like(e.masses)
-    given = flow(torch.cat([own[..., None] * e.values, own[..., None]], 2), share, reach)
-    together, new = given[..., -1], given[..., :-1]
-    takes = keep & (together > own)
-    if rule.bias:
-        new = new / together[..., None]
-    else:
-        together = e.masses
-    values = torch.where(takes[..., None], new, e.values.double()).to(wide(e.values.dtype))
-    log_masses = torch.where(takes, together, e.masses).log().float()
-    return Joined(e.keys, values, log_masses, e.scores, memory)
+    values = e.values.to(wide(e.values.dtype))
+    if not rule.bias:
+        return Joined(e.keys, flow(values, share, reach), e.masses.log().float(), e.scores, memory)
+    own = e.masses.to(values.dtype)[..., None]
+    given = flow(torch.cat([own * values, own], 2), share, reach)
+    together, new = given[..., -1:], given[..., :-1] / given[..., -1:]
+    takes = together > own
+    log_masses = torch.where(takes, together, own).log().float()[..., 0]
+    return Joined(e.keys, torch.where(takes, new, values), log_masses, e.scores, memory)
 
 
 def _chances(attention: Tensor, against: Tensor) -> Tensor:
