@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-#: Columns that are solved together.
-BLOCK = 64
+#: Columns that are solved together, unless a column reaches further.
+BLOCK = 32
 
 
 def flow(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
@@ -15,19 +16,24 @@ def flow(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
     What a column gives includes what it was given, as when columns leave in their order.
 
     Args:
-        x: (R, N, D) float. share: (R, N), what a column gives to each one in reach; 0: it gives nothing. reach: (R, N) int64.
+        x: (R, N, D) float. reach: (R, N) int64.
+        share: (R, N), what a column gives to each one in reach; 0: it gives nothing.
 
     Returns:
         (R, N, D) in the dtype of `x`. What nothing is given to is as it was.
     """
-    y, share = x.clone(), share.to(x.dtype)
-    n, most = x.shape[1], int(reach.amax())
-    columns = torch.arange(n, device=x.device)
-    for begin in range(0, n, BLOCK):
-        end, first = min(begin + BLOCK, n), max(0, begin - most)
-        behind = columns[begin:end, None] - columns[first:end]
-        given = torch.where((behind > 0) & (behind <= reach[:, None, first:end]), share[:, None, first:end], 0)
-        taken = y[:, begin:end] + given[..., : begin - first] @ y[:, first:begin]
-        inside = torch.eye(end - begin, device=x.device, dtype=x.dtype) - given[..., begin - first :]
-        y[:, begin:end] = torch.linalg.solve_triangular(inside, taken, upper=False, unitriangular=True)
-    return y
+    n_regions, n, dim = x.shape
+    most = int(reach.amax())
+    size = max(BLOCK, most)  # so that a block gives to itself and to the next one alone
+    pad = -n % size
+    share, reach = (F.pad(part, (0, pad)).view(n_regions, -1, 1, size) for part in (share.to(x.dtype), reach))
+    column = torch.arange(size, device=x.device)
+    behind = column[:, None] - column
+    inside = torch.where((behind > 0) & (behind <= reach), -share, 0).transpose(0, 1).contiguous()
+    across = torch.where(behind + size <= reach, share, 0)[..., size - most :].transpose(0, 1).contiguous()
+    y = F.pad(x, (0, 0, 0, pad)).view(n_regions, -1, size, dim).transpose(0, 1).contiguous()
+    for block in range(len(y)):
+        if block:
+            y[block].baddbmm_(across[block - 1], y[block - 1, :, size - most :])
+        y[block] = torch.linalg.solve_triangular(inside[block], y[block], upper=False, unitriangular=True)
+    return y.transpose(0, 1).reshape(n_regions, n + pad, dim)[:, :n]
