@@ -43,7 +43,8 @@ def test_absolute_sums(
     isa: str, seed: int, heads: int, sets: int, n: int, others: int, dim: int, dtype: torch.dtype
 ) -> None:
     x, y = entries(seed, heads, n, dim, dtype), entries(seed + 1, heads * sets, others, dim, dtype)
-    torch.testing.assert_close(native.absolute_sums(x, y), reference.absolute_sums(x, y), rtol=1e-5, atol=5e-5)
+    exact = reference.absolute_sums(x.double(), y.double()).float()  # in float32 the reference is as far off
+    torch.testing.assert_close(native.absolute_sums(x, y), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", EVERYONE)
