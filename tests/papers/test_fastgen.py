@@ -53,7 +53,8 @@ def recovered(p: Tensor, chosen: NestedPolicy, classes: list[int]) -> list[list[
         value[None], positions[None], torch.tensor([[classes]], dtype=torch.int8), torch.zeros(1, 1).int(),
         *(torch.tensor([x]) for x in (n, local, UNBOUNDED)),
     )  # fmt: skip
-    return chosen.recovery(View(positions, value, n, 0, look=look), heads, local)[0].tolist()  # type: ignore[no-any-return]
+    view = View(positions, value, n, 0, look=look)
+    return chosen.recovery(view, chosen.by_kind(heads), local)[0].tolist()  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------ fixture F6

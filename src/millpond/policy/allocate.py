@@ -108,6 +108,8 @@ def weakest(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor, n: in
     low, column = key.topk(min(n, key.shape[-1]), dim=-1, largest=False)
     rank = torch.arange(low.shape[-1], device=low.device)
     low = low.masked_fill(rank >= spare[..., None], _LAST)
+    if low.shape[1] == 1:  # sorted already
+        return torch.zeros_like(free).scatter_(-1, column, low < _LAST)
     first = low.flatten(1).argsort(dim=1, stable=True)[:, :n]
     chosen = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
     return torch.zeros_like(free).scatter_(-1, column, chosen & (low < _LAST))

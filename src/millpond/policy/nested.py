@@ -105,39 +105,45 @@ class NestedPolicy(Policy):
             view.positions.new_full((1, len(view.positions)), Kind.FULL),
             *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, most)),
         )  # fmt: skip
-        kinds = self._choose(view, heads, local)
-        leave = self.leaving(heads._replace(kinds=kinds[None]))[0]
+        outside = self.by_kind(heads)
+        kinds = self._choose(view, outside, local)
+        leave = outside.gather(0, kinds.view(1, -1, 1).expand(outside[:1].shape))
+        leave = self._within(heads._replace(kinds=kinds[None]), leave)[0]
         return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The class of each entry; the first positions count as special tokens."""
         return self.classes.of(ids).masked_fill(positions < self.protect.sinks, SPECIAL)
 
-    def _choose(self, view: View, heads: Heads, local: int) -> Tensor:
+    def _choose(self, view: View, outside: Tensor, local: int) -> Tensor:
         """(H,) int64: the cheapest kind that is enough for every query head of a KV head."""
         if self.threshold == 1:
             return torch.full(view.positions.shape[:1], Kind.FULL, device=view.positions.device)
-        enough = self.recovery(view, heads, local) >= self.threshold
+        enough = self.recovery(view, outside, local) >= self.threshold
         enough[..., Kind.FULL] = True
         return enough.int().argmax(-1).amax(1)
 
-    def recovery(self, view: View, heads: Heads, local: int) -> Tensor:
+    def recovery(self, view: View, outside: Tensor, local: int) -> Tensor:
         """(H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
 
         mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
+
+        Args:
+            outside: (5, H, N) bool, see `by_kind`.
         """
         valid = view.valid[:, None]
         far = view.received(local, 0).double().masked_fill(~valid, 0)
         near = view.received(0, local).double().masked_fill(~valid, 0) if local else 0 * far
         total = near + far
-        unbounded = torch.full_like(heads.most, torch.iinfo(torch.int64).max)
-        shares = []
-        for kind in Kind:
-            left = self.leaving(heads._replace(kinds=torch.full_like(heads.kinds, kind), most=unbounded))[0]
-            kept = (view.valid & ~left)[:, None]
-            recovered = torch.where(kept, total, near if kind is Kind.LOCAL else 0)
-            shares.append(recovered.sum(-1) / total.sum(-1))
-        return torch.stack(shares, -1)
+        shares = [
+            torch.where(left[:, None], near if kind is Kind.LOCAL else 0, total).sum(-1)
+            for kind, left in zip(Kind, outside, strict=True)
+        ]
+        return torch.stack(shares, -1) / total.sum(-1)[..., None]
+
+    def by_kind(self, heads: Heads) -> Tensor:
+        """(5, H, N) bool: what each kind would not keep of the entries of one sequence."""
+        return torch.cat([self._outside(heads._replace(kinds=torch.full_like(heads.kinds, kind))) for kind in Kind])
 
     def quota(self, seen: Tensor) -> Tensor:
         """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
@@ -151,26 +157,43 @@ class NestedPolicy(Policy):
         is neither special, punctuation nor in the newest half of what the head may hold, then what is not special;
         each time those of least attention.
         """
-        kind = heads.kinds[..., None]
-        valid = heads.positions >= 0
-        special = valid & (heads.classes == SPECIAL)
-        fixed = special | (valid & (heads.classes == PUNCTUATION) & (kind >= Kind.PUNCTUATION))
-        age = heads.seen[:, None, None] - heads.positions
-        near = valid & (age <= heads.local[:, None, None]) & (kind >= Kind.LOCAL)
-        rest = valid & ~fixed & ~near & (kind < Kind.FULL)
+        return self._within(heads, self._outside(heads))
+
+    def _outside(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: the entries that are of no use to the kind of their head."""
+        kind, valid = heads.kinds[..., None], heads.positions >= 0
+        rest = valid & ~self._fixed(heads) & ~self._near(heads) & (kind < Kind.FULL)
         quota = self.quota(heads.seen)
-        spare = rest.sum(-1) - quota[:, None] * (heads.kinds >= Kind.FREQUENT)
-        leave = _lowest(heads, rest, spare)
+        return _lowest(heads, rest, rest.sum(-1) - quota[:, None] * (heads.kinds >= Kind.FREQUENT))
+
+    def _within(self, heads: Heads, leave: Tensor) -> Tensor:
+        """(S, H, N) bool: what leaves, and as much beside it as the most that a sequence may hold asks for."""
+        valid = heads.positions >= 0
         counts = (valid & ~leave).sum(-1)
         if not bool((counts.sum(1) > heads.most).any()):
             return leave
         pairs = zip(counts.tolist(), heads.most.tolist(), strict=True)
-        allowed = torch.tensor([shorten(row, most) for row, most in pairs], device=kind.device)
-        newest = near & (age <= allowed[..., None] // 2)
-        for free in (valid & ~fixed & ~newest, valid & ~special, valid & (heads.positions >= self.protect.sinks)):
+        allowed = torch.tensor([shorten(row, most) for row, most in pairs], device=leave.device)
+        newest = self._near(heads) & (_age(heads) <= allowed[..., None] // 2)
+        unpinned = valid & (heads.positions >= self.protect.sinks)
+        for free in (valid & ~self._fixed(heads) & ~newest, valid & (heads.classes != SPECIAL), unpinned):
             spare = (valid & ~leave).sum(-1) - allowed
             leave = leave | _lowest(heads, free & ~leave, spare)
         return leave
+
+    def _fixed(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: entries that stay for their tokens."""
+        punctuation = (heads.classes == PUNCTUATION) & (heads.kinds[..., None] >= Kind.PUNCTUATION)
+        return (heads.classes == SPECIAL) | punctuation
+
+    def _near(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: entries that stay for being new."""
+        return (_age(heads) <= heads.local[:, None, None]) & (heads.kinds[..., None] >= Kind.LOCAL)
+
+
+def _age(heads: Heads) -> Tensor:
+    """(S, H, N): positions since each entry, 1 for the newest."""
+    return heads.seen[:, None, None] - heads.positions
 
 
 def shorten(counts: Sequence[int], total: int) -> list[int]:
