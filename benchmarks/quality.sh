@@ -73,7 +73,7 @@ for part in "$@"; do
     budgets)
       evaluate --samples "$samples" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
         --budget 5%,10%,20%,40%,60% --method full,oracle,h2o,ada,snapkv,window,random --out "$out/budgets"
-      "$bin/millpond" plot "$out/budgets" --out "docs/images"
+      "$bin/millpond" plot "$out/budgets" --out docs/images --format svg
       ;;
     peers)
       "$bin/millpond" eval-peer --tasks "$tasks" --samples "$samples" --seed 7 --threads "$threads" --out "$out/aware" \
@@ -89,6 +89,7 @@ for part in "$@"; do
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
         --budget 10%,20%,50% --method full,keydiff --codec "bf16,$codecs" --out "$out/../codecs"
+      "$bin/millpond" plot "$out/../codecs" --out docs/images --format svg
       ;;
     codecs-text)
       mkdir -p out
@@ -102,6 +103,7 @@ for part in "$@"; do
         --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
         --codec "${CALIBRATED:-kvquant4,kvquant3,kvquant2}" --calibration out/pond-text.safetensors \
         --out "$out/../codecs-text"
+      "$bin/millpond" plot "$out/../codecs-text" --out docs/images --format svg
       ;;
     curves)
       for protocol in $protocols; do

@@ -15,8 +15,11 @@ from evals.scored import record, row, save
 from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.colours import METHODS, colour_of, marker_of
+from millpond.evals.front import front
 from millpond.evals.plots.budgets import budget_map, budgets_of_trace
+from millpond.evals.plots.folder import draw_all
 from millpond.evals.plots.needle import Panel, grid, needle, panels_of
+from millpond.evals.plots.pareto import pareto
 from millpond.evals.plots.quality import quality
 from millpond.evals.results import cell_of
 from millpond.evals.trace import Change, HeadTrace, Trace
@@ -50,6 +53,45 @@ def test_quality_draws_scores_over_bytes() -> None:
 def test_quality_leaves_out_what_has_no_score() -> None:
     with pytest.raises(DataError, match="no quality to draw"):
         quality([row("h2o", "t", float("nan"))])
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    cheap, good, waste, tie = (
+        row("h2o", "t", s, kv_bytes=b) for s, b in ((0.5, 10.0), (0.9, 20.0), (0.9, 30.0), (0.4, 10.0))
+    )
+    assert front([waste, tie, good, cheap]) == [cheap, good]
+    worse, better = (row("h2o", "t", s, better="lower", kv_bytes=b) for s, b in ((8.0, 10.0), (4.0, 20.0)))
+    assert front([better, worse]) == [worse, better]
+    assert front([row("h2o", "t", 3.0, better="lower", kv_bytes=5.0), better]) == [
+        row("h2o", "t", 3.0, better="lower", kv_bytes=5.0)
+    ]
+
+
+def test_pareto_draws_every_setting_and_names_those_on_the_front() -> None:
+    rows = [
+        row("full", "t", 1.0, codec="bf16", budget="", kv_bytes=1000.0, full_kv_bytes=1000.0),
+        row("full", "t", 1.0, codec="int4", budget="", kv_bytes=250.0, full_kv_bytes=1000.0),
+        row("ada", "t", 0.8, codec="int4", kv_bytes=50.0, full_kv_bytes=1000.0),
+        row("ada", "t", 0.7, codec="int2", kv_bytes=60.0, full_kv_bytes=1000.0),
+    ]
+    figure = pareto(rows)
+    (axis,) = figure.axes
+    points = {
+        (float(drawn.get_xdata()[0]), float(drawn.get_ydata()[0]))
+        for drawn in axis.lines
+        if len(drawn.get_xdata()) == 1
+    }
+    assert points == {(1.0, 1.0), (0.25, 1.0), (0.05, 0.8), (0.06, 0.7)}
+    assert [text.get_text() for text in axis.texts] == ["int4", "int4"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "ada 20%"]
+    with pytest.raises(DataError, match="nothing to set"):
+        pareto([row("h2o", "t", float("nan"))])
+
+
+def test_a_task_in_several_codecs_is_drawn_as_a_front(tmp_path: Path) -> None:
+    rows = [FULL, H2O, row("h2o", "u", 0.5, codec="int4"), row("h2o", "u", 0.6, codec="bf16", kv_bytes=800.0)]
+    names = [path.name for path in draw_all(save(tmp_path / "run", rows), tmp_path / "out", "svg")]
+    assert names == ["quality-m-aware-7.svg", "pareto-m-aware-7.svg"]
 
 
 def test_a_peer_that_masks_is_hollow() -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from millpond.errors import DataError
 from millpond.evals.plots.budgets import budget_map, budgets_of_trace
 from millpond.evals.plots.needle import needle, panels_of
+from millpond.evals.plots.pareto import pareto
 from millpond.evals.plots.quality import quality
 from millpond.evals.plots.style import write
 from millpond.evals.results import cell_of, read_rows, read_samples
@@ -44,7 +45,12 @@ def _of_run(folder: Path) -> Iterator[tuple[str, Figure]]:
     scored = [row for row in rows if row.score == row.score and row.kv_bytes > 0]
     for setting in dict.fromkeys((row.model, row.protocol, row.seed) for row in scored):
         own = [row for row in scored if (row.model, row.protocol, row.seed) == setting]
-        yield _name("quality", *map(str, setting)), quality(own)
+        codecs = {(row.task, row.codec) for row in own}
+        crossed = {row.task for row in own if sum(task == row.task for task, _ in codecs) > 1}
+        for kind, draw, chosen in (("quality", quality, False), ("pareto", pareto, True)):
+            rows_of_kind = [row for row in own if (row.task in crossed) is chosen]
+            if rows_of_kind:
+                yield _name(kind, *map(str, setting)), draw(rows_of_kind)
     cells = [cell_of(row) for row in rows]
     for (model, task, protocol), panels in panels_of(cells, read_samples(folder)).items():
         yield _name("needle", model, task, protocol), needle(panels, f"{model}: {task} ({protocol})")
