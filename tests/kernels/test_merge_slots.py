@@ -1,4 +1,4 @@
-"""`merge_slots`, and the sums, means and likenesses of links: the native kernels against plain torch."""
+"""`merge_slots`, and the means and likenesses of links: the native kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES = {
     "score_some": MergeRule(Weigh.SCORE, closed=2, threshold=-1.0, cover=0.7, most=0.3),
     "next": MergeRule(Weigh.CHANCE, targets=3),
     "next_all": MergeRule(Weigh.CHANCE, over=Over.MAX, average=True),
-    "next_recent": MergeRule(Weigh.CHANCE, closed=4, targets=5, over=Over.RECENT, bias=True),
+    "next_recent": MergeRule(Weigh.CHANCE, closed=4, targets=5, over=Over.RECENT, bias=True, masses=True),
     "next_draw": MergeRule(Weigh.CHANCE, targets=4, draw=True),
 }
 
@@ -178,7 +178,7 @@ def test_what_is_written_in_place_must_allow_it() -> None:
     st.integers(1, 4), st.integers(1, 150), st.sampled_from([3, 16, 64, 130]), st.floats(0, 1), st.booleans(),
     st.sampled_from(list(TOLERANCE)), st.sampled_from([-math.inf, -0.5, 0.0, 0.2, 0.6]), st.integers(0, 999),
 )  # fmt: skip
-def test_likeness_sums_and_means(
+def test_likeness_and_means(
     heads: int, n: int, dim: int, share: float, both: bool, dtype: torch.dtype, floor: float, seed: int
 ) -> None:
     make = torch.Generator().manual_seed(seed)
@@ -198,8 +198,11 @@ def test_likeness_sums_and_means(
     weight, own = torch.rand(heads, n, generator=make), torch.rand(heads, n, generator=make) + 0.1
     means = links.mean_in_torch(values, weight, own, taken)
     assert torch.allclose(native.mean_rows(values, weight, own, *taken), means, atol=1e-5)
-    sums = links.add_in_torch(values, weight, taken, n + 2)
-    assert torch.allclose(native.add_rows(values, weight, *taken, n + 2), sums, atol=1e-9)
+
+
+def test_means_by_mass_need_masses() -> None:
+    with pytest.raises(OptionError, match="needs slots that have masses"):
+        MergeRule(Weigh.CHANCE, bias=True)
 
 
 def test_a_target_that_is_not_above_the_floor_is_none() -> None:

@@ -320,3 +320,9 @@ def test_helper_pool_matches_contract() -> None:
     pages = Case([9], pages_per_arena=2).build().pages
     assert isinstance(pages, PageArrays)
     assert pages.bases.shape == (5, pages.n_arenas)
+
+
+def test_libraries_of_other_sources_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    with pytest.raises(library.StaleKernelsError, match=rf"interface {library.ABI - 1} and these sources need"):
+        library.load.__wrapped__()

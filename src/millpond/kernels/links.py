@@ -1,7 +1,7 @@
 """Which entries are taken in by which, how alike entries are, and sums and means over what an entry takes in.
 
-Shapes: H regions of N columns each, in the order of their positions. `nearest`, `mean` and `add` run in native code
-where that can take the rows; the functions `*_in_torch` are what they mean.
+Shapes: H regions of N columns each, in the order of their positions. `nearest` and `mean` run in native code where
+that can take the rows; the functions `*_in_torch` are what they mean.
 """
 
 from __future__ import annotations
@@ -63,19 +63,6 @@ def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tenso
     total = own + sums(weight, links)
     mixed = (own[..., None] * x + sums(weight[..., None] * x, links)) / total[..., None]
     return torch.where(links.grows[..., None], mixed, x)
-
-
-def add(x: Tensor, weight: Tensor, links: Links, n: int) -> Tensor:
-    """(H, n, D) float64: in row j the sum of weight * x (H, N, D) over the entries that go `into` j, 0 <= j < n."""
-    native = ops.native_for(x.dtype, x.device)
-    return add_in_torch(x, weight, links, n) if native is None else native.add_rows(x, weight, *links, n)
-
-
-def add_in_torch(x: Tensor, weight: Tensor, links: Links, n: int) -> Tensor:
-    chosen = links.leaves.nonzero()
-    given = weight[links.leaves].double()[:, None] * x[links.leaves].double()
-    out = given.new_zeros(len(x), n, x.shape[2])
-    return out.index_put_((chosen[:, 0], links.into[links.leaves]), given, accumulate=True)
 
 
 def cosines(x: Tensor) -> Likeness:

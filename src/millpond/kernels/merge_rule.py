@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from millpond.errors import OptionError
+
 
 class Weigh(IntEnum):
     """How much of an entry e goes into an entry c that stays; u is how alike the two are.
@@ -45,7 +47,7 @@ class MergeRule:
         targets: for CHANCE, how many entries take one in; 0: all that come behind it.
         over: for CHANCE. average: attention there is that per query that saw the entry.
         draw: p is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
-        bias: for CHANCE: p masses go along with the value, and v_c becomes the mean by mass.
+        bias: for CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.
         masses: log masses are read and written; else every entry counts once.
     """
 
@@ -61,6 +63,10 @@ class MergeRule:
     draw: bool = False
     bias: bool = False
     masses: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bias and not self.masses:
+            raise OptionError("a merge by mass (bias=True) needs slots that have masses (masses=True)")
 
     @property
     def moves(self) -> bool:

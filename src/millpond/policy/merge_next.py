@@ -62,7 +62,7 @@ class IntoNext:
         average = isinstance(self.base, AccumulatedAttention) and self.base.average
         return MergeRule(
             Weigh.CHANCE, closed=self.sinks, targets=self.targets, over=Over[self.over.upper()], average=average,
-            draw=self.draw, bias=self.bias,
+            draw=self.draw, bias=self.bias, masses=self.bias,
         )  # fmt: skip
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:

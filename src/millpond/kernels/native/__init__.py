@@ -16,13 +16,12 @@ from millpond.kernels.native.admission import admit
 from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, rms_norm, rotate_
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
-from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
+from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
 
 __all__ = [
     "NativeKernelsWarning",
     "absolute_sums",
-    "add_rows",
     "admit",
     "attend",
     "decode",

@@ -11,15 +11,19 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before any library: the kernels use the thread pool that torch brings)
 
-from millpond.errors import OptionError
+from millpond.errors import MillpondError, OptionError
 
-ABI = 14  #: of csrc/cpu.cpp
+ABI = 15  #: of csrc/cpu.cpp
 X86 = ("baseline", "v3", "v4", "v4bf16")  #: by level, see mp_cpu_level in csrc/cpu.cpp
 NEEDS = {"v3": "AVX2 and FMA", "v4": "AVX-512 F, BW, VL, DQ", "v4bf16": "AVX-512 BF16 and VNNI"}
 
 
 class NativeKernelsWarning(UserWarning):
     """The native CPU kernels are missing, so the slow torch reference runs."""
+
+
+class StaleKernelsError(MillpondError):
+    """The native kernels that are installed were built from other sources than those that run."""
 
 
 def _folders() -> list[Path]:
@@ -39,9 +43,16 @@ def installed() -> dict[str, Path]:
 def _open(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
-        return library if library.mp_abi_version() == ABI else None
+        abi = library.mp_abi_version()
     except (OSError, AttributeError):
         return None
+    if abi != ABI:
+        raise StaleKernelsError(
+            f"{path} has interface {abi} and these sources need {ABI}: it was built from others. Build it anew where "
+            "millpond was installed from: pip install --no-deps -e . in a checkout, else pip install "
+            "--force-reinstall --no-cache-dir --no-deps millpond"
+        )
+    return library
 
 
 def runnable() -> list[str]:
@@ -60,6 +71,7 @@ def load() -> tuple[str, ctypes.CDLL] | None:
 
     Raises:
         OptionError: MILLPOND_ISA names one that is not installed or that this CPU cannot run.
+        StaleKernelsError: a library was built from other sources.
     """
     can = runnable()
     wanted = os.environ.get("MILLPOND_ISA", "")

@@ -1,4 +1,4 @@
-"""`merge_slots`, `nearest`, `mean_rows` and `add_rows`: tensors to C structs and back. See `calls`."""
+"""`merge_slots`, `nearest` and `mean_rows`: tensors to C structs and back. See `calls`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millpond.kernels.rules import DecodeRule
 #: the order of fields is that of csrc/args.hpp
 MERGE = Struct("=31q4d").pack
 NEAREST = Struct("=17qd").pack
-TAKE = Struct("=14q").pack
+MEAN = Struct("=13q").pack
 
 
 def merge_slots(
@@ -79,23 +79,13 @@ def nearest(
 
 
 def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tensor) -> Tensor:
+    x, into, leaves = _rows(x), into.contiguous(), _flags(leaves)
+    weight, own = weight.double().contiguous(), own.double().contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
-    _take(x, weight, own.double().contiguous(), into, leaves, out)
-    return out
-
-
-def add_rows(x: Tensor, weight: Tensor, into: Tensor, leaves: Tensor, n: int) -> Tensor:
-    out = torch.empty((len(x), n, x.shape[2]), dtype=torch.float64)
-    _take(x, weight, None, into, leaves, out)
-    return out
-
-
-def _take(x: Tensor, weight: Tensor, own: Tensor | None, into: Tensor, leaves: Tensor, out: Tensor) -> None:
-    x, weight, into, leaves = _rows(x), weight.double().contiguous(), into.contiguous(), _flags(leaves)
-    failed = entry_point("mp_take")(TAKE(
-        x.data_ptr(), DTYPES[x.dtype], *x.stride()[:2], weight.data_ptr(), 0 if own is None else own.data_ptr(),
-        into.data_ptr(), leaves.data_ptr(), out.data_ptr(), *x.shape[:2], out.shape[1], x.shape[2],
-        torch.get_num_threads(),
+    failed = entry_point("mp_mean_rows")(MEAN(
+        x.data_ptr(), DTYPES[x.dtype], *x.stride()[:2], weight.data_ptr(), own.data_ptr(), into.data_ptr(),
+        leaves.data_ptr(), out.data_ptr(), *x.shape, torch.get_num_threads(),
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the merging kernel")
+    return out

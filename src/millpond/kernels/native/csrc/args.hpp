@@ -183,15 +183,15 @@ struct NearestArgs {
   double floor;  // what is not more alike is none
 };
 
-// Rows that go into others: means over them (float), or sums (double).
-struct TakeArgs {
+// Rows that go into others, and the means over them.
+struct MeanArgs {
   const void* x;  // (H, N, dim)
   int64_t dtype, x_head, x_row;
-  const double *weight, *own;  // (H, N); own null: sums
+  const double *weight, *own;  // (H, N)
   const int64_t* into;         // (H, N)
   const uint8_t* leaves;       // (H, N)
-  void* out;                   // (H, N, dim) float, or (H, n_out, dim) double
-  int64_t n_heads, n, n_out, dim, n_threads;
+  float* out;                  // (H, N, dim)
+  int64_t n_heads, n, dim, n_threads;
 };
 
 // The entries of some sequences that no rule of their heads keeps leave: see ops.admit.
