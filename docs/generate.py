@@ -143,9 +143,9 @@ def options(entry: Entry[Any]) -> str:
 
 
 def paper(entry: Entry[Any]) -> str:
-    """A link to the paper."""
+    """A link to the paper; its name alone where it does not lie on arXiv."""
     number = entry.paper.removeprefix("arXiv:")
-    return f"[{entry.paper}](https://arxiv.org/abs/{number})" if entry.paper else ""
+    return entry.paper if number == entry.paper else f"[{entry.paper}](https://arxiv.org/abs/{number})"
 
 
 def cell(text: str) -> str:

@@ -9,7 +9,7 @@ from millpond.policy.protect import Protect
 from millpond.policy.score import AccumulatedAttention, LastAttention, Score
 
 
-@method("cam")
+@method("cam", paper="ICML 2024")
 def cam(
     targets: Annotated[int, "entries behind the one that leaves, which share its value; 0: as many as stay"] = 16,
     attention: Annotated[
