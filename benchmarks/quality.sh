@@ -1,7 +1,8 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
 #   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
-#                                     curve-merge needles needle-map text-pairs orderings; then make docs
+#                                     curve-merge needles needle-map text-pairs fidelity-text orderings; then
+#                                     make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
 # DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
@@ -140,6 +141,15 @@ for part in "$@"; do
         --method "full,window,streaming,h2o,snapkv,ada,pyramidkv,criticalkv,merge_on_evict,kvmerger,d2o,ems,cam,\
 elastic${variants:+,$variants}" --out "$out/pairs-text"
       ;;
+    fidelity-text)
+      # why competition helps one score and not another: the attention that a plan misses
+      mkdir -p out
+      cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
+      evaluate --samples "${TEXT_SAMPLES:-32}" --model pond-text --budget 10%,20%,50% \
+        --tasks fidelity:path=out/great_expectations.txt:context_len=1024:stride=1280 \
+        --method "full,h2o,ada:score=h2o,ada:score=h2o:every=0,ada:score=h2o:alpha=0.6,snapkv,ada" \
+        --out "$out/../fidelity-text"
+      ;;
     needles)
       # ten depths, round and round
       for protocol in $protocols; do
@@ -162,7 +172,7 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       ;;
     *)
       echo "no part called $part; there are: aware agnostic budgets text codecs codecs-text peers curves curve-peers" \
-        "curve-merge needles needle-map text-pairs orderings" >&2
+        "curve-merge needles needle-map text-pairs fidelity-text orderings" >&2
       exit 2
       ;;
   esac
