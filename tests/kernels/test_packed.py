@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 #: Queries are rounded to bfloat16 where the hardware multiplies pairs of it, as over plain bfloat16 pages.
 TOLERANCE = 2e-2
-WRITTEN = [Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8, Format.ROWS]
 
 
 @st.composite
@@ -168,7 +167,7 @@ def test_threads_do_not_matter(threads: int) -> None:
 
 @needs_native
 @given(
-    format=st.sampled_from(WRITTEN), dim=st.sampled_from([32, 64, 80, 128]), by_channel=st.booleans(),
+    format=st.sampled_from(Format), dim=st.sampled_from([32, 64, 80, 128]), by_channel=st.booleans(),
     symmetric=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     counts=st.lists(st.integers(0, 3), min_size=2, max_size=4), start=st.integers(0, 2), seed=st.integers(0, 99),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.kernels.packed import groups, outliers, tiles
 from millpond.kernels.packed.groups import Groups
-from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, groups_of
+from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, cuts_of, groups_of, table_of
 
 #: Scales and zeros (dim,) float32 per channel that calibration made, for a side that is `fixed`.
 Fixed = tuple[Tensor, Tensor]
@@ -30,17 +30,6 @@ class Parts:
     zeros: Tensor | None = None
     where: Tensor | None = None
     what: Tensor | None = None
-
-
-def table_of(side: Side) -> Tensor:
-    return torch.tensor(side.table)
-
-
-def cuts_of(side: Side) -> Tensor:
-    if side.cuts:
-        return torch.tensor(side.cuts)
-    table = table_of(side)
-    return (table[1:] + table[:-1]) / 2
 
 
 def _grouped(x: Tensor, side: Side) -> Tensor:
@@ -66,7 +55,7 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
     """
     if side.format is Format.ROWS:
         return Parts(x.bfloat16())
-    x = x.float()
+    x = x.float() + 0.0  # zeros lose their signs: equal numbers have equal codes
     inlier = None
     if side.n_extra:
         groups.check_finite(x)
