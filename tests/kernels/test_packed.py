@@ -197,6 +197,25 @@ def test_native_packs_the_bytes_of_the_reference(
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("format", list(Format))
+@pytest.mark.parametrize("slots", [256, 224])
+def test_the_reference_makes_all_it_needs_on_the_device_of_the_pages(format: Format, slots: int) -> None:
+    """What it made elsewhere would lie on the default device, where nothing can be read."""
+    case = one(format, 256)
+    case.key = side(format, True, 0, fixed=True, n_extra=5) if format.uses_table else side(format)
+    a, b = case.build(), case.build()
+    index, n = torch.arange(256, dtype=torch.int32)[None], torch.tensor([slots], dtype=torch.int32)
+    if format is Format.FP8 or format.uses_table:
+        n.fill_(256)
+    rows = torch.zeros(1, dtype=torch.int32), n, index, a.keys.flip(1), a.values.flip(1), a.positions
+    reference.write(a.packed, *rows)
+    with torch.device("meta"):
+        reference.write(b.packed, *rows)
+        found = reference.read(b.packed, 256, 64)
+    for x, y in zip(found[:4], reference.read(a.packed, 256, 64)[:4], strict=True):
+        assert torch.equal(x, y)
+
+
 def test_appending_in_chunks_gives_the_same_codes() -> None:
     whole, chunks = (one(Format.INT2, 256).build() for _ in range(2))
     index = torch.arange(256, dtype=torch.int32)[None]

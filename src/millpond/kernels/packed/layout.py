@@ -153,13 +153,13 @@ class PackedLayout:
 
 def table_of(side: Side) -> Tensor:
     """The numbers (2^bits,) float32 that codes of a table stand for."""
-    return torch.tensor(side.table)
+    return torch.tensor(side.table, device="cpu")
 
 
 def cuts_of(side: Side) -> Tensor:
     """What lies between two codes of a table, (2^bits - 1,) float32."""
     table = table_of(side)
-    return torch.tensor(side.cuts) if side.cuts else (table[1:] + table[:-1]) / 2
+    return torch.tensor(side.cuts, device="cpu") if side.cuts else (table[1:] + table[:-1]) / 2
 
 
 def groups_of(side: Side, dim: int) -> int:
