@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import millpond as mp
+from hf.families import family, left_padded, run
 from kernels.make import Case
 from kernels.packed_make import PackedCall, PackedCase, rope_for, side
 from millpond.errors import OptionError
@@ -141,3 +143,16 @@ def test_what_the_kernels_do_not_read_is_refused(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(OptionError, match="use another codec, or the model on the CPU"):
             refused.build().run(ops)  # type: ignore[arg-type]
     one(Format.INT4).build().run(ops)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("method", "options"), [("full", {}), ("h2o", {"budget": 40, "sinks": 2})])
+def test_generate_through_triton(method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model over codes: the tokens and the kept sets of the reference."""
+    model, prompt, found = family("llama").make(head_dim=16), left_padded([70, 50]), []
+    for kernels in ("reference", "gpu"):
+        monkeypatch.setenv("MILLPOND_KERNELS", kernels)
+        with mp.compress(model, method, codec="rotated4", **options) as cache:
+            ids = run(model, prompt, 4, past_key_values=cache).ids
+            assert all(core.table.sealed.lens.any() for core in cache.cores)
+            found.append((ids.tolist(), [cache.positions(0, s) for s in range(2)]))
+    assert found[0] == found[1]
