@@ -7,6 +7,7 @@ Sections (--only takes a comma-separated choice):
     graph    a decode step with eviction, captured in a CUDA graph and replayed, against the reference
     decode   attention of one layer, 32 query heads over 8 KV heads of width 128, as a share of copy bandwidth
     prefill  causal attention with and without column sums, against the flash attention of torch
+    codes    decode over packed pages, see gpu_codes.py: every format against the reference, and beside bfloat16
     sweep    decode with other split, block, warp and stage counts
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of
 Triton: a test of this script, not of speed.
@@ -31,6 +32,7 @@ if "--interpret" in sys.argv:
 
 import torch
 import torch.nn.functional as F
+from gpu_codes import run_codes
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -475,7 +477,8 @@ def run_prefill(machine: Machine) -> list[Row]:
 
 
 SECTIONS: dict[str, Callable[[Machine], list[Row]]] = {
-    "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill, "sweep": run_sweep,
+    "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill,
+    "codes": run_codes, "sweep": run_sweep,
 }  # fmt: skip
 
 

@@ -1,12 +1,7 @@
-"""What the kernel tests share.
-
-Without a GPU the Triton kernels run in the interpreter of Triton, which must be chosen before its first import.
-"""
+"""What the kernel tests share."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,9 +9,6 @@ import torch
 
 from millpond.kernels import native
 from millpond.kernels.native import calls, library
-
-if "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(params=library.runnable())

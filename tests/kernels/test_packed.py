@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 #: Queries are rounded to bfloat16 where the hardware multiplies pairs of it, as over plain bfloat16 pages.
 TOLERANCE = 2e-2
-WRITTEN = [Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8, Format.ROWS]
 
 
 @st.composite
@@ -168,7 +167,7 @@ def test_threads_do_not_matter(threads: int) -> None:
 
 @needs_native
 @given(
-    format=st.sampled_from(WRITTEN), dim=st.sampled_from([32, 64, 80, 128]), by_channel=st.booleans(),
+    format=st.sampled_from(Format), dim=st.sampled_from([32, 64, 80, 128]), by_channel=st.booleans(),
     symmetric=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     counts=st.lists(st.integers(0, 3), min_size=2, max_size=4), start=st.integers(0, 2), seed=st.integers(0, 99),
 )  # fmt: skip
@@ -196,6 +195,25 @@ def test_native_packs_the_bytes_of_the_reference(
         pages.append(packed.pages)
     for a, b in zip(pages[0].arrays, pages[1].arrays, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("format", list(Format))
+@pytest.mark.parametrize("slots", [256, 224])
+def test_the_reference_makes_all_it_needs_on_the_device_of_the_pages(format: Format, slots: int) -> None:
+    """What it made elsewhere would lie on the default device, where nothing can be read."""
+    case = one(format, 256)
+    case.key = side(format, True, 0, fixed=True, n_extra=5) if format.uses_table else side(format)
+    a, b = case.build(), case.build()
+    index, n = torch.arange(256, dtype=torch.int32)[None], torch.tensor([slots], dtype=torch.int32)
+    if format is Format.FP8 or format.uses_table:
+        n.fill_(256)
+    rows = torch.zeros(1, dtype=torch.int32), n, index, a.keys.flip(1), a.values.flip(1), a.positions
+    reference.write(a.packed, *rows)
+    with torch.device("meta"):
+        reference.write(b.packed, *rows)
+        found = reference.read(b.packed, 256, 64)
+    for x, y in zip(found[:4], reference.read(a.packed, 256, 64)[:4], strict=True):
+        assert torch.equal(x, y)
 
 
 def test_appending_in_chunks_gives_the_same_codes() -> None:

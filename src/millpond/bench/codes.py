@@ -19,11 +19,13 @@ from torch import Tensor
 
 from millpond.bench.kernels import Row
 from millpond.cache.pool import DEFAULT_SLOTS
-from millpond.codec import preset
+from millpond.codec import Codec, preset
+from millpond.codec.spec import Tables
 from millpond.kernels import native
 from millpond.kernels.native import packed as native_packed
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED
 
@@ -91,13 +93,20 @@ def _plain(shape: Attention, lens: int, slots: int) -> tuple[PageArrays, Tensor]
 
 def _packed(shape: Attention, codec: str) -> PackedRegions:
     """Encoded regions of `length` entries."""
-    layout = preset(codec).layout(shape.dim, shape.dim)
+    found = preset(codec)
+    layout = found.layout(shape.dim, shape.dim, tables=_even_tables(found))
     per_region, distinct = shape.length // layout.slots, DISTINCT // layout.slots
     n = shape.n_regions * per_region
     pages = PackedArrays(1 << (n - 1).bit_length(), layout, CPU)
     pages.add_arena(n)
     table = torch.arange(n, dtype=torch.int32).view(shape.n_regions, per_region)
     regions = PackedRegions(pages, table, _int32(shape.n_regions, value=shape.length), _int32(shape.n_regions))
+    if found.calibrated:
+        channels = shape.n_kv_heads, shape.dim
+        rope = _half_turn(shape.dim, DISTINCT)
+        regions = replace(
+            regions, key_scales=torch.full(channels, 2.6), key_zeros=torch.zeros(channels), rope=rope
+        )  # fmt: skip
     keys, values = torch.randn(2, 1, DISTINCT, shape.dim).bfloat16()
     index = torch.arange(DISTINCT, dtype=torch.int32)[None]
     native_packed.write(
@@ -107,6 +116,27 @@ def _packed(shape: Attention, codec: str) -> PackedRegions:
     for arenas in pages.arrays:
         arenas[0][:] = arenas[0][:distinct].repeat(n // distinct, 1)
     return regions
+
+
+def _even_tables(codec: Codec) -> Tables | None:
+    """Tables as calibration would make them, for a codec that needs some."""
+    if not codec.calibrated:
+        return None
+    key, value = (
+        tuple(torch.linspace(-1, 1, 1 << side.format.bits).bfloat16().tolist()) for side in (codec.key, codec.value)
+    )
+    return Tables(key, value)
+
+
+def _half_turn(dim: int, positions: int) -> Rope:
+    """The rotation of a Llama."""
+
+    def turn(x: Tensor, at: Tensor) -> Tensor:
+        angles = at[0, :, None] * 1e4 ** (-torch.arange(dim // 2) / (dim // 2))
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    return Rope.of(turn, dim, positions)
 
 
 def _layer(shape: Attention, codec: str | None) -> Callable[[], object]:
@@ -188,7 +218,7 @@ def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[Row
     calls: dict[str, Callable[[], object]] = {
         "prefill": lambda: native.prefill(q, k, v, positions, scale=dim**-0.5, colsum=None)
     }
-    for codec in TARGETS:
+    for codec in (*TARGETS, "kvquant4"):
         calls[codec] = _pack_call(codec, k, v)
     measured = paired_ratios(calls, "prefill", rounds)
     return [
@@ -201,6 +231,8 @@ def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[Row
 def _pack_call(codec: str, keys: Tensor, values: Tensor) -> Callable[[], object]:
     n_kv_heads, length, dim = keys.shape
     regions = _packed(Attention(dim, n_kv_heads, 1, 1, length), codec)
+    if regions.rope is not None:  # of the keys as they come from a model
+        regions = replace(regions, rope=_half_turn(dim, length))
     index = torch.arange(length, dtype=torch.int32).expand(n_kv_heads, length).contiguous()
     start, count = _int32(n_kv_heads), _int32(n_kv_heads, value=length)
     return lambda: native_packed.write(regions, start, count, index, keys, values, index)

@@ -50,9 +50,10 @@ def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *,
     loose[:, :n] &= torch.from_numpy(sparse)[:, torch.arange(n) // sealed.slots]
     codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
     _lay(table, sealed, sequence, found, codes, loose & ~codes)
-    sealed.bury(rows, leave)
-    sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)[:, :n]))
-    sealed.drop_pages(rows, sparse)
+    if n:
+        sealed.bury(rows, leave)
+        sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)[:, :n]))
+        sealed.drop_pages(rows, sparse)
 
 
 def seal_due(table: RegionTable, active: np.ndarray) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import millpond
 from millpond.errors import OptionError
 from millpond.evals.batch import Batch, batches, encode
+from millpond.evals.calibrations import Said, line, said_of
 from millpond.evals.contender import Compressed
 from millpond.evals.examine import Examiner
 from millpond.evals.plan import Plan
@@ -26,6 +27,7 @@ from millpond.evals.sample import Sample
 from millpond.evals.store import ResumeWarning, Store, TaskFacts
 from millpond.evals.summary import markdown, summarise
 from millpond.evals.task import Task
+from millpond.hf.calibrated import needs_calibration
 from millpond.hf.support import check_supported, position_limit
 
 #: Told: the cell, samples done, samples in all.
@@ -60,8 +62,8 @@ def run(
         The rows of all finished cells in the folder, those of earlier runs included.
 
     Raises:
-        OptionError: the folder holds another run, or a task has no proper samples.
-        DataError: a data file, or the folder of an earlier run, cannot be read.
+        OptionError: the folder holds another run, or one with another calibration, or a task has no proper samples.
+        DataError: a data file, the calibration, or the folder of an earlier run, cannot be read.
         UnsupportedModelError: the model, or a method on this model, cannot be run.
     """
     check_supported(model)
@@ -72,7 +74,7 @@ def run(
         "model": plan.model, "dtype": plan.dtype, "weights": fingerprint(model), "samples": plan.samples,
         "seed": plan.seed,
     }  # fmt: skip
-    store = Store.open(folder, setting)
+    store = Store.open(folder, setting, _calibration(plan))
     samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
     facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
     store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
@@ -87,6 +89,13 @@ def run(
         _summarise(store, rows)
     _tell_of_unfinished(store)
     return list(rows.values())
+
+
+def _calibration(plan: Plan) -> Said | None:
+    """What to write down of the plan's calibration, where a codec in it needs one."""
+    if plan.calibration is None or not any(needs_calibration(codec) for codec in plan.codecs):
+        return None
+    return said_of(plan.calibration)
 
 
 def _try_out(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -130,7 +139,7 @@ def _summarise(store: Store, rows: dict[Cell, Row]) -> None:
     fresh = {c: rows.get(c) or summarise(c, store.of(c), store.tasks[c.task].kind) for c in store.finished()}
     rows.clear()
     rows.update(fresh)
-    store.write_summary(list(rows.values()), markdown(list(rows.values())))
+    store.write_summary(list(rows.values()), markdown(list(rows.values()), line(store.calibration)))
 
 
 def _tell_of_unfinished(store: Store) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.errors import DataError, OptionError
+from millpond.evals.calibrations import Said, settled
 from millpond.evals.record import Cell, Record, Row
 from millpond.evals.task import Kind
 
@@ -42,6 +43,7 @@ class Store:
     Attributes:
         setting: what all cells have in common; a run with another setting needs another folder.
         tasks: by their names with options. cells: all that were ever asked for, in order.
+        calibration: which one its codecs were opened with, see `calibrations.said_of`; None: none needs one.
         runs: one note for each time that the harness was started: command, machine, versions.
         records: by cell key, then by (sample, question).
     """
@@ -51,17 +53,18 @@ class Store:
     tasks: dict[str, TaskFacts] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
+    calibration: Said | None = None
     records: dict[str, dict[tuple[str, int], Record]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, setting: dict[str, Any]) -> Store:
+    def open(cls, folder: Path, setting: dict[str, Any], calibration: Said | None = None) -> Store:
         """The store in `folder`, new or as an earlier run left it.
 
         Raises:
-            OptionError: the folder holds a run with another setting.
+            OptionError: the folder holds a run with another setting, or with another calibration.
             DataError: the folder's files cannot be read.
         """
-        store = cls(folder, setting)
+        store = cls(folder, setting, calibration=calibration)
         if not (folder / RUN).exists():
             if (folder / SAMPLES).exists():
                 raise DataError(f"{folder} holds {SAMPLES} without {RUN}; name another folder with --out")
@@ -72,6 +75,7 @@ class Store:
             store.tasks = {name: TaskFacts(**facts) for name, facts in found["tasks"].items()}
             store.cells = [Cell(**cell) for cell in found["cells"]]
             store.runs = list(found["runs"])
+            store.calibration = settled(folder, found.get("calibration"), store.cells, calibration)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder / RUN} is not a run of this harness ({error})") from error
         for record in _read_records(folder / SAMPLES):
@@ -96,6 +100,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         run = {
             "setting": self.setting,
+            "calibration": self.calibration,
             "tasks": {name: asdict(facts) for name, facts in self.tasks.items()},
             "cells": [asdict(cell) for cell in self.cells],
             "runs": self.runs,

@@ -92,8 +92,8 @@ def _extra(records: Sequence[Record]) -> dict[str, float]:
     return means
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The summary as a Markdown table, in the order of the rows."""
+def markdown(rows: Sequence[Row], *notes: str) -> str:
+    """The summary as a Markdown table, in the order of the rows, and notes below it."""
     heads = ["task", "protocol", "method", "budget", "codec", "score", "95 %", "kept", "KV bytes", "n", "failures"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * 5 + " ---: |" * 6]
     for row in rows:
@@ -104,7 +104,7 @@ def markdown(rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     note = "Intervals: 95 % bootstrap over samples. Score: higher is better, but for perplexity (ppl)."
-    return "\n".join([*lines, "", note])
+    return "\n".join([*lines, "", *filter(None, [note, *notes])])
 
 
 def contender_name(row: Row) -> str:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import Reduce
 
@@ -134,6 +135,6 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def page_logs(pages: PageArrays) -> dict[str, int]:
+def page_logs(pages: PageArrays | PackedArrays) -> dict[str, int]:
     """The shape of pages as shift widths."""
     return {"LOG_SLOTS": pages.slots.bit_length() - 1, "LOG_PAGES": pages.pages_per_arena.bit_length() - 1}

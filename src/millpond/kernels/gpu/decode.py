@@ -12,7 +12,8 @@ on the batch nor on the run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
-from millpond.kernels.gpu.settle import score, settle
+from millpond.kernels.gpu.settle import LAST_INT, score, settle
+from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Signal
 
@@ -41,7 +43,26 @@ class Tuning(NamedTuple):
 TUNING = Tuning()
 
 
-@on_its_device
+class Part(NamedTuple):
+    """The pages of one kind that regions hold, and their share of the scratch memory."""
+
+    where: tuple[Any, ...]  #: bases, n_arenas, table and its stride
+    lens: Tensor  #: (R,) slots in use
+    full: Tensor  #: (R,) slots in use from which on the region is full
+    logs: dict[str, int]
+    first_split: int
+    n_splits: int
+
+    @property
+    def chunks(self) -> int:
+        """Programs of `score` per region; none where there are no pages."""
+        return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.where[1] else 0
+
+
+#: Packed regions, and what launches attention over them: see `packed._attend`.
+Packed = tuple[PackedRegions, Callable[..., None]]
+
+
 def decode(
     q: Tensor,
     k_new: Tensor,
@@ -59,17 +80,58 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return decode_parts(
+        q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits
+    )
+
+
+def _parts(
+    pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor, packed: PackedRegions | None
+) -> tuple[Part, ...]:
+    """The plain part, and the packed one where there is one. Nothing waits for the device."""
+    n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
+    where = (pages.bases, pages.n_arenas, table, table.stride(0))
+    plain = Part(where, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
+    if packed is None:
+        return (plain,)
+    theirs, ids = packed.pages, rows_of(packed.table)
+    assert packed.dead.stride() == (1,), "dead is written in place"
+    codes = Part(
+        (theirs.bases, theirs.n_arenas, ids, ids.stride(0)), packed.lens.contiguous(), caps - lens + packed.dead,
+        page_logs(theirs), n_splits, triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
+    )  # fmt: skip
+    return plain._replace(full=caps - packed.lens + packed.dead), codes
+
+
+@on_its_device
+def decode_parts(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    scale: float,
+    softcap: float,
+    window: int,
+    sink_logits: Tensor | None,
+    packed: Packed | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.decode`, over two parts with `packed`: one softmax, one victim."""
     check(q.device, q.dtype, pages.dtype)
     assert lens.stride() == (1,), "lens is written in place"
     n_seq, n_heads, _ = q.shape
     n_kv_heads = k_new.shape[1]
     n_regions, group = n_seq * n_kv_heads, n_heads // n_kv_heads
-    n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
-    width = n_splits * TUNING.split
     signals = rule.signal is not Signal.NONE
 
-    def scratch(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.float32, device=q.device)
+    def scratch(*shape: int, value: float | None = None) -> Tensor:
+        made = torch.empty(*shape, dtype=torch.float32, device=q.device)
+        return made if value is None else made.fill_(value)
 
     out = torch.empty(n_seq, n_heads, pages.value_dim, dtype=q.dtype, device=q.device)
     lse = scratch(n_seq, n_heads)
@@ -80,38 +142,58 @@ def decode(
     # rounded to the storage dtype, as they will be read later
     q, k_new, v_new = rows_of(q), rows_of(k_new.to(pages.dtype)), rows_of(v_new.to(pages.dtype))
     table, caps, recent, q_pos = rows_of(table), caps.contiguous(), recent.contiguous(), q_pos.contiguous()
+    parts = _parts(pages, table, lens, caps, packed[0] if packed else None)
+    plain, codes = parts[0], parts[-1]
+    n_splits = codes.first_split + codes.n_splits
+    width = n_splits * TUNING.split
     logits = scratch(n_regions, group, width) if signals else lse
     new_logits = scratch(n_seq, n_heads)
-    partial = (scratch(n_regions, n_splits, group, pages.value_dim), *scratch(2, n_regions, n_splits, group))
+    # with two parts, splits that are past a length lie between others: they count nothing
+    nothing = (0.0, -torch.inf, 0.0) if packed else (None,) * 3
+    rows = (n_regions, n_splits, group)
+    partial = (
+        scratch(*rows, pages.value_dim, value=nothing[0]), scratch(*rows, value=nothing[1]),
+        scratch(*rows, value=nothing[2]),
+    )  # fmt: skip
     dims = {
         "KEY_DIM": pages.key_dim, "VALUE_DIM": pages.value_dim,
         "KEY_BLOCK": block_of(pages.key_dim), "VALUE_BLOCK": block_of(pages.value_dim),
     }  # fmt: skip
     heads = {"HEADS": n_kv_heads, "GROUP": group}
-    where = (pages.bases, pages.n_arenas, table, table.stride(0))
-    stored = {"TYPE": TYPES[pages.dtype], **page_logs(pages)}
+    stored = {"TYPE": TYPES[pages.dtype], **plain.logs}
     cap = {"HAS_CAP": softcap != 0.0}
     dot = dot_type(q.dtype, pages.dtype)
     # wide heads take more shared memory, float32 products more registers
     shrink = max(1, block_of(max(pages.key_dim, pages.value_dim)) // 128) * (4 if dot == tl.float32 else 1)
     block = max(16, TUNING.block // shrink)
+    shapes = {
+        **dims, **heads, **cap, "SPLIT": TUNING.split, "GROUP_BLOCK": block_of(group), "HAS_WINDOW": window > 0,
+        "KEEP_LOGITS": signals,
+    }  # fmt: skip
 
-    if n_splits and pages.n_arenas:
-        attend[(n_regions, n_splits)](
-            q, *q.stride()[:2], *where, lens, q_pos, *partial, logits, n_splits,
-            float(scale), float(softcap), window,
-            DOT=dot, SPLIT=TUNING.split, BLOCK=block, GROUP_BLOCK=block_of(group),
-            HAS_WINDOW=window > 0, HAS_MASSES=pages.masses, KEEP_LOGITS=signals, **dims, **heads, **stored, **cap,
-            num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2,
+    if plain.n_splits and pages.n_arenas:
+        attend[(n_regions, plain.n_splits)](
+            q, *q.stride()[:2], *plain.where, lens, q_pos, *partial, logits, n_splits,
+            float(scale), float(softcap), window, DOT=dot, BLOCK=block, HAS_MASSES=pages.masses,
+            num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2, **shapes, **stored,
+        )  # fmt: skip
+    if packed and codes.n_splits and codes.where[1]:
+        packed[1](
+            q, codes.where, q_pos, (*partial, logits, n_splits, codes.first_split),
+            (float(scale), float(softcap), window), shapes, dot, (n_regions, codes.n_splits),
         )  # fmt: skip
     combine[(n_regions, group)](
-        q, *q.stride()[:2], k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], lens, q_pos, *partial, n_splits,
+        q, *q.stride()[:2], k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2],
+        torch.full_like(lens, width) if packed else lens, q_pos, *partial, n_splits,
         sink_logits.float().contiguous() if sink_logits is not None else lse, out, lse, new_logits,
         float(scale), float(softcap), SPLIT=TUNING.split, HAS_SINK=sink_logits is not None, **dims, **heads, **cap,
     )  # fmt: skip
 
-    n_chunks = triton.cdiv(width, TUNING.chunk)
-    lowest = (scratch(n_regions, n_chunks), *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device))
+    n_chunks = sum(part.chunks for part in parts)
+    lowest = (
+        scratch(n_regions, n_chunks, value=torch.inf if packed else None),
+        *torch.empty(2, n_regions, n_chunks, dtype=torch.int32, device=q.device).fill_(LAST_INT.value),
+    )
     shared = rule.shared and rule.evict.by_score and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, window, seed - (1 << 32) if seed >> 31 else seed)
@@ -124,16 +206,21 @@ def decode(
     # a shared value reads the accumulators of the other heads, so they are all updated first
     passes = [(signals, False), (False, chooses)] if shared and signals else [(signals, chooses)]
     for update, choose in passes:
-        if (update or choose) and n_chunks and pages.n_arenas:
-            score[(n_regions, n_chunks)](
-                *where, lens, caps, recent, q_pos, logits, width, lse, *lowest, n_chunks, float(rule.decay), *choice,
-                CHUNK=TUNING.chunk, UPDATE=update, CHOOSE=choose, HAS_WINDOW=window > 0, **heads, **flags,
-                **page_logs(pages),
-            )  # fmt: skip
+        for part, first in zip(parts, (0, plain.chunks), strict=False):
+            if (update or choose) and part.chunks:
+                score[(n_regions, part.chunks)](
+                    *part.where, part.lens, part.full, recent, q_pos,
+                    logits[..., part.first_split * TUNING.split :] if signals else logits, width, lse,
+                    *(x[:, first:] for x in lowest), n_chunks, float(rule.decay), *choice,
+                    CHUNK=TUNING.chunk, UPDATE=update, CHOOSE=choose, HAS_WINDOW=window > 0, **heads, **flags,
+                    **part.logs,
+                )  # fmt: skip
     settle[(n_regions,)](
-        *where, lens, caps, recent, q_pos, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], new_logits, lse,
-        *lowest, n_chunks, evicted, *choice,
+        *plain.where, lens, caps, recent, q_pos, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], new_logits,
+        lse, *lowest, n_chunks, evicted, *choice,
+        *codes.where, codes.lens, packed[0].dead if packed else lens, plain.chunks,
         CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=window > 0, HAS_MASSES=pages.masses,
+        PACKED=packed is not None, PACKED_LOG_SLOTS=codes.logs["LOG_SLOTS"], PACKED_LOG_PAGES=codes.logs["LOG_PAGES"],
         **dims, **heads, **stored, **flags,
     )  # fmt: skip
     return out, lse, evicted

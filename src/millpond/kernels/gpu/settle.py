@@ -31,6 +31,7 @@ HEAVIEST = tl.constexpr(int(Evict.HEAVIEST))
 SPACED = tl.constexpr(int(Evict.SPACED))
 
 LAST_INT = tl.constexpr(2**31 - 1)
+IN_PACKED = tl.constexpr(2**30)  # marks the slot of a victim in packed pages
 CHUNKS = tl.constexpr(64)  # chunk minima that `settle` loads at once
 
 
@@ -145,8 +146,9 @@ def score(
                     scores = tl.load(score_at, mask=ok, other=0.0)
                 value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
             value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
-            least = tl.min(tl.where(ok, value, INF), 0)
-            tied = ok & (value == least)
+            held = position >= 0
+            least = tl.min(tl.where(held, value, INF), 0)
+            tied = held & (value == least)
             oldest = tl.min(tl.where(tied, position, LAST_INT), 0)
             first = tl.min(tl.where(tied & (position == oldest), slot, LAST_INT), 0)
             tl.store(lowest_value + r * n_chunks + chunk, least)
@@ -168,18 +170,24 @@ def received_by_new(new_logits, lse, r, GROUP: tl.constexpr, GROUP_BLOCK: tl.con
         return tl.sum(p, 0)
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_chunks", "sinks", "window", "seed"])
+@triton.jit(do_not_specialize=["n_arenas", "n_chunks", "sinks", "window", "seed", "packed_arenas", "first_packed"])
 def settle(
     bases, n_arenas, table, table_stride, lens, caps, recent, q_pos, k_new, k_s, k_h, v_new, v_s, v_h, new_logits, lse,
     lowest_value, lowest_position, lowest_slot, n_chunks, evicted, sinks, window, seed,
+    packed_bases, packed_arenas, packed_table, packed_stride, packed_lens, dead, first_packed,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
     HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
+    PACKED: tl.constexpr, PACKED_LOG_SLOTS: tl.constexpr, PACKED_LOG_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim."""
+    """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim.
+
+    Where the region has a PACKED part, chunks from `first_packed` on are of it: a victim there leaves a tombstone, and
+    the new entry is appended.
+    """
     r = tl.program_id(0).to(tl.int64)
     s = r // HEADS
     h = r % HEADS
@@ -196,7 +204,10 @@ def settle(
     grows = n >= 0
     gone = here * 0 - 1
     if EVICT != NEVER:
-        grows = n < tl.load(caps + r)
+        stored = n
+        if PACKED:
+            stored += tl.load(packed_lens + r) - tl.load(dead + r)
+        grows = stored < tl.load(caps + r)
         new_value = tl.full([], 0.0, tl.float32) + new_score
         if SHARED and SIGNAL != NONE:
             new_value = tl.full([], 0.0, tl.float32)
@@ -208,13 +219,15 @@ def settle(
         least = tl.full([], INF, tl.float32)
         oldest = tl.full([], LAST_INT, tl.int32)
         victim = tl.full([], 0, tl.int32)
-        used = tl.where(grows, 0, tl.cdiv(n, CHUNK))
+        used = tl.where(grows, 0, n_chunks if PACKED else tl.cdiv(n, CHUNK))
         for first in range(0, used, CHUNKS):
             chunk = first + tl.arange(0, CHUNKS)
             ok = chunk < used
             value = tl.load(lowest_value + r * n_chunks + chunk, mask=ok, other=INF)
             position = tl.load(lowest_position + r * n_chunks + chunk, mask=ok, other=LAST_INT)
             at = tl.load(lowest_slot + r * n_chunks + chunk, mask=ok, other=LAST_INT)
+            if PACKED:
+                at = tl.where(chunk >= first_packed, at | IN_PACKED, at)
             low = tl.min(value, 0)
             old = tl.min(tl.where(value == low, position, LAST_INT), 0)
             here_slot = tl.min(tl.where((value == low) & (position == old), at, LAST_INT), 0)
@@ -223,9 +236,17 @@ def settle(
             victim = tl.where(better, here_slot, victim)
             oldest = tl.where(better, old, oldest)
         stays = (new_value > least) | ((new_value == least) & (here >= oldest))
-        slot = tl.where(grows, n, victim)
         stores = grows | stays
         gone = tl.where(grows, -1, tl.where(stays, oldest, here))
+        if PACKED:
+            buries = stays & (grows == 0) & ((victim & IN_PACKED) != 0)
+            row_of = packed_table + r * packed_stride
+            arena, row = locate(row_of, victim & (IN_PACKED - 1), buries, PACKED_LOG_SLOTS, PACKED_LOG_PAGES)
+            at = slot_rows(packed_bases, packed_arenas, POSITIONS, arena, row, buries, 1, tl.int32)
+            tl.store(at, -1, mask=buries)
+            tl.store(dead + r, tl.load(dead + r) + 1, mask=buries)
+            grows = grows | buries
+        slot = tl.where(grows, n, victim)
     tl.store(evicted + r, gone)
     arena, row = locate(table + r * table_stride, slot, stores, LOG_SLOTS, LOG_PAGES)
     d = tl.arange(0, KEY_BLOCK)

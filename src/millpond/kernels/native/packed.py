@@ -20,8 +20,8 @@ from millpond.kernels.rules import DecodeRule
 #: the order of fields is that of csrc/packed.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
-PACKED = Struct("=48q").pack
-WRITE = Struct("=24q").pack
+PACKED = Struct("=50q").pack
+WRITE = Struct("=25q").pack
 INT32 = torch.int32
 
 
@@ -39,12 +39,14 @@ def _float_rows(x: Tensor | None, name: str) -> int:
     return x.data_ptr()
 
 
-def _side(side: Side, at: Offsets, dim: int, slots: int, table: Tensor, scales: int, zeros: int) -> list[int]:
+def _side(
+    side: Side, at: Offsets, dim: int, slots: int, table: tuple[Tensor, Tensor], scales: int, zeros: int
+) -> list[int]:
     by_channel = side.by_channel or side.fixed or side.format is Format.FP8
     group = slots if side.fixed or side.format is Format.FP8 else side.group or dim
     return [
         int(side.format), int(by_channel), group, at.codes, at.top, at.scales, at.zeros, at.factor_bytes,
-        at.extra, side.n_extra, table.data_ptr(), scales, zeros,
+        at.extra, side.n_extra, *(t.data_ptr() for t in table), scales, zeros,
     ]  # fmt: skip
 
 
@@ -116,10 +118,6 @@ def write(
     scores: Tensor | None = None,
     log_masses: Tensor | None = None,
 ) -> None:
-    layout = packed.pages.layout
-    if not (_written_here(layout.key) and _written_here(layout.value)):
-        reference.write(packed, start, count, index, keys, values, positions, scores, log_masses)
-        return
     if index.numel() == 0:
         return
     start, count, index = calls._flat(start), calls._flat(count), calls._flat(index)
@@ -129,6 +127,7 @@ def write(
         raise OptionError(f"positions are int32, not {positions.dtype}")
     failed = calls.entry_point("mp_write_packed")(_regions(packed) + WRITE(
         start.data_ptr(), count.data_ptr(), index.data_ptr(), index.stride(0), index.shape[1], len(start),
+        1 if packed.key_scales is None else len(packed.key_scales),
         keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
         0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
         calls.DTYPES[keys.dtype], calls.DTYPES[values.dtype],
@@ -141,11 +140,6 @@ def write(
         raise NumericsError(groups.TOO_LARGE)
     if failed:
         raise MemoryError("no memory for the work space of the packing kernel")
-
-
-def _written_here(side: Side) -> bool:
-    """Whether the native kernel encodes this side; the others go through the reference."""
-    return not (side.format.uses_table or side.fixed or side.n_extra)
 
 
 read = reference.read  # off every hot path

@@ -44,7 +44,11 @@ def check_finite(x: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def _half(x: Tensor) -> Tensor:
+def to_half(x: Tensor) -> Tensor:
+    """
+    Raises:
+        NumericsError: a number beyond float16.
+    """
     if x.numel() and float(x.abs().max()) > MOST_F16:
         raise NumericsError(TOO_LARGE)
     return x.half()
@@ -71,11 +75,11 @@ def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor 
     low, high = _range(x, inlier)
     if symmetric:
         half = 1 << (bits - 1)
-        scale = _half(torch.maximum(high, -low) / (half - 1))
+        scale = to_half(torch.maximum(high, -low) / (half - 1))
         codes = torch.round(x * inverse(scale.float())[..., None]).clamp(1 - half, half - 1) + half
         return Groups(codes.long(), scale, None)
     most = (1 << bits) - 1
-    zero, scale = _half(low), _half((high - low) / most)
+    zero, scale = to_half(low), to_half((high - low) / most)
     codes = torch.round((x - zero.float()[..., None]) * inverse(scale.float())[..., None]).clamp(0, most)
     return Groups(codes.long(), scale, zero)
 
@@ -111,7 +115,7 @@ def encode_table(x: Tensor, cuts: Tensor, inlier: Tensor | None = None) -> Group
     check_finite(x)
     x = x.float()
     low, high = _range(x, inlier)
-    zero, scale = _half((high + low) / 2), _half((high - low) / 2)
+    zero, scale = to_half((high + low) / 2), to_half((high - low) / 2)
     y = (x - zero.float()[..., None]) * inverse(scale.float())[..., None]
     return Groups(between(y, cuts), scale, zero)
 

@@ -131,9 +131,10 @@ class PackedLayout:
         return -(-used // 64) * 64
 
     @cached_property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """The numbers of the tables of keys and values, float32, empty where there is none."""
-        return torch.tensor(self.key.table), torch.tensor(self.value.table)
+    def tables(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Of keys and of values: the numbers of the table and the cuts between codes, float32, empty for no table."""
+        key, value = ((table_of(side), cuts_of(side)) for side in (self.key, self.value))
+        return key, value
 
     @property
     def bits_per_element(self) -> float:
@@ -150,6 +151,17 @@ class PackedLayout:
         return self.key.group if self.key.by_channel and self.key.format.grouped and not self.key.fixed else 1
 
 
+def table_of(side: Side) -> Tensor:
+    """The numbers (2^bits,) float32 that codes of a table stand for."""
+    return torch.tensor(side.table, device="cpu")
+
+
+def cuts_of(side: Side) -> Tensor:
+    """What lies between two codes of a table, (2^bits - 1,) float32."""
+    table = table_of(side)
+    return torch.tensor(side.cuts, device="cpu") if side.cuts else (table[1:] + table[:-1]) / 2
+
+
 def groups_of(side: Side, dim: int) -> int:
     """How many groups the channels of one slot fall into, for a side that is not by channel."""
     return dim // side.group if side.group else 1
@@ -160,6 +172,8 @@ def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
         raise OptionError(
             f"head_dim={dim}: codes need a multiple of {LANES} channels for {what}; use codec='bf16' for this model"
         )
+    if side.n_extra and not side.format.grouped:
+        raise OptionError(f"{what}: {side.format.name} keeps no outliers beside its numbers; only groups have ranges")
     if side.n_extra and max(slots, dim) > MOST_NAMED:
         raise OptionError(f"{what}: outliers can be named among {MOST_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:

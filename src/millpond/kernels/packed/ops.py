@@ -9,7 +9,6 @@ evicted leaves a *tombstone*: position -1 in its slot, which attention and score
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 import torch
@@ -27,12 +26,12 @@ from millpond.kernels.rules import DecodeRule
 
 def _backend(dtype: torch.dtype, device: torch.device) -> ModuleType:
     """The implementation that serves packed pages beside plain ones of this dtype."""
-    if os.environ.get("MILLPOND_KERNELS", "auto") == "gpu":
-        raise OptionError(
-            "MILLPOND_KERNELS=gpu, but there are no GPU kernels for packed pages; use native or reference"
-        )
-    impl = plain_ops.backend(dtype, device)
-    if impl.__name__ != "millpond.kernels.native":
+    name = plain_ops.backend(dtype, device).__name__
+    if name == "millpond.kernels.gpu":
+        from millpond.kernels.gpu import packed as on_gpu
+
+        return on_gpu
+    if name != "millpond.kernels.native":
         return reference
     from millpond.kernels.native import packed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.kernels.packed import groups, outliers, tiles
 from millpond.kernels.packed.groups import Groups
-from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, groups_of
+from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, cuts_of, groups_of, table_of
 
 #: Scales and zeros (dim,) float32 per channel that calibration made, for a side that is `fixed`.
 Fixed = tuple[Tensor, Tensor]
@@ -30,17 +30,6 @@ class Parts:
     zeros: Tensor | None = None
     where: Tensor | None = None
     what: Tensor | None = None
-
-
-def table_of(side: Side) -> Tensor:
-    return torch.tensor(side.table)
-
-
-def cuts_of(side: Side) -> Tensor:
-    if side.cuts:
-        return torch.tensor(side.cuts)
-    table = table_of(side)
-    return (table[1:] + table[:-1]) / 2
 
 
 def _grouped(x: Tensor, side: Side) -> Tensor:
@@ -66,7 +55,7 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
     """
     if side.format is Format.ROWS:
         return Parts(x.bfloat16())
-    x = x.float()
+    x = x.float() + 0.0  # zeros lose their signs: equal numbers have equal codes
     inlier = None
     if side.n_extra:
         groups.check_finite(x)
@@ -75,7 +64,7 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         groups.check_finite(x)
         scale, zero = fixed
         y = (x - zero) * groups.inverse(scale)
-        codes = groups.between(y, cuts_of(side)) if side.format.uses_table else _whole(y, side.format.bits)
+        codes = groups.between(y, cuts_of(side).to(y.device)) if side.format.uses_table else _whole(y, side.format.bits)
         parts = Parts(codes)
     else:
         found = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
@@ -93,7 +82,7 @@ def _encode_groups(x: Tensor, side: Side, inlier: Tensor | None) -> Groups:
     if side.format is Format.FP8:
         return groups.encode_e4m3(x)
     if side.format.uses_table:
-        return groups.encode_table(x, cuts_of(side), inlier)
+        return groups.encode_table(x, cuts_of(side).to(x.device), inlier)
     return groups.encode_affine(x, side.format.bits, side.symmetric, inlier)
 
 
@@ -103,7 +92,7 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
         return parts.codes.float()
     if fixed is not None:
         scale, zero = fixed
-        codes = table_of(side)[parts.codes] if side.format.uses_table else parts.codes.float()
+        codes = table_of(side).to(scale.device)[parts.codes] if side.format.uses_table else parts.codes.float()
         x = codes * scale + zero
     else:
         assert parts.scales is not None
@@ -118,7 +107,7 @@ def _decode_groups(found: Groups, side: Side) -> Tensor:
     if side.format is Format.FP8:
         return groups.decode_e4m3(found)
     if side.format.uses_table:
-        return groups.decode_table(found, table_of(side))
+        return groups.decode_table(found, table_of(side).to(found.codes.device))
     return groups.decode_affine(found, side.format.bits)
 
 

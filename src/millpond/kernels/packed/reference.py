@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -54,9 +56,9 @@ def write(
         n, begin = int(count[r]), int(start[r])
         if n <= 0:
             continue
-        row = index[r, :n].long()
+        row, own_head = index[r, :n].long(), torch.tensor([r], device=index.device)
         pair = (stored_keys(regions, r, keys[r, row], positions[r, row]), values[r, row])
-        slots = torch.arange(begin, begin + n)
+        slots = torch.arange(begin, begin + n, device=index.device)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
             arena, at = divmod(int(regions.table[r, i]), pages.pages_per_arena)
@@ -64,7 +66,7 @@ def write(
             own = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
             for (side, offsets, dim, is_key), x in zip(page.sides(pages.layout), pair, strict=True):
-                new = page.encode(x[mine][None], side, whole.fixed_of(regions, torch.tensor([r])) if is_key else None)
+                new = page.encode(x[mine][None], side, whole.fixed_of(regions, own_head) if is_key else None)
                 if own != slice(0, pages.slots):
                     old = page.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
                     new = page.replace_slots(old, new, side, first)
@@ -78,15 +80,14 @@ def write(
 
 def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     pages, n_regions = regions.pages, regions.table.shape[0]
-    keys = torch.zeros(n_regions, width, head_dim)
-    values = torch.zeros(n_regions, width, pages.layout.value_dim)
-    positions = torch.full((n_regions, width), -1, dtype=torch.int32)
-    scores = torch.zeros(n_regions, width)
-    masses = torch.zeros(n_regions, width) if pages.masses else None
+    zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
+    keys, values = zeros(head_dim), zeros(pages.layout.value_dim)
+    positions = zeros(dtype=torch.int32).fill_(-1)
+    scores, masses = zeros(), zeros() if pages.masses else None
     if not width or not pages.codes:
         return keys, values, positions, scores, masses
-    slots = torch.arange(pages.slots)
-    used = torch.arange(regions.table.shape[1]) * pages.slots < regions.lens[:, None]  # (R, n) pages
+    slots, columns = (torch.arange(n, device=regions.table.device) for n in (pages.slots, regions.table.shape[1]))
+    used = columns * pages.slots < regions.lens[:, None]  # (R, n) pages
     region, column = used.nonzero().unbind(1)
     for first in range(0, len(region), READ_TOGETHER):
         part = slice(first, first + READ_TOGETHER)

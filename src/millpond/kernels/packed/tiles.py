@@ -33,8 +33,8 @@ def unpack(words: Tensor, top: Tensor | None, bits: int, depth: int) -> Tensor:
     return _unpack(words, bits)[..., :depth, :]
 
 
-def _shifts(bits: int) -> Tensor:
-    e = torch.arange(32 // bits)
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    e = torch.arange(32 // bits, device=device)
     return (bits * (e // 2) + 16 * (e % 2))[:, None]
 
 
@@ -42,12 +42,12 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     per = 32 // bits
     depth = codes.shape[-2]
     codes = torch.nn.functional.pad(codes, (0, 0, 0, -depth % per))
-    words = (split(codes, -2, per) << _shifts(bits)).sum(-2)
+    words = (split(codes, -2, per) << _shifts(bits, codes.device)).sum(-2)
     return ((words + 2**31) % 2**32 - 2**31).int()
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    wide = words.long()[..., None, :] >> _shifts(bits)
+    wide = words.long()[..., None, :] >> _shifts(bits, words.device)
     return (wide & ((1 << bits) - 1)).flatten(-3, -2)
 
 

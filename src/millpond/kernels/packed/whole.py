@@ -35,11 +35,11 @@ def write(
     slots = regions.pages.slots
     n_pages = count.long() // slots
     most = int(n_pages.max()) if len(n_pages) else 0
-    region, column = (torch.arange(most) < n_pages[:, None]).nonzero().unbind(1)
+    region, column = (torch.arange(most, device=n_pages.device) < n_pages[:, None]).nonzero().unbind(1)
     for begin in range(0, len(region), TOGETHER):
         part = slice(begin, begin + TOGETHER)
         r, first = region[part], column[part] * slots
-        rows = index[r].long().gather(1, first[:, None] + torch.arange(slots))
+        rows = index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
         at = r[:, None]
         ids = regions.table[r, (start[r].long() + first) // slots].long()
         _write(

@@ -1,0 +1,185 @@
+"""Attention over codes on a CUDA GPU: the section `codes` of gpu_check.py.
+
+Every format is checked against the reference on the CPU, and timed beside plain bfloat16 pages over equal entries.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from millpond.codec import preset
+from millpond.kernels.gpu import decode as gpu_decode
+from millpond.kernels.gpu import packed as gpu
+from millpond.kernels.packed import reference
+from millpond.kernels.packed.arrays import PackedArrays
+from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+
+Row = dict[str, Any]
+Pages = TypeVar("Pages", PageArrays, PackedArrays)
+
+CODECS = ("int8", "int4", "int3", "int2", "kivi4", "kivi2", "flexgen4", "fp8", "rotated4", "mikv")
+RULES = (
+    KEEP_ALL,
+    DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4),
+    DecodeRule(Signal.LAST, Reduce.MAX, Evict.OLDEST),
+)
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
+SCORE_TOLERANCE = 1e-4
+PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
+CPU = torch.device("cpu")
+
+
+class Machine(Protocol):
+    """Where the script runs, and how it measures time there: see gpu_check.py."""
+
+    device: torch.device
+    tiny: bool
+
+    def ms(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float: ...
+
+    def graphed(self, run: Callable[[], object]) -> Callable[[], object]: ...
+
+
+def int32(*shape: int, value: int = 0, device: torch.device = CPU) -> Tensor:
+    return torch.full(shape, value, dtype=torch.int32, device=device)
+
+
+def sealed(codec: str, regions: int, stored: int, dim: int) -> PackedRegions:
+    """Packed pages of random entries on the CPU; the first page of a region is encoded, the others repeat it."""
+    layout = preset(codec).layout(dim, dim)
+    per_region = stored // layout.slots
+    pages = PackedArrays(1 << (regions * per_region - 1).bit_length(), layout, CPU)
+    pages.add_arena(regions * per_region)
+    table = torch.randperm(regions * per_region).view(regions, per_region).int()
+    found = PackedRegions(pages, table, int32(regions, value=layout.slots), int32(regions))
+    keys, values = torch.randn(2, regions, layout.slots, dim)
+    index = torch.arange(layout.slots, dtype=torch.int32).expand(regions, -1).contiguous()
+    reference.write(found, int32(regions), found.lens, index, keys, values, index)
+    pages.codes[0][table.long()] = pages.codes[0][table[:, :1].long()].expand(-1, per_region, -1).clone()
+    places = torch.arange(per_region * layout.slots).view(per_region, layout.slots)
+    pages.positions[0][table.long()] = places.int().expand(regions, -1, -1)
+    # accumulators so far apart that rounding decides nothing
+    pages.scores[0][table.long()] = (places.flip(0) * 0.37).expand(regions, -1, -1)
+    return replace(found, lens=int32(regions, value=per_region * layout.slots))
+
+
+def plain(regions: int, dim: int, dtype: torch.dtype, held: int, first: int) -> tuple[PageArrays, Tensor]:
+    """Plain pages of `held` entries at positions from `first` on, with room for more, on the CPU, and their table."""
+    per_region = held // PLAIN_SLOTS + 1
+    pages = PageArrays(1 << (regions * per_region - 1).bit_length(), PLAIN_SLOTS, dim, dim, dtype, CPU)
+    pages.add_arena(regions * per_region)
+    table = torch.arange(regions * per_region, dtype=torch.int32).view(regions, per_region)
+    for arena in (pages.keys[0], pages.values[0]):
+        arena.normal_()
+    places = torch.arange(per_region * PLAIN_SLOTS).view(per_region, PLAIN_SLOTS).repeat(regions, 1)
+    pages.positions[0][:] = places + first
+    pages.scores[0][:] = 1000 + places * 0.41
+    return pages, table
+
+
+def moved(pages: Pages, device: torch.device) -> Pages:
+    """A copy of pages on a device."""
+    other = copy.copy(pages)
+    other.device = device
+    for name in ("keys", "values", "codes", "positions", "scores", "log_masses"):
+        if hasattr(pages, name):
+            setattr(other, name, [t.clone().to(device) for t in getattr(pages, name)])
+    other._refresh()
+    return other
+
+
+def regions_on(found: PackedRegions, device: torch.device) -> PackedRegions:
+    """A copy of packed regions on a device."""
+    table, lens, dead = (t.clone().to(device) for t in (found.table, found.lens, found.dead))
+    return replace(found, pages=moved(found.pages, device), table=table, lens=lens, dead=dead)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest number of `want`."""
+    got, want = got.cpu().double(), want.double()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-3))
+
+
+def check(machine: Machine) -> list[Row]:
+    rows = []
+    shapes = [(2, 64)] if machine.tiny else [(4, 64), (4, 128), (1, 256)]  # heads of a group, dim
+    dtypes = (torch.bfloat16,) if machine.tiny else (torch.bfloat16, torch.float32)
+    for codec, dtype, (group, dim), rule in itertools.product(CODECS, dtypes, shapes, RULES):
+        torch.manual_seed(0)
+        n_seq, heads, stored = 2, 2, 128 if machine.tiny else 640
+        regions = n_seq * heads
+        codes, (pages, table) = sealed(codec, regions, stored, dim), plain(regions, dim, dtype, PLAIN, stored)
+        lens, caps = int32(regions, value=PLAIN), int32(regions, value=stored + PLAIN)
+        q = torch.randn(n_seq, heads * group, dim).to(dtype)
+        new = torch.randn(n_seq, heads, dim).to(dtype)
+        places = codes, pages, table, lens, caps, int32(regions, value=9), int32(n_seq, value=stored + PLAIN)
+        device = machine.device
+        there = (regions_on(codes, device), moved(pages, device), *(t.clone().to(device) for t in places[2:]))
+        found = []
+        for decode, on, (c, *rest) in ((reference.decode, CPU, places), (gpu.decode, device, there)):
+            given = [t.to(on) for t in (q, new, new)]
+            found.append(decode(*given, *rest, rule, c, scale=dim**-0.5))  # type: ignore[arg-type]
+        (out, lse, gone), (out2, lse2, gone2) = found
+        ours, held = there[0], codes.pages.positions[0] >= 0
+        row = {
+            "op": "codes", "codec": codec, "dtype": str(dtype), "dim": dim, "rule": rule.evict.name,
+            "out": error(out2, out), "lse": error(lse2, lse),
+            "scores": error(ours.pages.scores[0].cpu()[held], codes.pages.scores[0][held]),
+            "exact": torch.equal(gone2.cpu(), gone) and torch.equal(ours.dead.cpu(), codes.dead)
+            and torch.equal(ours.pages.positions[0].cpu(), codes.pages.positions[0])
+            and torch.equal(there[3].cpu(), lens),
+        }  # fmt: skip
+        sharp = max(row["lse"], row["scores"]) <= SCORE_TOLERANCE
+        row["ok"] = bool(row["exact"] and sharp and row["out"] <= TOLERANCE[dtype])
+        rows.append(row)
+        if not row["ok"]:
+            print("MISMATCH", row, flush=True)
+    for codec in CODECS:
+        same = [r for r in rows if r["codec"] == codec]
+        worst = ", ".join(f"{name} {max(r[name] for r in same):.1e}" for name in ("out", "lse", "scores"))
+        print(f"codes {codec:9} {sum(r['ok'] for r in same)}/{len(same)} ok, max error {worst}", flush=True)
+    return rows
+
+
+def timed(machine: Machine) -> list[Row]:
+    """One layer, 32 query heads over 8 KV heads of width 128, 16 sequences."""
+    n_seq, heads, group, dim, stored = (1, 1, 4, 64, 128) if machine.tiny else (16, 8, 4, 128, 8192)
+    regions, device = n_seq * heads, machine.device
+    q = torch.randn(n_seq, heads * group, dim, device=device).bfloat16()
+    new = torch.randn(n_seq, heads, dim, device=device).bfloat16()
+    caps, recent = int32(regions, value=UNBOUNDED, device=device), int32(regions, device=device)
+    q_pos, rows = int32(n_seq, value=2 * stored, device=device), []
+    for codec in ("bf16 pages", *CODECS):
+        held = stored if codec == "bf16 pages" else PLAIN
+        made, table = plain(regions, dim, torch.bfloat16, held, stored)
+        pages, table, lens = moved(made, device), table.to(device), int32(regions, value=held, device=device)
+        codes = None if held == stored else regions_on(sealed(codec, regions, stored, dim), device)
+
+        def step(pages=pages, table=table, lens=lens, codes=codes) -> object:  # type: ignore[no-untyped-def]
+            given = (q, new, new, pages, table, lens, caps, recent, q_pos, KEEP_ALL)
+            if codes is None:
+                return gpu_decode(*given, scale=dim**-0.5)
+            return gpu.decode(*given, codes, scale=dim**-0.5)
+
+        def reset(lens: Tensor = lens, held: int = held) -> None:
+            lens.fill_(held)
+
+        ms = machine.ms(machine.graphed(step), reset)
+        faster = rows[0]["ms"] / ms if rows else 1.0
+        rows.append({"codec": codec, "stored": stored, "batch": n_seq, "ms": ms, "faster": faster})
+        print(f"codes {codec:10} {ms:8.3f} ms, {rows[-1]['faster']:.2f} x bf16", flush=True)
+    return rows
+
+
+def run_codes(machine: Machine) -> list[Row]:
+    """Check every format, then time it."""
+    return check(machine) + timed(machine)

@@ -1,0 +1,90 @@
+"""`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`: attention over codes on the GPU.
+
+Codes are written and read as numbers by the reference, off the path of decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.gpu.codes import side_constants, table_or
+from millpond.kernels.gpu.common import block_of, page_logs, rows_of
+from millpond.kernels.gpu.decode import decode_parts
+from millpond.kernels.gpu.packed_attend import attend_packed
+from millpond.kernels.packed.layout import RUN
+from millpond.kernels.packed.reference import read, write
+from millpond.kernels.packed.regions import PackedRegions
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule
+
+__all__ = ["decode", "read", "write"]
+
+
+def decode(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    packed: PackedRegions,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `packed.ops.decode`.
+
+    Raises:
+        OptionError: keys stored before RoPE, or entries beside the codes (KVQuant).
+    """
+    _check(packed)
+    return decode_parts(
+        q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits,
+        (packed, lambda *given: _attend(packed, *given)),
+    )  # fmt: skip
+
+
+def _check(packed: PackedRegions) -> None:
+    layout = packed.pages.layout
+    if packed.rope is not None or layout.key.n_extra or layout.value.n_extra:
+        raise OptionError(
+            "the gpu kernels read no keys stored before RoPE and no outliers beside codes (kvquant2, kvquant3, "
+            "kvquant4); use another codec, or the model on the CPU"
+        )
+
+
+def _attend(
+    packed: PackedRegions,
+    q: Tensor,
+    where: tuple[Any, ...],
+    q_pos: Tensor,
+    outputs: tuple[Any, ...],
+    settings: tuple[float, float, int],
+    flags: dict[str, Any],
+    dot: tl.dtype,
+    grid: tuple[int, int],
+) -> None:
+    """Launch `attend_packed`. outputs: the partial results, the logits, all splits, the first of these."""
+    pages, layout = packed.pages, packed.pages.layout
+    numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
+    given = (packed.key_scales, packed.key_zeros, packed.channels, packed.balance)
+    flags = {**flags, "KEY_DIM": layout.key_dim, "KEY_BLOCK": block_of(layout.key_dim)}
+    attend_packed[grid](
+        q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs, *numbers,
+        *(q if x is None else rows_of(x) for x in given), *settings,
+        **side_constants("K", layout.key, layout.key_offsets, layout.key_dim),
+        **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
+        PAGE_BYTES=layout.page_bytes, DOT=dot, BLOCK=RUN, HAS_CHANNELS=packed.channels is not None,
+        HAS_BALANCE=packed.balance is not None, HAS_MASSES=pages.masses, **page_logs(pages), **flags,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Attention over codes in Triton against the reference, in the interpreter (on a GPU: benchmarks/gpu_codes.py)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import millpond as mp
+from hf.families import family, left_padded, run
+from kernels.make import Case
+from kernels.packed_make import PackedCall, PackedCase, rope_for, side
+from millpond.errors import OptionError
+from millpond.kernels.packed import ops, reference
+from millpond.kernels.packed.layout import Format
+from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
+
+from millpond.kernels.gpu import packed as gpu
+from millpond.kernels.gpu.common import INTERPRET
+
+if not INTERPRET:
+    pytest.skip("these run in the interpreter of Triton only", allow_module_level=True)
+
+DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")
+SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
+SLOTS = 32
+
+rules = st.builds(
+    DecodeRule,
+    signal=st.sampled_from(Signal),
+    reduce=st.sampled_from(Reduce),
+    evict=st.sampled_from(Evict),
+    decay=st.sampled_from((1.0, 0.75)),
+    sinks=st.sampled_from((0, 4)),
+    shared=st.booleans(),
+    seed=st.sampled_from((0, 12345)),
+    spacing=st.sampled_from((Spacing(), Spacing(3, 1, 0))),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> PackedCase:
+    n_seq, n_kv_heads, rule = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(rules)
+    regions = n_seq * n_kv_heads
+    dim, value_dim = draw(st.sampled_from([(32, 16), (64, 64), (80, 48)]))
+    by_channel, symmetric, fixed = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    key = side(draw(st.sampled_from(Format)), by_channel, 32 if by_channel else 0, symmetric)
+    if by_channel and fixed and key.format.grouped:
+        key = side(key.format, True, fixed=True)
+    value = side(draw(st.sampled_from(Format)), False, draw(st.sampled_from([0, 16])), symmetric)
+    grain = PackedCase(Case([0], 1, 1, 1, dim, value_dim), [0], key, value, SLOTS).build().layout.grain
+    owners = n_seq if rule.shared else regions
+    packed = draw(st.lists(st.integers(0, 100), min_size=owners, max_size=owners))
+    plain = draw(st.lists(st.integers(0, 20), min_size=owners, max_size=owners))
+    lens = [packed[r * owners // regions] // grain * grain for r in range(regions)]
+    plain = [plain[r * owners // regions] for r in range(regions)]
+    dead = 0 if rule.shared else draw(st.sampled_from([0, 3]))
+    slack = draw(st.sampled_from([0, 0, 2]))
+    caps = [max(1, p + m - min(m, dead) + slack) for p, m in zip(plain, lens, strict=True)]
+    case = Case(
+        plain, n_seq, n_kv_heads, draw(st.sampled_from([1, 3, 4])), dim, value_dim, 16,
+        draw(st.sampled_from([torch.float32, torch.bfloat16])), 4, caps, [draw(st.sampled_from([0, 9]))] * regions,
+        draw(st.sampled_from([set(), {0}])), rule, draw(st.sampled_from([0.0, 5.0])), draw(st.sampled_from([0, 50])),
+        draw(st.booleans()), same_slots=rule.shared, masses=draw(st.booleans()), seed=draw(st.integers(0, 500)),
+    )  # fmt: skip
+    keep = 16 if dim == 32 and not key.fixed and draw(st.booleans()) else 0
+    return PackedCase(case, lens, key, value, SLOTS, dead, keep, draw(st.booleans()))
+
+
+def assert_same(case: PackedCase) -> None:
+    a = case.build()
+    spread_scores(a)
+    b = a.clone()
+    expected, found = a.run(reference), b.run(gpu)  # type: ignore[arg-type]
+    tolerance = 2e-5 if case.plain.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=2e-5)
+    assert found[2].tolist() == expected[2].tolist()
+    assert b.plain.lens.tolist() == a.plain.lens.tolist()
+    assert b.packed.dead.tolist() == a.packed.dead.tolist()
+    left, right = a.contents(), b.contents()
+    alive = left[2] >= 0
+    for at in (0, 1, 2, 4, 5, 6):
+        assert torch.equal(left[at], right[at])
+    torch.testing.assert_close(right[3][alive], left[3][alive], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(right[7], left[7], rtol=1e-5, atol=1e-5)
+    for x, y in zip(a.packed.pages.codes, b.packed.pages.codes, strict=True):
+        assert torch.equal(x, y)
+
+
+def spread_scores(call: PackedCall) -> None:
+    """Accumulators so far apart that rounding does not decide who leaves."""
+    g = torch.Generator().manual_seed(call.case.plain.seed)
+    for arena in (*call.plain.pages.scores, *call.packed.pages.scores):
+        arena.copy_(torch.randperm(arena.numel(), generator=g).view(arena.shape) * 0.37 + torch.rand((), generator=g))
+
+
+@given(case=cases(), small=st.booleans())
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_decode(case: PackedCase, small: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(DECODE, "TUNING", SMALL)
+        assert_same(case)
+
+
+def one(format: Format, **more: Any) -> PackedCase:
+    """One region of packed entries beside 5 plain ones."""
+    grouped = format.grouped
+    return PackedCase(
+        Case([5], 1, 1, 4, 64, 48, 16, **more), [96], side(format, grouped, 32 if grouped else 0),
+        side(format, False, 16 if grouped else 0), SLOTS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("format", list(Format))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_format(format: Format, dtype: torch.dtype) -> None:
+    assert_same(one(format, dtype=dtype))
+
+
+def test_a_packed_victim_leaves_a_tombstone_and_the_new_entry_is_appended() -> None:
+    call = one(Format.INT4, caps=[101], rule=DecodeRule(evict=Evict.OLDEST)).build()
+    evicted = call.run(gpu)[2]  # type: ignore[arg-type]
+    assert evicted.tolist() == [0]  # the packed positions come first
+    assert (int(call.plain.lens[0]), int(call.packed.dead[0])) == (6, 1)
+    assert int((call.contents()[2][0] == -1).sum()) == 1
+
+
+def test_what_the_kernels_do_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    case = one(Format.NUQ4)
+    case.value = side(Format.NUQ4, n_extra=3)
+    before = one(Format.NUQ4)
+    before.key, before.rope = side(Format.NUQ4, True, fixed=True), rope_for(64, 200, 64)
+    for refused in (case, before):
+        with pytest.raises(OptionError, match="use another codec, or the model on the CPU"):
+            refused.build().run(ops)  # type: ignore[arg-type]
+    one(Format.INT4).build().run(ops)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("method", "options"), [("full", {}), ("h2o", {"budget": 40, "sinks": 2})])
+def test_generate_through_triton(method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model over codes: the tokens and the kept sets of the reference."""
+    model, prompt, found = family("llama").make(head_dim=16), left_padded([70, 50]), []
+    for kernels in ("reference", "gpu"):
+        monkeypatch.setenv("MILLPOND_KERNELS", kernels)
+        with mp.compress(model, method, codec="rotated4", **options) as cache:
+            ids = run(model, prompt, 4, past_key_values=cache).ids
+            assert all(core.table.sealed.lens.any() for core in cache.cores)
+            found.append((ids.tolist(), [cache.positions(0, s) for s in range(2)]))
+    assert found[0] == found[1]
