@@ -76,7 +76,7 @@ def generate(
     """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
     from millpond.bench.candidates import coded_candidates
     from millpond.bench.generate import QUICK, Plan, run
-    from millpond.bench.peer import Peer
+    from millpond.bench.kvpress import KVPress
     from millpond.bench.report import generate_markdown
     from millpond.budget import Budget
 
@@ -88,7 +88,7 @@ def generate(
         repeats=repeats or base.repeats, budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     candidates = coded_candidates(codec.split(",")) if codec else None
-    child = Peer(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
+    child = KVPress(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
         data = run(plan, candidates, peer=peer, progress=status.update)
     if candidates:
