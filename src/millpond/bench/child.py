@@ -36,6 +36,9 @@ class Child:
         if not python.exists():
             self.note = f"{name} skipped: no environment; make one with {made_by}"
             return
+        if not script.exists():
+            self.note = f"{name} skipped: {script} is not here; run this in the root of Millpond's repository"
+            return
         self._child = subprocess.Popen(
             [str(python), "-W", "ignore", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
