@@ -64,7 +64,7 @@ def generate(
     budget: Annotated[str, typer.Option(help="A share of the prompt.")] = "20%",
     codec: Annotated[
         str | None,
-        optional(help="Codecs separated by commas: our full cache in each, beside it in bf16, and no others."),
+        optional(help="Codecs separated by commas: our full cache in each, in bf16, and optimum-quanto's; no others."),
     ] = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
@@ -74,7 +74,7 @@ def generate(
     out: Out = None,
 ) -> None:
     """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
-    from millpond.bench.candidates import coded_candidates
+    from millpond.bench.coded import coded_candidates
     from millpond.bench.generate import QUICK, Plan, run
     from millpond.bench.kvpress import KVPress
     from millpond.bench.report import generate_markdown

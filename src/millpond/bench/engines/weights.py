@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from millpond.bench.candidates import ModelShape
 from millpond.errors import MillpondError
 
@@ -32,11 +34,14 @@ class Weights:
         return self.folder / sha256(repr((self.shape, self.seed)).encode()).hexdigest()[:12]
 
     def saved(self) -> Path:
-        """The folder as transformers saves it, in bfloat16."""
+        """The folder as transformers loads it, in bfloat16."""
         target = self.root / "transformers"
         if not target.exists():
-            part = _fresh(target)
-            self.shape.build(self.seed).save_pretrained(part)
+            part, model = _fresh(target), self.shape.build(self.seed)
+            part.mkdir()
+            model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__]
+            model.config.save_pretrained(part)
+            save_file(dict(model.named_parameters()), part / "model.safetensors", {"format": "pt"})
             part.rename(target)
         return target
 
