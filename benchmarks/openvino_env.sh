@@ -7,4 +7,5 @@ python=${PYTHON:-python3}
 "$python" -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet "torch==2.13.0"
 "$folder/bin/python" -m pip install --quiet "torch==2.13.0" openvino-genai "optimum-intel[openvino]"
+"$folder/bin/python" -m pip uninstall --quiet --yes torchvision  # of another build than torch; nothing here needs it
 "$folder/bin/python" -c "import openvino_genai; print('openvino-genai', openvino_genai.__version__)"
