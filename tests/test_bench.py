@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from millpond.bench.candidates import Candidate, ModelShape, Reading, default_candidates, draw_prompts, ours, stock
+from millpond.bench.child import PeerError
 from millpond.bench.generate import QUICK, Plan, run
+from millpond.bench.kvpress import KVPress
 from millpond.bench.machine import describe_machine
 from millpond.bench.memory import PeakMemory, storage_bytes
-from millpond.bench.peer import Peer, PeerError
 from millpond.bench.report import generate_markdown, generate_table
 from millpond.cli.app import app
 
@@ -131,7 +132,7 @@ for line in sys.stdin:
 def test_a_peer_answers_line_by_line(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    with Peer(Path(sys.executable), script) as peer:
+    with KVPress(Path(sys.executable), script) as peer:
         data = run(TINY, [], peer)
         with pytest.raises(PeerError, match="ValueError: no"):
             peer.ask({"press": "SnapKV"})
@@ -144,12 +145,12 @@ def test_a_peer_answers_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_is_not_there_or_dies_is_skipped_with_a_reason(tmp_path: Path) -> None:
-    with Peer(tmp_path / "python", tmp_path / "child.py") as missing:
+    with KVPress(tmp_path / "python", tmp_path / "child.py") as missing:
         assert "no environment" in missing.note
         assert missing.candidates(TINY) == []
     script = tmp_path / "child.py"
     script.write_text("import sys; sys.exit(1)")
-    with Peer(Path(sys.executable), script) as dead:
+    with KVPress(Path(sys.executable), script) as dead:
         assert "skipped" in dead.note
         assert dead.candidates(TINY) == []
 

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from millpond.bench import codes
-from millpond.bench.candidates import ModelShape, coded_candidates
+from millpond.bench import coded, codes
+from millpond.bench.candidates import ModelShape, draw_prompts
+from millpond.bench.coded import coded_candidates, quanto
 from millpond.bench.codes import TARGETS, Attention, decode_rows, packing_rows, paired_ratios
 from millpond.bench.generate import Plan
 from millpond.bench.kernels import Row
@@ -18,6 +21,7 @@ from millpond.cli.app import app
 from millpond.errors import MillpondError
 from millpond.kernels.native import library
 
+SHAPE = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 
 
@@ -65,17 +69,41 @@ def test_a_target_holds_or_is_missed() -> None:
 def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from millpond.bench import generate
 
-    shape = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
-    monkeypatch.setattr(generate, "QUICK", Plan(shape=shape, cells=((1, 200),), new_tokens=4, repeats=1))
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("You need to install optimum-quanto")
+
+    monkeypatch.setattr(coded, "QuantizedCache", missing)
+    monkeypatch.setattr(generate, "QUICK", Plan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
     command = ["bench", "generate", "--quick", "--codec", "int4,int8", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "generate-codecs-quick.json").read_text())
     held = {row["setting"]: row["kv_bytes"] for row in data["results"]}
-    assert list(held) == ["bf16", "int4", "int8"]
+    assert list(held) == ["bf16", "int4", "int8", "quanto int4"]
     assert held["int4"] < held["int8"] < held["bf16"]
     text = (tmp_path / "generate-codecs-quick.md").read_text()
+    assert "| quanto int4 | ImportError: You need to install optimum-quanto |" in text
     assert "1.00 x" in next(line for line in text.splitlines() if line.startswith("| millpond full | bf16"))
+
+
+def test_a_cache_of_codes_holds_what_its_parts_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Codes:
+        def __init__(self) -> None:
+            self._data, self._scale = torch.zeros(100, dtype=torch.uint8), torch.zeros(10, dtype=torch.bfloat16)
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["_data", "_scale"], None
+
+    def cache(backend: str, config: object, nbits: int) -> DynamicCache:
+        assert (backend, nbits) == ("quanto", 2)
+        made = DynamicCache(config=config)
+        for layer in made.layers:
+            layer._quantized_keys, layer._quantized_values = Codes(), Codes()
+        return made
+
+    monkeypatch.setattr(coded, "QuantizedCache", cache)
+    reading = quanto("int2").run(SHAPE.build(), draw_prompts(SHAPE, 1, 20, 0), 4)
+    assert reading.kv_bytes == 2 * (100 + 20) + 2 * 23 * 16 * 2  # codes and scales; all entries but the last
 
 
 def test_an_unknown_codec_is_refused_before_anything_runs() -> None:

@@ -6,7 +6,7 @@ Every candidate runs unmodified generate() on the same model and prompts and rep
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from millpond.bench.clock import Stopwatch
 from millpond.bench.memory import PeakMemory, storage_bytes
-from millpond.codec import preset
 from millpond.hf.compress import compress
 from millpond.hf.native import use_native_layers
 
@@ -87,7 +86,7 @@ def ours(method: str, budget: str, **options: Any) -> Candidate:
 
     def run(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Reading:
         with compress(model, method, None if method == "full" else budget, **options) as cache:
-            return _timed(model, prompts, new_tokens, cache, lambda: cache.stats().kv_bytes)
+            return timed(model, prompts, new_tokens, cache, lambda: cache.stats().kv_bytes)
 
     setting = [] if method == "full" else [budget]
     setting += [options["codec"]] if "codec" in options else []
@@ -108,7 +107,7 @@ def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_la
             cache = DynamicCache(config=model.config) if kind == "dynamic" else static(model.config, max_cache_len=room)
             undo = use_native_layers(model) if our_layers else lambda: None
             try:
-                return _timed(model, prompts, new_tokens, cache, lambda: _held(cache))
+                return timed(model, prompts, new_tokens, cache, lambda: _held(cache))
             finally:
                 undo()
 
@@ -122,7 +121,8 @@ def _held(cache: Cache) -> int:
     return storage_bytes(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def _timed(model: Any, prompts: Tensor, new_tokens: int, cache: Cache, kv_bytes: Callable[[], int]) -> Reading:
+def timed(model: Any, prompts: Tensor, new_tokens: int, cache: Cache, kv_bytes: Callable[[], int]) -> Reading:
+    """Greedy generate() with a cache; `kv_bytes` tells at the end what it holds."""
     peak, watch = PeakMemory(), Stopwatch()
     model.generate(
         prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, streamer=watch, do_sample=False,
@@ -145,17 +145,6 @@ def _attention(model: PreTrainedModel, name: str, force_gqa: bool) -> Iterator[N
             os.environ.pop(_GQA, None)
         else:
             os.environ[_GQA] = variable
-
-
-def coded_candidates(codecs: Sequence[str]) -> list[Candidate]:
-    """Our full cache in bf16, and in each of the codecs.
-
-    Raises:
-        OptionError: no such codec.
-    """
-    for codec in codecs:
-        preset(codec)
-    return [ours("full", "", codec=codec) for codec in dict.fromkeys(["bf16", *codecs])]
 
 
 def default_candidates(budget: str) -> list[Candidate]:

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from millpond.bench.candidates import TINY, Candidate, ModelShape, Reading, default_candidates, draw_prompts
+from millpond.bench.kvpress import KVPress
 from millpond.bench.machine import describe_machine
-from millpond.bench.peer import Peer
 
 WARM_UP = 256  #: tokens of the prompts before the clock runs
 ANCHOR = "transformers DynamicCache"
@@ -74,7 +74,7 @@ class Result:
 
 
 def run(
-    plan: Plan, candidates: Sequence[Candidate] | None = None, peer: Peer | None = None,
+    plan: Plan, candidates: Sequence[Candidate] | None = None, peer: KVPress | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every candidate in every cell; returns what `report` writes."""

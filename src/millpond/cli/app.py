@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from millpond.cli import (
     bench,
+    bench_engines,
     bench_serve,
     calibrate,
     chat,
@@ -93,6 +94,7 @@ app.command("plot")(plot.plot)
 app.command("leaderboard")(leaderboard.leaderboard)
 app.command("methods")(names.methods)
 app.command("codecs")(names.codecs)
+bench.app.command("engines")(bench_engines.engines)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")

@@ -50,7 +50,7 @@ def kernels(
         "command": command_line(), "rounds": rounds,
         "results": [{**asdict(row), "verdict": row.verdict} for row in rows],
     }  # fmt: skip
-    _deliver("kernels", data, kernels_markdown(data), out)
+    deliver("kernels", data, kernels_markdown(data), out)
 
 
 @app.command()
@@ -64,7 +64,7 @@ def generate(
     budget: Annotated[str, typer.Option(help="A share of the prompt.")] = "20%",
     codec: Annotated[
         str | None,
-        optional(help="Codecs separated by commas: our full cache in each, beside it in bf16, and no others."),
+        optional(help="Codecs separated by commas: our full cache in each, in bf16, and optimum-quanto's; no others."),
     ] = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
@@ -74,9 +74,9 @@ def generate(
     out: Out = None,
 ) -> None:
     """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
-    from millpond.bench.candidates import coded_candidates
+    from millpond.bench.coded import coded_candidates
     from millpond.bench.generate import QUICK, Plan, run
-    from millpond.bench.peer import Peer
+    from millpond.bench.kvpress import KVPress
     from millpond.bench.report import generate_markdown
     from millpond.budget import Budget
 
@@ -84,18 +84,18 @@ def generate(
         raise OptionError(f"budget {budget!r}: the benchmark compares at a share of the prompt, such as 20%")
     base = QUICK if quick else Plan()
     plan = replace(
-        base, cells=_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
+        base, cells=parse_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
         repeats=repeats or base.repeats, budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     candidates = coded_candidates(codec.split(",")) if codec else None
-    child = Peer(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
+    child = KVPress(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
         data = run(plan, candidates, peer=peer, progress=status.update)
     if candidates:
         data["anchor"], data["anchor_setting"] = candidates[0].name, candidates[0].setting
     data["command"] = command_line()
     name = "generate-codecs" if codec else "generate"
-    _deliver(f"{name}-quick" if quick else name, data, generate_markdown(data), out)
+    deliver(f"{name}-quick" if quick else name, data, generate_markdown(data), out)
 
 
 @app.command()
@@ -133,7 +133,7 @@ def methods(
     with errors().status("measuring") as status:
         data = run(plan, status.update)
     data["command"] = command_line()
-    _deliver("methods-quick" if quick else "methods", data, methods_markdown(data), out)
+    deliver("methods-quick" if quick else "methods", data, methods_markdown(data), out)
 
 
 @app.command()
@@ -158,10 +158,10 @@ def stream(
     with errors().status("streaming") as status:
         data = run(load_model(model), names, tokens, budget, seed, status.update)
     data["command"] = command_line()
-    _deliver("stream", data, stream_markdown(data), out)
+    deliver("stream", data, stream_markdown(data), out)
 
 
-def _cells(text: str) -> tuple[tuple[int, int], ...]:
+def parse_cells(text: str) -> tuple[tuple[int, int], ...]:
     """((1, 2048), (4, 2048)) from "1x2048,4x2048"."""
     cells = []
     for part in text.split(","):
@@ -191,7 +191,8 @@ def command_line() -> str:
     return shlex.join(["millpond", *sys.argv[1:]])
 
 
-def _deliver(name: str, data: dict[str, Any], text: str, out: Path | None) -> None:
+def deliver(name: str, data: dict[str, Any], text: str, out: Path | None) -> None:
+    """Print a report, and write it where a folder is given."""
     from millpond.bench.report import write_report
 
     typer.echo(text)

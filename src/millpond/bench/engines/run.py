@@ -1,0 +1,162 @@
+"""The turns of `bench engines`: in every repetition every engine reads the same prompts once, in shuffled order.
+
+Ratios are taken within a turn, between neighbours in time, and their median is reported: a machine that is busy for a
+while slows both sides. Processes start anew for every cell, so that their memory is that cell's.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millpond.bench.candidates import TINY, ModelShape, draw_prompts
+from millpond.bench.child import Child, PeerError
+from millpond.bench.engines.contestants import Contestant
+from millpond.bench.engines.weights import ConversionError, Weights
+from millpond.bench.machine import describe_machine
+
+WARM_UP, WARM_UP_TOKENS = 256, 4  #: tokens of the prompts and of the answers before the clock runs
+PAUSE = 0.2  #: seconds in which the threads of the engine before go to sleep
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    shape: ModelShape = field(default_factory=ModelShape)
+    cells: tuple[tuple[int, int], ...] = ((1, 2048), (4, 2048), (1, 8192), (16, 2048))  # (batch, prompt)
+    new_tokens: int = 32
+    repeats: int = 3
+    threads: int = 2
+    seed: int = 0
+
+
+QUICK = Plan(shape=TINY, cells=((1, 512), (2, 512)), new_tokens=8, repeats=2)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One run of one engine.
+
+    Attributes:
+        prefill_s: until every sequence has its first token. decode_ms: a step of all sequences, the median.
+        kv_bytes: of keys and values in use after the last step, as the engine counts them.
+        rss_bytes: of the process at its peak while it answered, beyond what it held before it loaded the model.
+    """
+
+    prefill_s: float
+    decode_ms: float
+    kv_bytes: int
+    rss_bytes: int | None
+
+
+@dataclass
+class Entry:
+    """A contestant in one cell: its process, and its readings by turn."""
+
+    contestant: Contestant
+    child: Child
+    readings: dict[int, Reading] = field(default_factory=dict)
+    failure: str = ""
+
+    def median(self, name: str) -> float | None:
+        """The median of one number over the repetitions."""
+        known = [v for r in self.readings.values() if (v := getattr(r, name)) is not None]
+        return statistics.median(known) if known else None
+
+    def ratio(self, name: str, base: Entry | None) -> float | None:
+        """The median over the turns of how many times as much it took as `base`."""
+        if base is None:
+            return None
+        turns = [t for t in self.readings if t in base.readings and getattr(base.readings[t], name)]
+        ratios = [getattr(self.readings[t], name) / getattr(base.readings[t], name) for t in turns]
+        return statistics.median(ratios) if ratios else None
+
+
+def run(
+    plan: Plan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure every contestant in every cell; returns what `markdown` writes. Models are kept in `folder`."""
+    weights, notes = Weights(plan.shape, plan.seed, folder), dict[str, str]()
+    rows = [row for cell in plan.cells for row in _cell(plan, contestants, weights, notes, *cell, progress)]
+    machine = describe_machine()
+    return {
+        "benchmark": "engines", "machine": machine.as_dict(), "hardware": machine.hardware,
+        "software": machine.software, "model": {**plan.shape.config(), "dtype": "bfloat16"},
+        "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads, "seed": plan.seed,
+        "engines": notes, "results": rows,
+    }  # fmt: skip
+
+
+def _cell(
+    plan: Plan, contestants: Sequence[Contestant], weights: Weights, notes: dict[str, str], batch: int, prompt: int,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    rng = random.Random(plan.seed)
+    where = f"batch {batch}, prompt {prompt}"
+    with ExitStack() as stack:
+        entries = []
+        for contestant in contestants:
+            progress(f"{where}: starting {contestant.label}")
+            kind = contestant.kind
+            entries.append(
+                Entry(contestant, stack.enter_context(Child(kind.name, kind.python, kind.script, kind.made_by)))
+            )
+            notes[kind.name] = entries[-1].child.note
+            _load(entries[-1], plan, weights, batch, prompt)
+        for turn in range(-1, plan.repeats):
+            warming = turn < 0
+            length = min(prompt, WARM_UP) if warming else prompt
+            prompts = draw_prompts(plan.shape, batch, length, plan.seed + turn + 1).tolist()
+            for entry in rng.sample(entries, len(entries)):
+                progress(f"{where}, turn {turn + 1} of {plan.repeats}: {entry.contestant.label}")
+                reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens)
+                if reading is not None and not warming:
+                    entry.readings[turn] = reading
+    return [_row(entry, entries, batch, prompt) for entry in entries]
+
+
+def _load(entry: Entry, plan: Plan, weights: Weights, batch: int, prompt: int) -> None:
+    """The engine's process loads the model; a reason why it cannot is kept as its failure."""
+    if not entry.child.running:
+        entry.failure = entry.child.note
+        return
+    contestant = entry.contestant
+    try:
+        model = contestant.kind.model(weights)
+        settings = contestant.settings(batch, prompt, plan.new_tokens)
+        entry.child.ask({"load": {"model": str(model), "threads": plan.threads, **settings}})
+    except (ConversionError, PeerError) as error:
+        entry.failure = str(error)
+
+
+def _take(entry: Entry, prompts: list[list[int]], new_tokens: int) -> Reading | None:
+    """One reading. An engine that fails is reported with its reason and not run again in this cell."""
+    if entry.failure:
+        return None
+    time.sleep(PAUSE)
+    try:
+        answer = entry.child.ask({"prompts": prompts, "new_tokens": new_tokens})
+    except PeerError as error:
+        entry.failure = str(error)
+        return None
+    steps = answer.pop("steps_ms")
+    return Reading(decode_ms=statistics.median(steps), **answer)
+
+
+def _row(entry: Entry, entries: Sequence[Entry], batch: int, prompt: int) -> dict[str, Any]:
+    base = next((e for e in entries if e.contestant.label == entry.contestant.against), None)
+    names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes")
+    return {
+        "name": entry.contestant.kind.name, "setting": entry.contestant.setting, "batch": batch, "prompt": prompt,
+        "against": entry.contestant.against, **{name: entry.median(name) for name in names},
+        "prefill_ratio": entry.ratio("prefill_s", base), "decode_ratio": entry.ratio("decode_ms", base),
+        "readings": [asdict(reading) for reading in entry.readings.values()],
+        **({"failure": entry.failure} if entry.failure else {}),
+    }  # fmt: skip

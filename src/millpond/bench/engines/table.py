@@ -1,0 +1,50 @@
+"""The report of `bench engines` in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.bench.report import markdown_table
+
+HEAD = ("engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "KV MB", "RSS MB")
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """One table per cell."""
+    model = data["model"]
+    parts = [
+        "# Engines: speed and memory\n",
+        f"{data['hardware']}. {data['software']}.\n",
+        f"Made by `{data['command']}`.\n",
+        f"Random Llama ({model['num_hidden_layers']} layers, d {model['hidden_size']}, {model['num_attention_heads']} "
+        f"query and {model['num_key_value_heads']} KV heads, head_dim {model['head_dim']}, tied), {model['dtype']}; "
+        f"{data['threads']} threads in each engine; {data['new_tokens']} steps; medians of {data['repeats']} "
+        "repetitions in turns, ratios within a turn: above 1.00 x ours is faster. Prefill lasts until every sequence "
+        "has its first token, in the engine's own order of work. KV: in use at the end, as the engine counts it. RSS: "
+        "the most while it answered, beyond what its process held before it loaded the model.\n",
+        *(f"* {name}: {note}" for name, note in data["engines"].items()),
+        "",
+    ]
+    for batch, prompt in dict.fromkeys((r["batch"], r["prompt"]) for r in data["results"]):
+        rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (batch, prompt)]
+        parts += [f"## Batch {batch}, prompt {prompt:,}\n", _table(rows)]
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    return markdown_table(HEAD, [_row(row) for row in rows])
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["decode_ms"] is None:
+        return (row["name"], row["setting"], row.get("failure") or "not run", *[""] * (len(HEAD) - 3))
+    return (
+        row["name"], row["setting"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]),
+        f"{row['decode_ms']:.1f}", _times(row["decode_ratio"]), row["against"].removeprefix("millpond, "),
+        f"{row['kv_bytes'] / 1e6:.1f}", "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e6:.0f}",
+    )  # fmt: skip
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x"
