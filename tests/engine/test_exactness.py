@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from millpond.engine.request import CacheOptions
+from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import SamplingParams
 from tests.engine.helpers import (
     KEEP_ALL,
@@ -60,6 +62,21 @@ def test_the_size_of_chunks_changes_nothing(method: str, step_tokens: int) -> No
     engine.close()
     assert tokens(done["40"]) == alone(method, 40)[:6]
     assert tokens(done["31"]) == alone(method, 31)[:6]
+
+
+def test_equal_norms_are_told_apart_by_position_whatever_the_chunks() -> None:
+    """In a first layer each occurrence of a token has a key of the same length, but for the rounding of its product."""
+    draw = random.Random(1)
+    for _ in range(4):
+        words = draw.sample(range(3, 60), 4)
+        ids = tuple(draw.choice(words) for _ in range(70))
+        answers = set()
+        for step_tokens in (1, 7, 500):
+            engine = engine_for("knorm", max_step_tokens=step_tokens)
+            add(engine, Request(request_id="it", prompt=ids, params=greedy(12)))
+            answers.add(tuple(tokens(finish(engine)["it"])))
+            engine.close()
+        assert len(answers) == 1
 
 
 def test_the_order_of_arrival_changes_nothing() -> None:

@@ -38,3 +38,11 @@ def test_turning_keys_changes_nothing() -> None:
     q, k, v = text()
     turn = torch.linalg.qr(torch.randn(40, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
     assert sets(run(knorm(), 9, q, (turn @ k[..., None])[..., 0], v)) == sets(run(knorm(), 9, q, k, v))
+
+
+def test_lengths_equal_but_for_rounding_leave_the_newest() -> None:
+    key = torch.tensor([0.3, -1.7, 0.9, 2.2])
+    keys = key * (1 + 2**-21 * torch.tensor([3.0, 0, -4, 1, 4, -2]))[:, None]
+    keys[2] *= 0.999  # shorter by more than rounding
+    kept = sets(run(knorm(), 3, torch.zeros(1, 6, 4), keys[None], keys[None]))
+    assert kept == [[2, 4, 5]]

@@ -16,6 +16,7 @@ from millpond.evals.inspector import palette
 from millpond.server.pages import PATHS
 from server.fake import FakeLLM, client_of
 from server.live import Live, live, until
+from server.page_picture import HEIGHT, WIDTH, take
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
 LOOKS = """(() => [...document.querySelectorAll("#text .t")].map((t) => [t.textContent, t.className]))()"""
@@ -179,3 +180,14 @@ def test_a_server_with_keys_asks_for_one(window: Window) -> None:
         window.type("secret")
         window.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", windowsVirtualKeyCode=9)
         window.wait("document.getElementById('model').textContent === 'fake/counter'")
+
+
+@in_browser
+def test_the_picture_in_the_docs_can_be_taken(tmp_path: Path) -> None:
+    taken, shown = tmp_path / "page.png", Path(__file__).parents[2] / "docs" / "images" / "page.png"
+    take(taken)
+    for picture in (taken, shown):
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (WIDTH, HEIGHT)
+        assert 20_000 < len(content) < 150_000

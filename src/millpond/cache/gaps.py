@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,29 @@ def rows_at(arenas: list[Tensor], ids: Tensor) -> Tensor:
     return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else reference.gather(arenas, ids)
 
 
-def put_rows(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
-    """Write rows (n, ...) to flat slot ids (n,) of a list of arenas of their dtype."""
-    if len(arenas) == 1:
-        arenas[0].flatten(0, 1).index_copy_(0, ids, rows)
-    else:
-        reference.scatter(arenas, ids, rows)
+class Places:
+    """Slots that are written again and again, sorted once by the arenas that they lie in.
+
+    Args:
+        arenas: of a pool, as it is. ids: (n,) flat slot ids.
+    """
+
+    def __init__(self, arenas: list[Tensor], ids: Tensor) -> None:
+        per_arena = arenas[0].shape[0] * arenas[0].shape[1]
+        self._order = ids.argsort(stable=True)
+        ids = ids[self._order]
+        ends = [0, *(ids // per_arena).bincount(minlength=len(arenas)).cumsum(0).tolist()]
+        self._parts = [
+            (arena, begin, end, ids[begin:end] % per_arena)
+            for arena, (begin, end) in enumerate(pairwise(ends))
+            if begin < end
+        ]
+
+    def put(self, arenas: list[Tensor], rows: Tensor) -> None:
+        """Write rows (n, ...), of the arenas' dtype, to the slots."""
+        rows = rows[self._order]
+        for arena, begin, end, ids in self._parts:
+            arenas[arena].flatten(0, 1).index_copy_(0, ids, rows[begin:end])
 
 
 def close_gaps(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) -> None:

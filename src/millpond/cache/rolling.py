@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.gaps import put_rows, slots_of
+from millpond.cache.gaps import Places, slots_of
 from millpond.cache.rotation import Rotation
 from millpond.cache.table import RegionTable
 from millpond.kernels import ops
@@ -41,7 +41,7 @@ class Rolling:
         self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
         self._ready: Tensor | None = None  # (AHEAD, S, H, sinks, key_dim): at as many places in a row
         self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
-        self._slots = (torch.zeros(0), torch.zeros(0))  # page ids of a table, and (S, H, sinks): where its sinks lie
+        self._placed: tuple[Tensor, list[int], Places] | None = None  # page ids, sequences, and where their sinks lie
 
     def copy(self, sequences: list[int] | None = None) -> Rolling:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
@@ -134,16 +134,16 @@ class Rolling:
         moved = np.flatnonzero((held > self._sinks) & (first > 0))
         if self._sinks and len(moved):
             keys = self._at(moved, (first - self._base)[moved])
-            slots = self._slots_of(table)
-            slots = slots if len(moved) == table.n_seq else slots[moved.tolist()]
-            put_rows(table.pool.arrays.keys, slots.flatten(), keys.flatten(0, 2))
+            self._places(table, moved.tolist()).put(table.pool.arrays.keys, keys.flatten(0, 2))
 
-    def _slots_of(self, table: RegionTable) -> Tensor:
-        """(S, H, sinks) flat slot ids: the sinks came first and never left, so they lie in the first slots."""
-        if self._slots[0] is not table.pages:
+    def _places(self, table: RegionTable, sequences: list[int]) -> Places:
+        """Where the sinks of some sequences lie: they came first and never left, so in the first slots."""
+        placed = self._placed
+        if placed is None or placed[0] is not table.pages or placed[1] != sequences:
             ids, _ = slots_of(table, table.pages, torch.full_like(table.lens, self._sinks), self._sinks)
-            self._slots = table.pages, ids.view(table.n_seq, table.n_kv_heads, -1)
-        return self._slots[1]
+            chosen = ids.view(table.n_seq, -1)[sequences].flatten()
+            placed = self._placed = table.pages, sequences, Places(table.pool.arrays.keys, chosen)
+        return placed[2]
 
     def _at(self, sequences: np.ndarray, first: np.ndarray) -> Tensor:
         """(n, H, sinks, key_dim): the sinks of some sequences (n,), at the places `first` (n,) and behind."""
@@ -153,9 +153,8 @@ class Rolling:
         if missing.any():
             self._make_ready(sequences[missing].tolist(), first[missing])
             place[missing] = 0
-        if len(sequences) == self._ready.shape[1] == 1:
-            return self._ready[int(place[0])]
-        return self._ready[place.tolist(), sequences.tolist()]
+        which = torch.from_numpy(place * self._ready.shape[1] + sequences).to(self._ready.device)
+        return self._ready.flatten(0, 1).index_select(0, which)
 
     def _make_ready(self, sequences: list[int], first: np.ndarray) -> None:
         """Rotate the sinks of some sequences to `first` (n,) and to the AHEAD - 1 places after it."""

@@ -19,12 +19,12 @@ from millpond.budget import Budget, parse_bytes
 from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
-from millpond.cache.swap import Holder
 from millpond.cache.swap_files import SwapFiles
-from millpond.engine.groups import Group, figures_of
+from millpond.engine.groups import Group
 from millpond.engine.intake import Intake
+from millpond.engine.integrity import check_pages
 from millpond.engine.live import Live
-from millpond.engine.memory import Memories, look
+from millpond.engine.memory import Memories
 from millpond.engine.outputs import EngineStats, FinishReason, Memory, RequestOutput
 from millpond.engine.recipes import Recipes
 from millpond.engine.request import CacheOptions, Request
@@ -81,9 +81,9 @@ class Engine:
         self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
         self._sampler = Sampler(tokenizer)
         self._model = PackedModel(model, native_layers=native_layers)
+        self._memories = Memories(self._model.layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
-        self._memories = Memories()
         self._sharing = Sharing(self._account, enabled=prefix_cache)
         self._files: SwapFiles | None = None
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
@@ -151,12 +151,7 @@ class Engine:
         What is read there is right until the next step.
         """
         live = self._live.get(request_id)
-        if live is None or live.job.state is State.SWAPPED:
-            return None
-        if live.stack is not None:
-            return (live.stack, 0) if live.stack.n_seq else None
-        answer = live.answers[index]
-        return (live.group.stack, live.group.answers.index(answer)) if answer in live.group.answers else None
+        return None if live is None else live.cache(index)
 
     def memory(self, request_id: str, layer: int) -> Memory | None:
         """What a layer remembers of a request's first answer now; or when it ended, if it was watched.
@@ -166,7 +161,8 @@ class Engine:
         Raises:
             OptionError: there is no such layer.
         """
-        found = self._memory(request_id, layer)
+        live = self._live.get(request_id)
+        found = None if live is None else self._memories.now(live, layer)
         return self._memories.of(request_id, layer) if found is None else found
 
     def stats(self) -> EngineStats:
@@ -204,17 +200,10 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
-        shared = self._sharing.tree
         groups = dict.fromkeys([*self._recipes.groups, *(live.group for live in self._live.values())])
         stacks = [group.stack for group in groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
-        tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
-        parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
-        for pool in self._account.pools:
-            held = [part.held() for part in parts if part.pool is pool]
-            pool.check_integrity(held + shared.held(pool))
-        limit = self._account.limit_bytes
-        assert limit is None or self._account.nbytes <= limit, "more bytes than the limit"
+        check_pages(self._account, stacks, self._sharing.tree)
 
     # ------------------------------------------------------------------ the step
 
@@ -253,7 +242,7 @@ class Engine:
         for live in lives:
             first = live.answers[0]
             if (first.finished and first in live.group.answers) or live.stack is not None:
-                self._remember(live)
+                self._memories.note(live)
         for group in dict.fromkeys(live.group for live in lives):
             group.leave()
         for live in lives:
@@ -282,7 +271,7 @@ class Engine:
     def _end(self, live: Live, reason: FinishReason) -> None:
         """All answers of a request end as they are."""
         if not live.answers[0].finished:
-            self._remember(live)
+            self._memories.note(live)
         for answer in live.going:
             answer.end(reason)
         self._tidy(live)
@@ -304,23 +293,6 @@ class Engine:
         for live in lost:
             self._tidy(live)
         return lost
-
-    def _memory(self, request_id: str, layer: int) -> Memory | None:
-        found = self.cache_of(request_id)
-        if found is None:
-            return None
-        live, (stack, sequence) = self._live[request_id], found
-        first = live.answers[0]
-        kv = first.kv or figures_of(stack, live.group.recipe, self._model.layers)[sequence]
-        return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
-
-    def _remember(self, live: Live) -> None:
-        """The first answer of a request ends: note what its cache holds, if somebody watches."""
-        name = live.request.request_id
-        if live.request.watch:
-            found = [self._memory(name, layer) for layer in range(len(self._model.layers))]
-            if layers := [memory for memory in found if memory is not None]:
-                self._memories.keep(name, layers)
 
     def _let_go(self) -> None:
         self._model.close()

@@ -11,7 +11,7 @@ from millpond.engine.answer import Answer
 from millpond.engine.groups import Group
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job
+from millpond.engine.scheduler import Job, State
 from millpond.errors import MillpondError
 
 
@@ -42,6 +42,15 @@ class Live:
     def going(self) -> list[Answer]:
         """Answers that are not finished."""
         return [answer for answer in self.answers if not answer.finished]
+
+    def cache(self, index: int = 0) -> tuple[Stack, int] | None:
+        """The caches that hold an answer, and which of their sequences it is; None while it holds none."""
+        if self.job.state is State.SWAPPED:
+            return None
+        if self.stack is not None:
+            return (self.stack, 0) if self.stack.n_seq else None
+        answer, group = self.answers[index], self.group
+        return (group.stack, group.answers.index(answer)) if answer in group.answers else None
 
     def fail(self, error: Exception) -> None:
         """All answers end because of an error."""

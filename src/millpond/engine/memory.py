@@ -10,8 +10,11 @@ from torch import Tensor
 
 from millpond.cache.stack import Stack
 from millpond.cache.table import RegionTable
+from millpond.engine.groups import figures_of
+from millpond.engine.live import Live
 from millpond.engine.outputs import KVFigures, Memory
 from millpond.errors import OptionError
+from millpond.hf.packed import LayerShape
 
 #: Watched requests that are over and whose memory is still known.
 _KEPT_REQUESTS = 8
@@ -65,14 +68,36 @@ def _marks(table: RegionTable, sequence: int) -> tuple[Tensor, Tensor]:
 
 
 class Memories:
-    """What the last watched requests remembered when they ended."""
+    """What requests remember, and what the last watched ones remembered when they ended.
 
-    def __init__(self) -> None:
+    Args:
+        layers: what each layer of the model stores.
+    """
+
+    def __init__(self, layers: list[LayerShape]) -> None:
+        self._shapes = layers
         self._layers: OrderedDict[str, list[Memory]] = OrderedDict()
 
-    def keep(self, request_id: str, layers: list[Memory]) -> None:
-        """Note what every layer held; the oldest request is forgotten."""
-        self._layers[request_id] = layers
+    def now(self, live: Live, layer: int) -> Memory | None:
+        """What a layer remembers of a request's first answer; None while it holds nothing in the pool.
+
+        Raises:
+            OptionError: there is no such layer.
+        """
+        found = live.cache()
+        if found is None:
+            return None
+        (stack, sequence), first = found, live.answers[0]
+        kv = first.kv or figures_of(stack, live.group.recipe, self._shapes)[sequence]
+        return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
+
+    def note(self, live: Live) -> None:
+        """A request's first answer ends: note what its cache holds, if somebody watches; the oldest is forgotten."""
+        if not live.request.watch:
+            return
+        found = [self.now(live, layer) for layer in range(len(self._shapes))]
+        if layers := [memory for memory in found if memory is not None]:
+            self._layers[live.request.request_id] = layers
         while len(self._layers) > _KEPT_REQUESTS:
             self._layers.popitem(last=False)
 

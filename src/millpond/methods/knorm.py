@@ -20,8 +20,8 @@ def knorm(
     """Keep the entries with the shortest keys, whatever is asked later.
 
     s_j = - ||k_j||_2: keys of small norm tend to gather most attention. No attention is observed, and
-    rotary positions do not change a norm. A model that normalises its keys (Gemma 3, Qwen3) leaves little or nothing
-    in their norms to choose by, and equal ones are told apart by rounding alone: take keydiff there.
+    rotary positions do not change a norm. Of norms that are equal but for rounding the newest stays. A model that
+    normalises its keys (Gemma 3, Qwen3) leaves little or nothing in their norms to choose by: take keydiff there.
 
     Departs from the paper: its first layers, which it leaves whole, are compressed like the others here.
     decode="evict" keeps the budget while decoding: each step ends with a plan, and is slow.

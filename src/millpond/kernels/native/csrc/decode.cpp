@@ -65,6 +65,8 @@ class Step {
 
 // A thread is worth waking for this many bytes of keys and values.
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;
+// Regions of fewer entries than SHORT pass so fast that memory is asked for the slot of one that comes later.
+constexpr int SHORT = 128, LOOK_AHEAD = 4;
 
 void Step::choose_threads(int64_t n_items) {
   int64_t slots = 0, packed = 0;
@@ -151,6 +153,8 @@ int Step::score_splits(int r) const { return c_.gathers || c_.full(r) ? c_.split
 void Step::work(int thread) {
   for (Item item; take(thread, item);) {
     const auto [r, split] = item;
+    const int later = c_.a.lens[r] < SHORT ? r + LOOK_AHEAD : r;  // short regions are done before memory has answered
+    if (split == c_.splits(r) - 1 && later < c_.n_regions) prefetch_slot(c_, later);
     if (c_.active(r)) attend_split(r, split, thread);
     if (apart_ || states_[r].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
     combine(r, thread);

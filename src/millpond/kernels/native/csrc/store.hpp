@@ -5,6 +5,20 @@
 
 namespace mp {
 
+// Ask for the slot behind the last of region r, where its new entry goes unless another leaves for it. A step of a layer
+// comes back to it when others have long taken its place in the caches.
+inline void prefetch_slot(const Call& c, int r) {
+  if (!c.active(r) || c.full(r)) return;
+  const int32_t* pages = c.pages(r);
+  const int64_t slot = c.a.lens[r], row[2] = {c.pool.key_dim * c.pool.item, c.pool.value_dim * c.pool.item};
+  for (int which = 0; which < 2; ++which) {
+    const char* to = c.pool.at(which, pages, slot, row[which]);
+    for (int64_t i = 0; i < row[which]; i += 64) __builtin_prefetch(to + i, 1, 3);
+  }
+  __builtin_prefetch(c.pool.position(pages, slot), 1, 3);
+  __builtin_prefetch(c.pool.score(pages, slot), 1, 3);
+}
+
 inline void put_entry(const Call& c, int r, int slot, float score) {
   const int32_t* pages = c.pages(r);
   copy_row(c.pool.key(pages, slot), c.pool.dtype, c.new_key(r), c.a.k_dtype, c.pool.key_dim);

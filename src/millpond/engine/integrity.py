@@ -1,0 +1,21 @@
+"""check_pages: every page of an engine has its holders, within the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from millpond.cache.account import Account
+from millpond.cache.prefix import PrefixTree
+from millpond.cache.stack import Stack
+from millpond.cache.swap import Holder
+
+
+def check_pages(account: Account, stacks: Iterable[Stack], shared: PrefixTree) -> None:
+    """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
+    tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
+    parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    for pool in account.pools:
+        held = [part.held() for part in parts if part.pool is pool]
+        pool.check_integrity(held + shared.held(pool))
+    limit = account.limit_bytes
+    assert limit is None or account.nbytes <= limit, "more bytes than the limit"
