@@ -24,9 +24,9 @@ def passes(monkeypatch):
     """How often a layer was passed natively."""
     seen, real = [], lean._run
 
-    def run(layer, *args):
-        seen.append(layer)
-        return real(layer, *args)
+    def run(parts, *args):
+        seen.append(parts)
+        return real(parts, *args)
 
     monkeypatch.setattr(lean, "_run", run)
     return seen

@@ -13,11 +13,12 @@ import torch
 
 from millpond.kernels.native import library
 from millpond.kernels.native.admission import admit
-from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, rms_norm, rotate_
+from millpond.kernels.native.calls import absolute_sums, newest_alike
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.rows import gate, linears, norm, rotate_
 
 __all__ = [
     "NativeKernelsWarning",
@@ -26,6 +27,7 @@ __all__ = [
     "admit",
     "attend",
     "decode",
+    "gate",
     "is_available",
     "isa",
     "linear",
@@ -34,10 +36,10 @@ __all__ = [
     "merge_slots",
     "nearest",
     "newest_alike",
+    "norm",
     "prefill",
     "read",
     "read_bandwidth",
-    "rms_norm",
     "rotate_",
     "use_huge_pages",
     "window_signal",
