@@ -55,7 +55,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
     x, norm = draw(m, k), draw(k) if normed else None
     parts = [(draw(n, k), draw(n) if n % 2 else None) for n in (65, 4, 131, 64)[: 1 + seed % 4]]
     x64 = x.double() if norm is None else norm64(x, norm, 1e-5)
-    for found, (weight, bias) in zip(native.linears(x, parts, norm=norm, eps=1e-5), parts, strict=True):
+    for found, (weight, bias) in zip(native.Linears(parts, norm=norm, eps=1e-5)(x), parts, strict=True):
         close(found, F.linear(x64, weight.double(), None if bias is None else bias.double()))
 
 
@@ -64,7 +64,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
 def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: Gate) -> None:
     draw = draws(dtype)
     x, (a, b), bias = draw(m, k), (draw(n, k), draw(n, k)), draw(n)
-    found = native.linears(x, ((a, bias), (b, None)), gate=gate)
+    found = native.Linears(((a, bias), (b, None)), gate=gate)(x)
     assert len(found) == 1
     opened = ACTIVATE[gate](F.linear(x.double(), a.double(), bias.double()))
     up = F.linear(x.double(), b.double())
@@ -75,10 +75,11 @@ def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: 
 def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
     draw = draws(dtype)
     x, w, residual, norm = draw(2, 5, 96), draw(301, 96), draw(2, 5, 301), draw(96)
-    found = native.linears(x, ((w, None),), norm=norm, eps=1e-6, residual=residual)[0]
+    through = native.Linears(((w, None),), norm=norm, eps=1e-6)
+    found = through(x, residual)[0]
     assert found.shape == residual.shape
     close(found, norm64(x, norm, 1e-6) @ w.double().T + residual.double())
-    alone = native.linears(x[1:, 3:4], ((w, None),), norm=norm, eps=1e-6, residual=residual[1:, 3:4].contiguous())[0]
+    alone = through(x[1:, 3:4], residual[1:, 3:4].contiguous())[0]
     assert torch.equal(alone, found[1:, 3:4])
 
 
@@ -88,7 +89,7 @@ def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: Ga
     draw = draws(dtype)
     x, weight, bias = draw(m, k), draw(n, k), draw(n)
     opened = F.linear(x.double(), weight.double(), bias.double())
-    close(native.linears(x, ((weight, bias),), gate=act)[0], ACTIVATE[act](opened), size=opened.abs().max() + 0.1)
+    close(native.Linears(((weight, bias),), gate=act)(x)[0], ACTIVATE[act](opened), size=opened.abs().max() + 0.1)
 
 
 @given(m=st.integers(1, 200), n=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(Gate)))
@@ -117,7 +118,7 @@ def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) ->
 def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> None:
     draw = draws(dtype, k)
     x, norm, shift, weight = draw(m, k), draw(k), draw(k), draw(37, k)
-    found = native.linears(x, ((weight, None),), norm=norm, norm_bias=shift, eps=1e-5, centred=True)[0]
+    found = native.Linears(((weight, None),), norm=norm, norm_bias=shift, eps=1e-5, centred=True)(x)[0]
     wide = x.double() - x.double().mean(-1, keepdim=True)
     close(found, (norm64(wide, norm, 1e-5) + shift.double()) @ weight.double().T)
 

@@ -16,11 +16,10 @@ from transformers import AttentionInterface
 
 from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import attention
-from millpond.hf.lean_runner import TOLERANCE
 from millpond.hf.linears import STAND_IN as LINEARS
 from millpond.hf.stand_in import StandIn
 from millpond.kernels import rows
-from millpond.kernels.dense import choose
+from millpond.kernels.dense import TOLERANCE, choose
 from millpond.models.lean.block import Block
 from millpond.models.lean.fuse import apart
 from millpond.models.lean.layers import block_of
@@ -63,7 +62,7 @@ def forward(
     return _run(parts, settings, hidden_states, attention_mask, past_key_values, position_embeddings)
 
 
-_STAND_IN = StandIn(forward)
+STAND_IN = StandIn(forward)
 
 
 def _ready(parts: _Parts, x: Tensor) -> bool:
@@ -111,19 +110,19 @@ def use_lean_layers(model: nn.Module) -> Callable[[], None]:
         parts = _take_apart(module)
         if parts is None:
             continue
-        if not _STAND_IN.serves(module):
+        if not STAND_IN.serves(module):
             settings = _try_out(module, parts)
             if settings is None:
                 continue
             _known[module] = parts, settings
         ours.append(module)
-    return _STAND_IN.begin(ours)
+    return STAND_IN.begin(ours)
 
 
 def _take_apart(layer: Any) -> _Parts | None:
     """The parts of a decoder layer as Llama has it; None if it is anything else."""
     attn = getattr(layer, "self_attn", None)
-    if not hasattr(layer, "input_layernorm") or not hasattr(attn, "config") or not _STAND_IN.may_serve(layer):
+    if not hasattr(layer, "input_layernorm") or not hasattr(attn, "config") or not STAND_IN.may_serve(layer):
         return None
     try:
         block = block_of(layer, apart)
@@ -132,9 +131,7 @@ def _take_apart(layer: Any) -> _Parts | None:
     inside = [module for module in layer.modules() if module is not layer]
     if not all(LINEARS.may_serve(m) if type(m) is nn.Linear else "forward" not in m.__dict__ for m in inside):
         return None
-    if block.before.centred:
-        return None
-    return _Parts(attn, block, Watch(inside, ()), tuple(w for m in inside for w in m._parameters.values()))
+    return _Parts(attn, block, Watch(inside), tuple(w for m in inside for w in m._parameters.values()))
 
 
 @torch.no_grad()

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from millpond.cache.parts import AttentionShape
 from millpond.errors import UnsupportedModelError
+from millpond.hf.lean import STAND_IN as LAYERS
+from millpond.hf.linears import STAND_IN as LINEARS
 from millpond.kernels import ops
-from millpond.kernels.dense import choose
+from millpond.kernels.dense import TOLERANCE, choose
 from millpond.models.lean.block import Attend
 from millpond.models.lean.describe import describe
 
-#: attend(layer, q (1, n_heads, N, D), k, v (1, n_kv_heads, N, D), shape) -> (1, n_heads, N, value_dim).
+#: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
-#: Most relative difference between what a part of the model gives and what ours gives, by dtype.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Where the tokens of the trial stand in their text.
 _PLACES = (0, 1, 5)
 
@@ -41,6 +41,8 @@ class LeanRunner:
         shapes: Sequence[AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
     ) -> None:
+        if not all(LINEARS.may_serve(module) or LAYERS.may_serve(module) for module in model.modules()):
+            raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
         described = describe(model)
         self._shapes = shapes
         self._decoder, self._watch, self._layers = described.decoder, described.watch, described.layers
@@ -61,8 +63,7 @@ class LeanRunner:
 
     def _by_rows(self, attend: LayerAttend) -> Attend:
         def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (t[None].transpose(1, 2) for t in (q, k, v))
-            return attend(index, q, k, v, self._shapes[index])[0].transpose(0, 1).reshape(q.shape[2], -1)
+            return attend(index, q, k, v, self._shapes[index]).reshape(len(q), -1)
 
         return by_rows
 
@@ -112,4 +113,5 @@ def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
 def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
     """Of the tokens of the trial over themselves."""
     positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
-    return ops.prefill(q[0], k[0], v[0], positions, **shape.kwargs)[0][None]
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return ops.prefill(q, k, v, positions, **shape.kwargs)[0].transpose(0, 1)

@@ -131,7 +131,7 @@ class PackedModel:
         """
         split = _Split(segments)
         if self._lean is not None and self._lean.ready():
-            return self._lean.forward(ids, positions, split.attend, rows)
+            return self._lean.forward(ids, positions, split.rows, rows)
         return self._run(ids, positions, split, rows)
 
     def _run(self, ids: Tensor, positions: Tensor, served: _Served, rows: Tensor) -> Tensor:
@@ -209,19 +209,28 @@ class _Split:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
 
+    def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
+        if len(self._segments) == 1:
+            return self._one(self._segments[0], index, q, k, v, shape)
+        outs = [
+            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
+            for s in self._segments
+        ]
+        return torch.cat(outs)
+
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(1, Hq, T, value_dim), rows contiguous, of q (1, Hq, T, D), k and v (1, H, T, D)."""
-        outs = [self._one(s, index, q, k, v, shape) for s in self._segments]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None].transpose(1, 2)
+        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
 
     @staticmethod
     def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
-        q, k, v = (t[:, :, segment.begin : segment.end] for t in (q, k, v))
         core = segment.cores[index]
         if segment.decoding:
-            q, k, v = (t.transpose(0, 2) for t in (q, k, v))  # (S, heads, 1, D)
-            return core.attend(q, k, v, None, shape)[:, :, 0]
+            return core.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
 
 
@@ -239,10 +248,14 @@ class _Watch:
 
 
 class _Given:
-    """Attention by a function."""
+    """Attention by a function of rows."""
 
-    def __init__(self, attend: LayerAttend) -> None:
-        self.attend = attend
+    def __init__(self, rows: LayerAttend) -> None:
+        self._rows = rows
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
 
 
 _Served = _Split | _Watch | _Given

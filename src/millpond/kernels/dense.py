@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from torch.nn import functional
 from millpond.kernels import native
 from millpond.kernels.ops import FEW_ROWS, NATIVE_DTYPES
 from millpond.kernels.rows import Gate
+
+#: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _ACTIVATE: dict[Gate, Callable[[Tensor], Tensor]] = {
     Gate.SILU: functional.silu,
@@ -35,14 +40,28 @@ class Norm(NamedTuple):
     centred: bool
 
 
-class Matrices(NamedTuple):
+@dataclass(frozen=True)
+class Projection:
     """Linear layers that take the same rows: weights (n, k) with their biases (n,) or None.
 
-    whole: weight and bias of all behind each other, which the parts are views of; None where they lie apart.
+    Attributes:
+        whole: weight and bias of all behind each other, which the parts are views of; None where they lie apart.
+        norm: of the rows, in front. act: of the outcome of the first part.
     """
 
     parts: tuple[tuple[Tensor, Tensor | None], ...]
     whole: tuple[Tensor, Tensor | None] | None
+    norm: Norm | None = None
+    act: Gate | None = None
+
+    @cached_property
+    def few(self) -> native.Linears:
+        """For a few rows on a CPU, as long as the weights stay where they are."""
+        gate = 0 if self.act is None else int(self.act)
+        if self.norm is None:
+            return native.Linears(self.parts, gate=gate)
+        weight, bias, eps, centred = self.norm
+        return native.Linears(self.parts, norm=weight, norm_bias=bias, eps=eps, centred=centred, gate=gate)
 
 
 class Dense:
@@ -56,23 +75,24 @@ class Dense:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
-    def apart(self, x: Tensor, matrices: Matrices, norm: Norm | None) -> list[Tensor]:
+    def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
         """Norm(x) through each matrix: (N, n) each, with contiguous rows."""
-        x = x if norm is None else self.norm(x, norm)
-        if matrices.whole is None:
-            return [functional.linear(x, *part) for part in matrices.parts]
-        together = functional.linear(x, *matrices.whole)
-        return list(torch.split(together, [len(weight) for weight, _ in matrices.parts], -1))
+        x = x if projection.norm is None else self.norm(x, projection.norm)
+        if projection.whole is None:
+            return [functional.linear(x, *part) for part in projection.parts]
+        together = functional.linear(x, *projection.whole)
+        return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
-    def activated(self, x: Tensor, matrices: Matrices, norm: Norm | None, act: Gate) -> Tensor:
+    def activated(self, x: Tensor, projection: Projection) -> Tensor:
         """act(norm(x) through the matrix); of two matrices, that of the first times the outcome of the second."""
-        opened, *closed = self.apart(x, matrices, norm)
-        opened = _ACTIVATE[act](opened)
+        opened, *closed = self.apart(x, projection)
+        assert projection.act is not None, "of a feed-forward"
+        opened = _ACTIVATE[projection.act](opened)
         return opened * closed[0] if closed else opened
 
-    def added(self, x: Tensor, matrices: Matrices, residual: Tensor) -> Tensor:
+    def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         """X through the matrix, plus the residual (N, n)."""
-        ((weight, bias),) = matrices.parts
+        ((weight, bias),) = projection.parts
         if bias is None:
             return torch.addmm(residual, x, weight.t())
         return functional.linear(x, weight, bias).add_(residual)
@@ -97,31 +117,23 @@ class NativeDense(Dense):
         weight, bias, eps, centred = norm
         return native.norm(x, weight, bias, eps=eps, centred=centred)
 
-    def apart(self, x: Tensor, matrices: Matrices, norm: Norm | None) -> list[Tensor]:
-        if not self._few:
-            return super().apart(x, matrices, norm)
-        return native.linears(x, matrices.parts) if norm is None else native.linears(x, matrices.parts, **_of(norm))
+    def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
+        return projection.few(x) if self._few else super().apart(x, projection)
 
-    def activated(self, x: Tensor, matrices: Matrices, norm: Norm | None, act: Gate) -> Tensor:
+    def activated(self, x: Tensor, projection: Projection) -> Tensor:
         if self._few:
-            given = {} if norm is None else _of(norm)
-            return native.linears(x, matrices.parts, gate=act, **given)[0]
-        if matrices.whole is None or len(matrices.parts) != 2 or act is Gate.GELU:  # torch's erf takes many at once
-            return super().activated(x, matrices, norm, act)
-        x = x if norm is None else self.norm(x, norm)
-        return native.gate(functional.linear(x, *matrices.whole), act)
+            return projection.few(x)[0]
+        act, whole = projection.act, projection.whole
+        if act is None or act is Gate.GELU or whole is None or len(projection.parts) != 2:  # torch's erf is the faster
+            return super().activated(x, projection)
+        x = x if projection.norm is None else self.norm(x, projection.norm)
+        return native.gate(functional.linear(x, *whole), act)
 
-    def added(self, x: Tensor, matrices: Matrices, residual: Tensor) -> Tensor:
-        if self._few:
-            return native.linears(x, matrices.parts, residual=residual.contiguous())[0]
-        return super().added(x, matrices, residual)
+    def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
+        return projection.few(x, residual)[0] if self._few else super().added(x, projection, residual)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         native.rotate_(q, k, cos, sin)
-
-
-def _of(norm: Norm) -> dict[str, Any]:
-    return {"norm": norm.weight, "norm_bias": norm.bias, "eps": norm.eps, "centred": norm.centred}
 
 
 _TORCH, _FEW, _MANY = Dense(), NativeDense(few=True), NativeDense(few=False)

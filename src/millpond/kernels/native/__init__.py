@@ -18,9 +18,10 @@ from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import add_rows, mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
-from millpond.kernels.native.rows import gate, linears, norm, rotate_
+from millpond.kernels.native.rows import Linears, gate, norm, rotate_
 
 __all__ = [
+    "Linears",
     "NativeKernelsWarning",
     "absolute_sums",
     "add_rows",
@@ -31,7 +32,6 @@ __all__ = [
     "is_available",
     "isa",
     "linear",
-    "linears",
     "mean_rows",
     "merge_slots",
     "nearest",

@@ -11,55 +11,65 @@ from torch import Tensor
 from millpond.kernels.native.calls import DTYPES, entry_point
 
 #: the order of fields is that of csrc/args.hpp
-LINEAR = Struct("=32qd").pack
+LINEAR_ROWS = Struct("=8q").pack
+LINEAR_SAME = Struct("=23qd").pack
 ROTATE = Struct("=15q").pack
 NORM = Struct("=14qd").pack
 GATE = Struct("=8q").pack
 
 
-def linears(
-    x: Tensor,
-    parts: Sequence[tuple[Tensor, Tensor | None]],
-    *,
-    norm: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 0.0,
-    centred: bool = False,
-    gate: int = 0,
-    residual: Tensor | None = None,
-) -> list[Tensor]:
-    """X (..., k) times each weight (n, k) with contiguous rows, plus its bias (n,) -> (..., n) each, all of one dtype.
+class Linears:
+    """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
 
-    norm, norm_bias: (k,), those of a norm of x: see `norm`. gate: a `Gate`, of the one part; or two parts become one
-    result, gate(first) * second. residual: (..., n) of the first part, added to it.
+    norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
+    one result, gate(first) * second.
+
+    The tensors must stay where they are as long as this is called; it does not keep them.
     """
-    k = x.shape[-1]
-    x = x.contiguous()
-    count = 1 if gate else len(parts)
-    lead, dtype = x.shape[:-1], x.dtype
-    outs: list[Tensor] = []
-    numbers: list[int] = []
-    for weight, bias in parts:
-        n = weight.shape[0]
-        if len(outs) < count:
-            outs.append(torch.empty((*lead, n), dtype=dtype))
-        numbers += (
-            weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outs[-1].data_ptr(), n, weight.stride(0)
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor | None]],
+        *,
+        norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 0.0,
+        centred: bool = False,
+        gate: int = 0,
+    ) -> None:
+        first = parts[0][0]
+        self._dtype, self._width = first.dtype, first.shape[1]
+        self._widths = [len(weight) for weight, _ in (parts[:1] if gate else parts)]
+        self._unused = (0,) * (4 - len(self._widths))
+        numbers: list[int] = []
+        for weight, bias in parts:
+            numbers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight), weight.stride(0))
+        numbers += (0,) * (16 - len(numbers))
+        self._same = LINEAR_SAME(
+            0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
+            DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
         )  # fmt: skip
-    numbers += (0,) * (20 - len(numbers))
-    failed = entry_point("mp_linear")(LINEAR(
-        x.data_ptr(), 0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(), x.numel() // k, k, k, DTYPES[dtype], gate, len(parts), centred,
-        torch.get_num_threads(), *numbers, eps,
-    ))  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the linear kernel")
-    return outs
+        self._call = entry_point("mp_linear")
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+        """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
+        x = x.contiguous()
+        lead = x.shape[:-1]
+        outs = [torch.empty((*lead, n), dtype=self._dtype) for n in self._widths]
+        failed = self._call(
+            LINEAR_ROWS(
+                x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
+                *self._unused, x.numel() // self._width, torch.get_num_threads(),
+            ) + self._same
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return outs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
-    return linears(x, ((weight, bias),))[0]
+    return Linears(((weight, bias),))(x)[0]
 
 
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

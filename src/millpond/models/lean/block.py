@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millpond.kernels.dense import Dense, Matrices, Norm
-from millpond.kernels.rows import Gate
+from millpond.kernels.dense import Dense, Norm, Projection
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -20,27 +19,23 @@ class Block:
     """A layer, by what it is made of.
 
     Attributes:
-        qkv: of queries, keys and values; a single matrix holds those of each head behind each other (GPT-NeoX).
+        qkv: into queries, keys and values; a single matrix holds those of each head behind each other (GPT-NeoX).
+        out: of attention. up: into the feed-forward: one matrix, or a gate and what it gates. down: out of it.
+        norms_behind: of attention and feed-forward, each with its residual, where norms stand behind them (OPT-350m).
         q_norm, k_norm: of each head, before it turns (Qwen3). q_scale: queries are multiplied with it (OPT).
-        before, between: the norms in front of attention and feed-forward.
-        norm_first: these stand in front of their part; else behind it and its residual (OPT-350m).
         parallel: attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
-        up: into the feed-forward: one matrix, or a gate and what it gates.
     """
 
     index: int
     head_dim: int
-    qkv: Matrices
-    out: Matrices
-    before: Norm
-    between: Norm
-    up: Matrices
-    act: Gate
-    down: Matrices
+    qkv: Projection
+    out: Projection
+    up: Projection
+    down: Projection
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     q_scale: float = 1.0
-    norm_first: bool = True
+    norms_behind: tuple[Norm, Norm] | None = None
     parallel: bool = False
 
     def forward(
@@ -50,7 +45,7 @@ class Block:
 
         rotary: cos and sin, (N, dim) each; None where positions are not rotated.
         """
-        q, k, v = self.heads(dense.apart(x, self.qkv, self.before if self.norm_first else None))
+        q, k, v = self.heads(dense.apart(x, self.qkv))
         if self.q_norm is not None:
             q = dense.norm(q, self.q_norm)
         if self.k_norm is not None:
@@ -64,14 +59,13 @@ class Block:
 
     def _behind_attention(self, x: Tensor, seen: Tensor, dense: Dense) -> Tensor:
         if self.parallel:
-            inner = dense.activated(x, self.up, self.between, self.act)
-            return dense.added(seen, self.out, dense.added(inner, self.down, x))
+            return dense.added(seen, self.out, dense.added(dense.activated(x, self.up), self.down, x))
         x = dense.added(seen, self.out, x)
-        if self.norm_first:
-            return dense.added(dense.activated(x, self.up, self.between, self.act), self.down, x)
-        x = dense.norm(x, self.before)
-        x = dense.added(dense.activated(x, self.up, None, self.act), self.down, x)
-        return dense.norm(x, self.between)
+        if self.norms_behind is None:
+            return dense.added(dense.activated(x, self.up), self.down, x)
+        x = dense.norm(x, self.norms_behind[0])
+        x = dense.added(dense.activated(x, self.up), self.down, x)
+        return dense.norm(x, self.norms_behind[1])
 
     def heads(self, found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(N, heads, D) of queries, keys and values."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
 from millpond.models.lean.decoder import Decoder
-from millpond.models.lean.fuse import apart, together
+from millpond.models.lean.fuse import fusable, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.watch import Watch
 
@@ -48,19 +48,16 @@ def describe(model: PreTrainedModel) -> Described:
     base = whole.base_model
     base = getattr(base, "decoder", base)
     head = whole.get_output_embeddings()
-    if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != {
-        model.base_model_prefix,
-        "lm_head",
-    }:
+    known = {model.base_model_prefix, "lm_head"}
+    if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
     parts = _parts(base)
     for layer in base.layers:
-        block_of(layer, apart)
+        block_of(layer, fusable)
     _check_weights(model)
     blocks = tuple(block_of(layer, together) for layer in base.layers)
-    fused = [matrices for block in blocks for matrices in (block.qkv, block.up)]
     decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **parts)
-    return Described(decoder, Watch(model.modules(), fused), tuple(base.layers))
+    return Described(decoder, Watch(model.modules()), tuple(base.layers))
 
 
 def _parts(base: Any) -> dict[str, Any]:

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.dense import Matrices
+from millpond.kernels.dense import Norm, Projection
+from millpond.kernels.rows import Gate
 
 
-def together(layers: Sequence[nn.Linear]) -> Matrices:
-    """The matrices of some layers, fused: their parameters become views of one tensor.
+def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+    """What some layers do to the same rows, fused: their parameters become views of one tensor.
 
     What the parameters hold does not change, and new values written into them are seen. Layers that lie behind each
     other already stay where they are.
 
     Raises:
+        UnsupportedModelError: as `fusable`.
+    """
+    found = fusable(layers, norm, act)
+    weights, biases = [weight for weight, _ in found.parts], [bias for _, bias in found.parts if bias is not None]
+    return replace(found, whole=(_behind_each_other(weights), _behind_each_other(biases) if biases else None))
+
+
+def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+    """As `apart`, of layers that can be fused.
+
+    Raises:
         UnsupportedModelError: only some of the layers have a bias.
     """
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
-    if len(biases) not in (0, len(layers)):
+    if sum(layer.bias is not None for layer in layers) not in (0, len(layers)):
         raise UnsupportedModelError("of layers that read the same rows only some have a bias")
-    whole = _behind_each_other(weights), _behind_each_other(biases) if biases else None
-    return Matrices(tuple((layer.weight, layer.bias) for layer in layers), whole)
+    return apart(layers, norm, act)
 
 
-def apart(layers: Sequence[nn.Linear]) -> Matrices:
-    """The matrices of some layers, where they are."""
+def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+    """What some layers do to the same rows, their weights where they are."""
     parts = tuple((layer.weight, layer.bias) for layer in layers)
-    return Matrices(parts, parts[0] if len(parts) == 1 else None)
+    return Projection(parts, parts[0] if len(parts) == 1 else None, norm, act)
 
 
 def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.dense import Matrices, Norm
+from millpond.kernels.dense import Norm, Projection
 from millpond.kernels.rows import Gate
 from millpond.models.lean.block import Block
 
-#: How the matrices of linear layers are taken: `fuse.together` or `fuse.apart`.
-Take = Callable[[Sequence[nn.Linear]], Matrices]
+
+class Take(Protocol):
+    """How linear layers are taken: `fuse.together` or `fuse.apart`."""
+
+    def __call__(
+        self, layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None
+    ) -> Projection: ...
+
 
 _LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NEOX = {"attention", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -54,12 +60,13 @@ def _llama(layer: Any, take: Take) -> Block:
     return Block(
         index=attn.layer_idx,
         head_dim=int(attn.head_dim),
-        qkv=take(_linears(attn.q_proj, attn.k_proj, attn.v_proj)),
+        qkv=take(_linears(attn.q_proj, attn.k_proj, attn.v_proj), norm_of(layer.input_layernorm)),
         out=take(_linears(attn.o_proj)),
-        before=norm_of(layer.input_layernorm),
-        between=norm_of(layer.post_attention_layernorm),
-        up=take(_linears(mlp.gate_proj, mlp.up_proj)),
-        act=_activation(attn.config.hidden_act),
+        up=take(
+            _linears(mlp.gate_proj, mlp.up_proj),
+            norm_of(layer.post_attention_layernorm),
+            _activation(attn.config.hidden_act),
+        ),
         down=take(_linears(mlp.down_proj)),
         q_norm=norm_of(attn.q_norm) if head_norms else None,
         k_norm=norm_of(attn.k_norm) if head_norms else None,
@@ -73,12 +80,11 @@ def _neox(layer: Any, take: Take) -> Block:
     return Block(
         index=attn.layer_idx,
         head_dim=int(attn.head_size),
-        qkv=take(_linears(attn.query_key_value)),
+        qkv=take(_linears(attn.query_key_value), norm_of(layer.input_layernorm)),
         out=take(_linears(attn.dense)),
-        before=norm_of(layer.input_layernorm),
-        between=norm_of(layer.post_attention_layernorm),
-        up=take(_linears(mlp.dense_h_to_4h)),
-        act=_activation(attn.config.hidden_act),
+        up=take(
+            _linears(mlp.dense_h_to_4h), norm_of(layer.post_attention_layernorm), _activation(attn.config.hidden_act)
+        ),
         down=take(_linears(mlp.dense_4h_to_h)),
         parallel=bool(layer.use_parallel_residual),
     )
@@ -87,18 +93,17 @@ def _neox(layer: Any, take: Take) -> Block:
 def _opt(layer: Any, take: Take) -> Block:
     attn = layer.self_attn
     _expect(attn, _names(attn), _PROJECTIONS | {"out_proj"})
+    norms = norm_of(layer.self_attn_layer_norm), norm_of(layer.final_layer_norm)
+    first = bool(layer.do_layer_norm_before)
     return Block(
         index=attn.layer_idx,
         head_dim=int(attn.head_dim),
-        qkv=take(_linears(attn.q_proj, attn.k_proj, attn.v_proj)),
+        qkv=take(_linears(attn.q_proj, attn.k_proj, attn.v_proj), norms[0] if first else None),
         out=take(_linears(attn.out_proj)),
-        before=norm_of(layer.self_attn_layer_norm),
-        between=norm_of(layer.final_layer_norm),
-        up=take(_linears(layer.fc1)),
-        act=_activation(attn.config.activation_function),
+        up=take(_linears(layer.fc1), norms[1] if first else None, _activation(attn.config.activation_function)),
         down=take(_linears(layer.fc2)),
         q_scale=float(attn.scaling),
-        norm_first=bool(layer.do_layer_norm_before),
+        norms_behind=None if first else norms,
     )
 
 

@@ -130,16 +130,18 @@ constexpr int MOST_PARTS = 4;
 
 struct LinearPart {
   const void *w, *bias;  // (n, k), (n,) or null
-  void* out;             // (m, n), contiguous
   int64_t n, w_row;
 };
 
 // out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1, or gate(out_0) of a single part; with a
 // residual: out_0 += residual.
 struct LinearArgs {
-  const void *x, *norm, *norm_bias;  // (m, k); (k,) or null: the weight of a norm of x; (k,) or null
-  const void* residual;              // (m, n of part 0) or null
-  int64_t m, k, x_row, dtype, gate, n_parts, centred, n_threads;  // all tensors are of one dtype
+  const void *x, *residual;  // (m, k); (m, n of part 0) or null
+  void* out[MOST_PARTS];     // (m, n) of each part, contiguous
+  int64_t m, n_threads;
+  // From here on the same for all rows that go through these matrices.
+  const void *norm, *norm_bias;  // (k,) or null: the weight of a norm of x; (k,) or null
+  int64_t k, dtype, gate, n_parts, centred;  // all tensors are of one dtype
   LinearPart parts[MOST_PARTS];
   double eps;
 };

@@ -140,7 +140,7 @@ void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* 
   const int64_t held = sizeof(Q) == 4 ? int64_t(F32) : int64_t(BF16);
   for (int h = 0; h < a.m; ++h) {
     Q* to = x + h * x_row;
-    const void* from = static_cast<const char*>(a.x) + h * a.x_row * dtype_bytes(a.dtype);
+    const void* from = static_cast<const char*>(a.x) + h * a.k * dtype_bytes(a.dtype);
     if (a.norm != nullptr) {
       normalise(wide, from, Norm{a.norm, a.norm_bias, a.centred, float(a.eps)}, a.dtype, dim);
       narrow(to, held, wide, dim);
@@ -197,7 +197,7 @@ int linear(const LinearArgs& a) {
         if (activated) activate(sums, a.gate, a.dtype, n);
         const int64_t place = (h * part.n + begin) * item;
         if (a.residual != nullptr) add(sums, static_cast<const char*>(a.residual) + place, a.dtype, n);
-        narrow(static_cast<char*>(part.out) + place, a.dtype, sums, n);
+        narrow(static_cast<char*>(a.out[p]) + place, a.dtype, sums, n);
       }
     }
   };
