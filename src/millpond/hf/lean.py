@@ -53,7 +53,7 @@ def forward(
     **kwargs: Any,
 ) -> Any:
     """Stands in for the forward of a decoder layer."""
-    parts, settings = _known.get(self, (None, {}))
+    parts, settings = _parts_of(self)
     if parts is None or position_embeddings is None or past_key_values is None or not _ready(parts, hidden_states):
         return type(self).forward(
             self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
@@ -65,10 +65,20 @@ def forward(
 STAND_IN = StandIn(forward)
 
 
+def _parts_of(layer: nn.Module) -> tuple[_Parts | None, dict[str, Any]]:
+    """What is known of a layer; taken apart anew where its weights were replaced or moved, so that new ones count."""
+    parts, settings = _known.get(layer, (None, {}))
+    if parts is not None and not parts.watch.in_place():
+        parts = _take_apart(layer)
+        if parts is not None:
+            _known[layer] = parts, settings
+    return parts, settings
+
+
 def _ready(parts: _Parts, x: Tensor) -> bool:
     """Whether the kernels take this pass, and nothing watches or replaces a module that would not be called."""
     known = parts.attention.config._attn_implementation in AttentionInterface._global_mapping
-    return known and rows.fits(x, parts.weights) and parts.watch.unchanged()
+    return known and rows.fits(x, parts.weights) and parts.watch.quiet()
 
 
 def _run(

@@ -25,9 +25,15 @@ class Watch:
         ]
 
     def unchanged(self) -> bool:
-        """Whether no module has a hook or trains, and no weight was replaced or moved."""
-        if any(self._hooks) or True in [module.training for module in self._modules]:
-            return False
+        """Whether nobody looks on, and all weights are in place."""
+        return self.quiet() and self.in_place()
+
+    def quiet(self) -> bool:
+        """Whether no module has a hook or trains."""
+        return not any(self._hooks) and True not in [module.training for module in self._modules]
+
+    def in_place(self) -> bool:
+        """Whether no weight was replaced or moved."""
         for parameters, name, weight, address in self._weights:
             if parameters.get(name) is not weight or weight.data_ptr() != address:
                 return False
