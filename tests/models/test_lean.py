@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from millpond.hf.packed import PackedModel
 from millpond.kernels.dense import Dense, choose
 from millpond.models.lean.describe import describe
 from millpond.models.lean.fuse import together
+from millpond.models.load import load_model
 
 LEAN = ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox"]
 #: Families, and settings of theirs that change what a layer is made of.
@@ -98,7 +100,19 @@ def test_weights_are_held_once_and_stay_what_they_were(name: str) -> None:
     assert sum(stored.values()) == sum(w.nbytes for w in twin.parameters())
 
 
-def test_fusing_again_moves_nothing(tmp_path: Any) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_the_file_that_a_model_came_from_is_let_go(tmp_path: Path) -> None:
+    family("qwen2").make(tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    before = model(**one(5)).logits
+    described = describe(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    torch.testing.assert_close(model(**one(5)).logits, before)
+    describe(model)
+    assert described.watch.unchanged()  # nothing moves again
+
+
+def test_fusing_again_moves_nothing(tmp_path: Path) -> None:
     model = family("qwen2").make()
     attn = model.model.layers[0].self_attn
     first = together([attn.q_proj, attn.k_proj, attn.v_proj]).whole

@@ -63,7 +63,7 @@ class LeanRunner:
 
     def _by_rows(self, attend: LayerAttend) -> Attend:
         def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(index, q, k, v, self._shapes[index]).reshape(len(q), -1)
+            return attend(index, q, k, v, self._shapes[index]).reshape(q.shape[0], -1)
 
         return by_rows
 

@@ -80,7 +80,7 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     cos, sin = cos.contiguous(), sin.contiguous()
     dim = cos.shape[-1]
     failed = entry_point("mp_rotate")(ROTATE(
-        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(q), q.shape[1], k.shape[1], dim, dim,
+        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], dim, dim,
         *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], torch.get_num_threads(),
     ))  # fmt: skip
     if failed:

@@ -69,7 +69,7 @@ class Block:
 
     def heads(self, found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(N, heads, D) of queries, keys and values."""
-        n, dim = len(found[0]), self.head_dim
+        n, dim = found[0].shape[0], self.head_dim
         if len(found) == 1:
             q, k, v = torch.split(found[0].view(n, -1, 3 * dim), dim, -1)
         else:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
 from millpond.models.lean.decoder import Decoder
-from millpond.models.lean.fuse import fusable, together
+from millpond.models.lean.fuse import fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.watch import Watch
 
@@ -37,7 +37,7 @@ class Described:
 
 
 def describe(model: PreTrainedModel) -> Described:
-    """Read the parts of a model, and fuse the weights that read the same rows: see `fuse.together`.
+    """Read the parts of a model, fuse the weights that read the same rows and move the others: see `fuse`.
 
     That the decoder computes what the model does is for the caller to try out.
 
@@ -51,16 +51,17 @@ def describe(model: PreTrainedModel) -> Described:
     known = {model.base_model_prefix, "lm_head"}
     if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
-    parts = _parts(base)
-    for layer in base.layers:
-        block_of(layer, fusable)
+    ends = _ends(base)
+    found = [block_of(layer, fusable) for layer in base.layers]
     _check_weights(model)
+    several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
+    own(model.modules(), but=(weight for parts in several for part in parts for weight in part))
     blocks = tuple(block_of(layer, together) for layer in base.layers)
-    decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **parts)
+    decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **ends)
     return Described(decoder, Watch(model.modules()), tuple(base.layers))
 
 
-def _parts(base: Any) -> dict[str, Any]:
+def _ends(base: Any) -> dict[str, Any]:
     """What stands before and behind the layers."""
     names = {name for name, _ in base.named_children()} - _SILENT
     if names == _LLAMA:

@@ -1,8 +1,12 @@
-"""together: linear layers that read the same rows, their weights behind each other without a second copy of them."""
+"""together: linear layers that read the same rows, their weights behind each other without a second copy of them.
+
+`own` moves what is not fused, so that the file that a model was loaded from need not stay in memory beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,3 +66,25 @@ def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
         part.data = place
         begin += len(part)
     return whole
+
+
+#: Where the weights of modules lie that were moved, by name.
+_moved: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def own(modules: Iterable[nn.Module], but: Iterable[Tensor | None]) -> None:
+    """Move the weights of modules on the CPU into memory of their own, once; not those that `together` will move.
+
+    A model that was loaded from safetensors reads its weights out of the mapped file, which stays as long as one of
+    them does, and whose pages are never huge ones.
+    """
+    there = {id(weight) for weight in but}
+    for module in modules:
+        for name, weight in module._parameters.items():
+            if weight is None or not weight.is_cpu or id(weight) in there:
+                continue
+            there.add(id(weight))
+            places = _moved.setdefault(module, {})
+            if places.get(name) != weight.data_ptr():
+                weight.data = weight.detach().clone(memory_format=torch.contiguous_format)
+                places[name] = weight.data_ptr()
