@@ -24,9 +24,9 @@ def passes(monkeypatch):
     """How often a layer was passed natively."""
     seen, real = [], lean._run
 
-    def run(layer, *args):
-        seen.append(layer)
-        return real(layer, *args)
+    def run(parts, *args):
+        seen.append(parts)
+        return real(parts, *args)
 
     monkeypatch.setattr(lean, "_run", run)
     return seen
@@ -102,6 +102,22 @@ def test_gradients_training_and_long_passes_take_the_layers_own(passes):
         model(**one(6))
     assert not passes
     undo()
+
+
+def test_new_weights_count(passes):
+    model, ids = family("llama").make(), one(6)["input_ids"]
+    undo = use_lean_layers(model)
+    with torch.no_grad():
+        before = model(ids).logits
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight = nn.Parameter(torch.zeros_like(layer.mlp.up_proj.weight))
+            layer.self_attn.v_proj.weight.data = layer.self_attn.v_proj.weight.data.clone()  # moved
+            passes.clear()
+        found = model(ids).logits
+        assert len(passes) == 2
+        undo()
+        torch.testing.assert_close(found, model(ids).logits)
+    assert not torch.allclose(found, before)
 
 
 class Scaled(LlamaDecoderLayer):

@@ -29,6 +29,7 @@ ACTIVATE: dict[Gate, Callable[[Tensor], Tensor]] = {
     Gate.SILU: F.silu,
     Gate.GELU: F.gelu,
     Gate.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Gate.RELU: F.relu,
 }
 
 
@@ -54,7 +55,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
     x, norm = draw(m, k), draw(k) if normed else None
     parts = [(draw(n, k), draw(n) if n % 2 else None) for n in (65, 4, 131, 64)[: 1 + seed % 4]]
     x64 = x.double() if norm is None else norm64(x, norm, 1e-5)
-    for found, (weight, bias) in zip(native.linears(x, parts, norm=norm, eps=1e-5), parts, strict=True):
+    for found, (weight, bias) in zip(native.Linears(parts, norm=norm, eps=1e-5)(x), parts, strict=True):
         close(found, F.linear(x64, weight.double(), None if bias is None else bias.double()))
 
 
@@ -63,7 +64,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
 def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: Gate) -> None:
     draw = draws(dtype)
     x, (a, b), bias = draw(m, k), (draw(n, k), draw(n, k)), draw(n)
-    found = native.linears(x, ((a, bias), (b, None)), gate=gate)
+    found = native.Linears(((a, bias), (b, None)), gate=gate)(x)
     assert len(found) == 1
     opened = ACTIVATE[gate](F.linear(x.double(), a.double(), bias.double()))
     up = F.linear(x.double(), b.double())
@@ -74,32 +75,70 @@ def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: 
 def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
     draw = draws(dtype)
     x, w, residual, norm = draw(2, 5, 96), draw(301, 96), draw(2, 5, 301), draw(96)
-    found = native.linears(x, ((w, None),), norm=norm, eps=1e-6, residual=residual)[0]
+    through = native.Linears(((w, None),), norm=norm, eps=1e-6)
+    found = through(x, residual)[0]
     assert found.shape == residual.shape
     close(found, norm64(x, norm, 1e-6) @ w.double().T + residual.double())
-    alone = native.linears(x[1:, 3:4], ((w, None),), norm=norm, eps=1e-6, residual=residual[1:, 3:4].contiguous())[0]
+    alone = through(x[1:, 3:4], residual[1:, 3:4].contiguous())[0]
     assert torch.equal(alone, found[1:, 3:4])
 
 
-@given(m=st.integers(1, 40), n=WIDTHS, dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_rms_norm(m: int, n: int, dtype: torch.dtype, seed: int) -> None:
-    draw = draws(dtype, seed)
-    x, weight = draw(m, n), draw(n)
-    close(native.rms_norm(x, weight, 1e-5), norm64(x, weight, 1e-5))
+@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(Gate)))
+@settings(max_examples=30, deadline=None)
+def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: Gate) -> None:
+    draw = draws(dtype)
+    x, weight, bias = draw(m, k), draw(n, k), draw(n)
+    opened = F.linear(x.double(), weight.double(), bias.double())
+    close(native.Linears(((weight, bias),), gate=act)(x)[0], ACTIVATE[act](opened), size=opened.abs().max() + 0.1)
 
 
-@given(heads=st.integers(1, 5), half=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
+@given(m=st.integers(1, 200), n=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(Gate)))
+@settings(max_examples=30, deadline=None)
+def test_a_gate_over_many_rows(m: int, n: int, dtype: torch.dtype, act: Gate) -> None:
+    both = draws(dtype)(m, 2 * n + 3)[:, 3:]
+    opened, up = (part.double() for part in both.split(n, 1))
+    close(native.gate(both, act), ACTIVATE[act](opened) * up, size=(opened * up).abs().max() + 0.1)
+
+
+@given(m=st.integers(1, 200), heads=st.integers(1, 3), n=WIDTHS, dtype=DTYPES, centred=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_rotary_embedding(heads: int, half: int, dtype: torch.dtype, seed: int) -> None:
-    draw = draws(dtype, seed)
-    q, k = draw(2, 3, heads * 2, 2 * half), draw(2, 3, heads, 2 * half)
-    angles = torch.rand(1 + seed % 2, 3, half).repeat(1, 1, 2)  # shared by the batch, or not
+def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) -> None:
+    draw = draws(dtype, n)
+    x, weight, bias = draw(m, heads + 1, n)[:, 1:], draw(n), draw(n) if centred else None
+    x = x if heads > 1 else x[:, 0]
+    found = native.norm(x, weight, bias, eps=1e-5, centred=centred)
+    assert found.is_contiguous()
+    wide = x.double() - (x.double().mean(-1, keepdim=True) if centred else 0)
+    expected = norm64(wide, weight, 1e-5)
+    close(found, expected if bias is None else expected + bias.double())
+
+
+@given(m=st.integers(1, 16), k=WIDTHS, dtype=DTYPES)
+@settings(max_examples=20, deadline=None)
+def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> None:
+    draw = draws(dtype, k)
+    x, norm, shift, weight = draw(m, k), draw(k), draw(k), draw(37, k)
+    found = native.Linears(((weight, None),), norm=norm, norm_bias=shift, eps=1e-5, centred=True)(x)[0]
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    close(found, (norm64(wide, norm, 1e-5) + shift.double()) @ weight.double().T)
+
+
+@given(
+    m=st.integers(1, 300), heads=st.integers(1, 5), half=st.integers(1, 70), rest=st.integers(0, 5), dtype=DTYPES,
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_rotary_embedding(m: int, heads: int, half: int, rest: int, dtype: torch.dtype, seed: int) -> None:
+    dim = 2 * half + rest  # of which the last ones stay
+    q, k = draws(dtype, seed)(m, heads * 3, dim).split([heads * 2, heads], 1)
+    angles = torch.rand(m, half).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def turned(x: Tensor) -> Tensor:
-        wide, c, s = x.double(), cos.double()[:, :, None], sin.double()[:, :, None]
-        return wide * c + torch.cat([-wide[..., half:], wide[..., :half]], -1) * s
+        wide, c, s = x.double(), cos.double()[:, None], sin.double()[:, None]
+        first = wide[..., : 2 * half]
+        first = first * c + torch.cat([-first[..., half:], first[..., :half]], -1) * s
+        return torch.cat([first, wide[..., 2 * half :]], -1)
 
     expected = turned(q), turned(k)
     native.rotate_(q, k, cos, sin)

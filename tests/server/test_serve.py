@@ -85,12 +85,13 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     done = invoke(
         "--method", "tova", "--budget", "64", "--codec", "bf16", "--kv-memory", "32MiB", "--served-name", "mine",
         "--host", "0.0.0.0", "--port", "81", "--max-queue", "3", "--max-tokens", "9", "--max-body", "1MiB",
-        "--timeout", "4", "--drain", "2", "--api-key", "one",
+        "--timeout", "4", "--drain", "2", "--api-key", "one", "--runner", "modules",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     llm, settings = seen["llm"], seen["settings"]
     assert (llm.model_name, llm.cache.method, llm.cache.budget, llm.cache.codec) == ("mine", "tova", "64", "bf16")
     assert llm.stats().kv_limit == 32 * 2**20
+    assert llm._engine._model.runner == "modules"
     assert (seen["host"], seen["port"]) == ("0.0.0.0", 81)
     assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
     assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)

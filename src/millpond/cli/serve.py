@@ -55,6 +55,9 @@ def serve(
         Path | None,
         optional(help="A folder for caches of requests that make room for others. Default: the host's memory."),
     ] = None,
+    runner: Annotated[
+        str, typer.Option(help="How tokens pass the model: lean, modules (those of transformers), or auto.")
+    ] = "auto",
     max_queue: Annotated[int, typer.Option(min=1, help="Prompts that may wait; beyond it: 429.")] = 256,
     max_tokens: Annotated[
         int | None, optional(min=1, help="Most new tokens per answer. Default: what the context holds.")
@@ -91,7 +94,8 @@ def serve(
     llm = AsyncLLM(
         model, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype, threads=threads,
         kv_memory=kv_memory, max_step_tokens=max_step_tokens,
-        prefix_cache=kv_memory is not None if prefix_cache is None else prefix_cache, swap_to=swap_to, **kept,
+        prefix_cache=kv_memory is not None if prefix_cache is None else prefix_cache, swap_to=swap_to,
+        runner=runner, **kept,
     )  # fmt: skip
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(f"[yellow]note:[/] anybody who reaches {escape(host)} may ask; --api-key keeps others out")

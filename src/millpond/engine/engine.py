@@ -36,7 +36,7 @@ from millpond.engine.turn import Turn
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibrated import Given, loaded
 from millpond.hf.compress import budget_of, policy_of
-from millpond.hf.packed import PackedModel
+from millpond.hf.packed import PackedModel, Runner
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
-        overcommit: see `Scheduler`. page_slots, native_layers, calibration: see `compress`.
+        overcommit: see `Scheduler`. page_slots, calibration: see `compress`. runner: see `PackedModel`.
         swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
 
     Raises:
@@ -70,7 +70,7 @@ class Engine:
         overcommit: float = 1.0,
         prefix_cache: bool = False,
         page_slots: int = DEFAULT_SLOTS,
-        native_layers: bool = True,
+        runner: Runner = "auto",
         swap_to: str | PathLike[str] | None = None,
         calibration: Given = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Engine:
         self._account = Account(limit)
         self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
         self._sampler = Sampler(tokenizer)
-        self._model = PackedModel(model, native_layers=native_layers)
+        self._model = PackedModel(model, runner=runner)
         self._memories = Memories(self._model.layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step

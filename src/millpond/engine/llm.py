@@ -17,6 +17,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import SamplingParams
 from millpond.errors import OptionError
 from millpond.hf.calibrated import Given
+from millpond.hf.packed import Runner
 from millpond.models.load import load_model, load_tokenizer
 
 #: What `generate` takes: a text, token ids, or several of either.
@@ -37,6 +38,8 @@ class LLM:
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
         threads: of torch in this process; None leaves them as they are.
         calibration: the file that `millpond calibrate` made of the model, for the codecs that need one.
+        runner: "lean" passes tokens through the model's weights without its modules, "modules" through these; "auto":
+            lean where that gives what the modules give.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
@@ -58,11 +61,13 @@ class LLM:
         tokenizer: Any = None,
         threads: int | None = None,
         calibration: Given = None,
+        runner: Runner = "auto",
     ) -> None:
         model, tokenizer = load(model, tokenizer, dtype, threads)
         self.engine = Engine(
             model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
             max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to, calibration=calibration,
+            runner=runner,
         )  # fmt: skip
         self._names = count()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape
-from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError, unknown
 from millpond.hf.attention import forget_pending, none_pending, tag
 from millpond.hf.budgets import layer_windows
 from millpond.hf.compress import switch_attention
+from millpond.hf.lean_runner import LayerAttend, LeanRunner
+from millpond.hf.linears import use_native_linears
 from millpond.hf.native import use_native_layers
 from millpond.hf.plain import plain
 from millpond.hf.rotation import CHANGING
@@ -34,6 +36,9 @@ from millpond.hf.support import (
     stores_latents,
     text_config,
 )  # fmt: skip
+
+#: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
+Runner = Literal["auto", "lean", "modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +73,23 @@ class PackedModel:
     """A transformers decoder that runs packed passes, until it is closed.
 
     Args:
-        native_layers: as of `compress`.
+        runner: "lean": without the model's modules, whose weights are fused (`LeanRunner`); "modules": through them;
+            "auto": lean where that gives what the modules give. Passes that somebody watches go through the modules.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
         layers: what each layer stores.
         end_tokens: ids that end a text, as the model's configuration has them.
+        runner: which of the two runs.
 
     Raises:
-        UnsupportedModelError: the model cannot run on packed rows; the message says why.
+        UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
+        OptionError: no such runner.
     """
 
-    def __init__(self, model: PreTrainedModel, *, native_layers: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto") -> None:
+        if runner not in get_args(Runner):
+            raise unknown("runner", runner, get_args(Runner))
         check_supported(model)
         self._check_packable(model)
         self.model = model
@@ -91,13 +101,18 @@ class PackedModel:
         self.vocabulary = int(self.config.vocab_size)
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._undo: list[Callable[[], None]] = [switch_attention(model)]
-        if native_layers:
-            self._undo.append(use_native_layers(model))
         try:
-            self.layers = self._probe()
+            watch = self._probe()
+            self.layers = self._layers_of(watch)
+            self._lean = self._make_lean(watch, runner)
+            self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def runner(self) -> Runner:
+        return "modules" if self._lean is None else "lean"
 
     def close(self) -> None:
         """Give the model its own attention back."""
@@ -114,10 +129,15 @@ class PackedModel:
         Returns:
             (n, vocabulary): the logits of these rows.
         """
-        return self._run(ids, positions, _Packed(_Split(segments), len(self.layers)), rows)
+        split = _Split(segments)
+        if self._lean is not None and self._lean.ready():
+            return self._lean.forward(ids, positions, split.rows, rows)
+        return self._run(ids, positions, split, rows)
 
-    def _run(self, ids: Tensor, positions: Tensor, cache: Cache, rows: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, served: _Served, rows: Tensor) -> Tensor:
+        """`forward` through the modules."""
         forget_pending()
+        cache = _Packed(served, n_layers(self.config))
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
@@ -127,12 +147,35 @@ class PackedModel:
         return logits if len(logits) == len(rows) else logits[rows]
 
     @plain
-    def _probe(self) -> list[LayerShape]:
-        """What the layers store of a token: one runs through the model and is not kept."""
+    def _make_lean(self, watch: _Watch, runner: Runner) -> LeanRunner | None:
+        """
+        Raises:
+            UnsupportedModelError: the model cannot run lean, and is asked to.
+        """
+        if runner == "modules":
+            return None
+        shapes = [watch.shapes[index] for index in range(len(self.layers))]
+
+        def run(ids: Tensor, positions: Tensor, attend: LayerAttend) -> Tensor:
+            return self._run(ids, positions, _Given(attend), torch.arange(len(ids), device=ids.device))
+
+        try:
+            return LeanRunner(self.model, shapes, run)
+        except UnsupportedModelError as error:
+            if runner == "auto":
+                return None
+            raise UnsupportedModelError(f"{error}; runner='modules' runs it") from error
+
+    @plain
+    def _probe(self) -> _Watch:
+        """What the layers do with a token: one runs through the model and is not kept."""
         watch = _Watch()
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._run(token, token, watch, token)
+        return watch
+
+    def _layers_of(self, watch: _Watch) -> list[LayerShape]:
         layers = n_layers(self.config)
-        self._run(token, token, _Packed(watch, layers), token)
         missing = [index for index in range(layers) if index not in watch.found]
         if missing:
             raise UnsupportedModelError(
@@ -166,19 +209,28 @@ class _Split:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
 
+    def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
+        if len(self._segments) == 1:
+            return self._one(self._segments[0], index, q, k, v, shape)
+        outs = [
+            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
+            for s in self._segments
+        ]
+        return torch.cat(outs)
+
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(1, Hq, T, value_dim), rows contiguous, of q (1, Hq, T, D), k and v (1, H, T, D)."""
-        outs = [self._one(s, index, q, k, v, shape) for s in self._segments]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs))[None].transpose(1, 2)
+        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
 
     @staticmethod
     def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
-        q, k, v = (t[:, :, segment.begin : segment.end] for t in (q, k, v))
         core = segment.cores[index]
         if segment.decoding:
-            q, k, v = (t.transpose(0, 2) for t in (q, k, v))  # (S, heads, 1, D)
-            return core.attend(q, k, v, None, shape)[:, :, 0]
+            return core.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
 
 
@@ -187,10 +239,26 @@ class _Watch:
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[int, int, int]] = {}
+        self.shapes: dict[int, AttentionShape] = {}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
+        self.shapes[index] = shape
         return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+class _Given:
+    """Attention by a function of rows."""
+
+    def __init__(self, rows: LayerAttend) -> None:
+        self._rows = rows
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+
+_Served = _Split | _Watch | _Given
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -199,7 +267,7 @@ class _PackedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, index: int, served: _Split | _Watch) -> None:
+    def __init__(self, index: int, served: _Served) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.index = index
         self._served = served
@@ -229,7 +297,7 @@ class _PackedLayer(CacheLayerMixin):
 class _Packed(Cache):
     """The `past_key_values` of one packed pass."""
 
-    def __init__(self, served: _Split | _Watch, layers: int) -> None:
+    def __init__(self, served: _Served, layers: int) -> None:
         super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])
 
 

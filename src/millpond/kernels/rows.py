@@ -1,7 +1,7 @@
 """What a decoder does to a few rows besides attention: where the native kernels for it may be used.
 
-The kernels (`native.linears`, `native.rotate_`, `native.rms_norm`) compute what a Llama layer of transformers computes
-and round where torch would write to memory, so that they agree with it up to the order of sums.
+The kernels (`native.Linears`, `native.norm`, `native.rotate_`) compute what the layers of transformers compute and
+round where torch would write to memory, so that they agree with them up to the order of sums.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Gate(enum.IntEnum):
     SILU = 1
     GELU = 2
     GELU_TANH = 3
+    RELU = 4
 
 
 _PLAIN = (torch.nn.Parameter, Tensor)

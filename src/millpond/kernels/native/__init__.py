@@ -13,30 +13,32 @@ import torch
 
 from millpond.kernels.native import library
 from millpond.kernels.native.admission import admit
-from millpond.kernels.native.calls import absolute_sums, linears, newest_alike, rms_norm, rotate_
+from millpond.kernels.native.calls import absolute_sums, newest_alike
 from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.rows import Linears, gate, norm, rotate_
 
 __all__ = [
+    "Linears",
     "NativeKernelsWarning",
     "absolute_sums",
     "admit",
     "attend",
     "decode",
+    "gate",
     "is_available",
     "isa",
     "linear",
-    "linears",
     "mean_rows",
     "merge_slots",
     "nearest",
     "newest_alike",
+    "norm",
     "prefill",
     "read",
     "read_bandwidth",
-    "rms_norm",
     "rotate_",
     "use_huge_pages",
     "window_signal",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from struct import Struct
 
@@ -20,9 +20,6 @@ DECODE = Struct("=44q3d").pack
 ATTEND = Struct("=22q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
-LINEAR = Struct("=30qd").pack
-ROTATE = Struct("=10q").pack
-NORM = Struct("=7qd").pack
 PREFILL = Struct("=32q2d").pack
 SCAN = Struct("=21qd").pack
 INT32 = torch.int32
@@ -210,74 +207,6 @@ def read(
             log_masses.data_ptr() if pool[5] else 0, torch.get_num_threads(),
         ))  # fmt: skip
     return keys, values, positions, scores, log_masses
-
-
-def linears(
-    x: Tensor,
-    parts: Sequence[tuple[Tensor, Tensor | None]],
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: int = 0,
-    residual: Tensor | None = None,
-) -> list[Tensor]:
-    """X (..., k) times each weight (n, k) with contiguous rows, plus its bias (n,) -> (..., n) each, all of one dtype.
-
-    norm: (k,), the weight of an RMSNorm of x. gate: a `Gate`; the two parts become one result. residual: (..., n) of
-    the first part, added to it.
-    """
-    k = x.shape[-1]
-    x = x.contiguous()
-    count = 1 if gate else len(parts)
-    lead, dtype = x.shape[:-1], x.dtype
-    outs: list[Tensor] = []
-    numbers: list[int] = []
-    for weight, bias in parts:
-        n = weight.shape[0]
-        if len(outs) < count:
-            outs.append(torch.empty((*lead, n), dtype=dtype))
-        numbers += (
-            weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outs[-1].data_ptr(), n, weight.stride(0)
-        )  # fmt: skip
-    numbers += (0,) * (20 - len(numbers))
-    failed = entry_point("mp_linear")(LINEAR(
-        x.data_ptr(), 0 if norm is None else norm.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        x.numel() // k, k, k, DTYPES[dtype], gate, len(parts), torch.get_num_threads(), *numbers, eps,
-    ))  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the linear kernel")
-    return outs
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
-    return linears(x, ((weight, bias),))[0]
-
-
-def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn q and k (..., heads, dim), contiguous, in place by cos and sin (..., dim), all of one dtype."""
-    dim = q.shape[-1]
-    rows = q.numel() // (q.shape[-2] * dim)
-    cos, sin = (table.expand(*q.shape[:-2], dim).contiguous() for table in (cos, sin))
-    failed = entry_point("mp_rotate")(ROTATE(
-        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, q.shape[-2], k.shape[-2], dim, dim,
-        DTYPES[q.dtype],
-    ))  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the rotation")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension of x (..., n), weight (n,), of one dtype."""
-    n = x.shape[-1]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    failed = entry_point("mp_rms_norm")(NORM(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, n, DTYPES[x.dtype], eps
-    ))  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the norm")
-    return out
 
 
 def absolute_sums(x: Tensor, y: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.native import calls
+from millpond.kernels.native import calls, rows
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.reference import nothing_found
 from millpond.kernels.rules import DecodeRule, Reduce
@@ -36,7 +36,7 @@ LIBRARY.impl("decode", calls.decode, "CPU")
 LIBRARY.impl("prefill", calls.prefill, "CPU")
 LIBRARY.impl("write", calls.write, "CPU")
 LIBRARY.impl("read", calls.read, "CPU")
-LIBRARY.impl("linear", calls.linear, "CPU")
+LIBRARY.impl("linear", rows.linear, "CPU")
 
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
@@ -206,6 +206,6 @@ def read(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else calls.linear
+    call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else rows.linear
     result: Tensor = call(x, weight, bias)
     return result

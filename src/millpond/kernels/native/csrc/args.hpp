@@ -11,7 +11,7 @@ namespace mp {
 enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
 enum Signal : int64_t { NO_SIGNAL = 0, SUM = 1, LAST = 2 };
 enum Reduce : int64_t { MEAN = 0, MAX = 1, ADD = 2 };
-enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3 };
+enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4 };
 enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4, HEAVIEST = 5, SPACED = 6 };
 
 enum Weigh : int64_t { BY_NORMS = 0, BY_EXP = 1, BY_COUNT = 2, BY_SCORE = 3, BY_CHANCE = 4 };
@@ -130,31 +130,44 @@ constexpr int MOST_PARTS = 4;
 
 struct LinearPart {
   const void *w, *bias;  // (n, k), (n,) or null
-  void* out;             // (m, n), contiguous
   int64_t n, w_row;
 };
 
-// out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1; with a residual: out_0 += residual.
+// out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1, or gate(out_0) of a single part; with a
+// residual: out_0 += residual.
 struct LinearArgs {
-  const void *x, *norm;  // (m, k); (k,) or null: the weight of an RMSNorm of x
-  const void* residual;  // (m, n of part 0) or null
-  int64_t m, k, x_row, dtype, gate, n_parts, n_threads;  // all tensors are of one dtype
+  const void *x, *residual;  // (m, k); (m, n of part 0) or null
+  void* out[MOST_PARTS];     // (m, n) of each part, contiguous
+  int64_t m, n_threads;
+  // From here on the same for all rows that go through these matrices.
+  const void *norm, *norm_bias;  // (k,) or null: the weight of a norm of x; (k,) or null
+  int64_t k, dtype, gate, n_parts, centred;  // all tensors are of one dtype
   LinearPart parts[MOST_PARTS];
   double eps;
 };
 
 // q and k turn in place by the rotary embedding: x * cos + half(x) * sin, where half is (-second half, first half).
 struct RotateArgs {
-  void *q, *k;                                 // (m, heads, dim) each, contiguous
-  const void *cos, *sin;                       // (m, dim)
-  int64_t m, q_heads, k_heads, dim, cos_row, dtype;
+  void *q, *k;                                // (m, heads, >= dim) each; the first dim numbers of a head turn
+  const void *cos, *sin;                      // (m, dim)
+  int64_t m, q_heads, k_heads, dim, cos_row;
+  int64_t q_row, q_head, k_row, k_head;       // strides
+  int64_t dtype, n_threads;
 };
 
+// RMSNorm, or LayerNorm where `centred`.
 struct NormArgs {
-  const void *x, *weight;  // (m, n), contiguous rows; (n,)
-  void* out;               // (m, n), contiguous
-  int64_t m, n, x_row, dtype;
+  const void *x, *weight, *bias;  // (m, heads, n); (n,); (n,) or null
+  void* out;                      // (m, heads, n); may be x
+  int64_t m, heads, n, x_row, x_head, out_row, out_head, dtype, centred, n_threads;  // strides
   double eps;
+};
+
+// out = act(first half of x) * second half.
+struct GateArgs {
+  const void* x;  // (m, 2 n), contiguous rows
+  void* out;      // (m, n), contiguous
+  int64_t m, n, x_row, dtype, act, n_threads;
 };
 
 // Regions that hold more than their caps merge: see ops.merge_slots and MergeRule on the Python side.

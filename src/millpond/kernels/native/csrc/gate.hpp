@@ -19,23 +19,32 @@ MP_INLINE vf gelu_tanh(vf x) {
   return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * (x * x * x))));
 }
 
-// gate = act(gate) * up, n numbers; each of the three is rounded to `dtype` on the way. Writes up to a whole vector.
-inline void open_gate(float* gate, float* up, int64_t act, int64_t dtype, int n) {
-  round_to(gate, dtype, n);
-  round_to(up, dtype, n);
+// x = act(x), n numbers, rounded to `dtype` before and behind.
+inline void activate(float* x, int64_t act, int64_t dtype, int n) {
+  round_to(x, dtype, n);
+  if (act == RELU) {
+    for (int i = 0; i < n; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
+    return;
+  }
   if (act == GELU) {
-    for (int i = 0; i < n; ++i) gate[i] = 0.5f * gate[i] * (1.0f + std::erf(gate[i] * 0.70710678118654752f));
+    for (int i = 0; i < n; ++i) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678118654752f));
   } else {
     for (int i = 0; i < n; i += W) {
-      const vf x = n - i >= W ? load(gate + i) : load_part(gate + i, n - i);
-      const vf y = act == SILU ? silu(x) : gelu_tanh(x);
+      const vf v = n - i >= W ? load(x + i) : load_part(x + i, n - i);
+      const vf y = act == SILU ? silu(v) : gelu_tanh(v);
       if (n - i >= W)
-        store(gate + i, y);
+        store(x + i, y);
       else
-        store_part(gate + i, y, n - i);
+        store_part(x + i, y, n - i);
     }
   }
-  round_to(gate, dtype, n);
+  round_to(x, dtype, n);
+}
+
+// gate = act(gate) * up, n numbers; each of the three is rounded to `dtype` on the way.
+inline void open_gate(float* gate, float* up, int64_t act, int64_t dtype, int n) {
+  activate(gate, act, dtype, n);
+  round_to(up, dtype, n);
   for (int i = 0; i < n; ++i) gate[i] *= up[i];
 }
 

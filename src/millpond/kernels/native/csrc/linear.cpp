@@ -1,6 +1,6 @@
 // A few rows times up to four matrices: out_p[m][n] = x[m] . w_p[n] + bias_p[n], each matrix read once, as fast as memory
-// gives it. Around it, where asked for, what a decoder does in the same breath: x is normalised first (RMSNorm), two
-// matrices become a gate and what it gates, a residual is added to the outcome.
+// gives it. Around it, where asked for, what a decoder does in the same breath: x is normalised first, the outcome of one
+// matrix is activated or that of two becomes a gate and what it gates, a residual is added to the outcome.
 //
 // Every out[m][n] is summed over k in one order, lane by lane, whatever the other rows, the tile or the thread: a row
 // of a batch has the same bits as the row alone. What torch would have written to memory in between is rounded to the
@@ -140,9 +140,9 @@ void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* 
   const int64_t held = sizeof(Q) == 4 ? int64_t(F32) : int64_t(BF16);
   for (int h = 0; h < a.m; ++h) {
     Q* to = x + h * x_row;
-    const void* from = static_cast<const char*>(a.x) + h * a.x_row * dtype_bytes(a.dtype);
+    const void* from = static_cast<const char*>(a.x) + h * a.k * dtype_bytes(a.dtype);
     if (a.norm != nullptr) {
-      normalise(wide, from, a.norm, a.dtype, dim, float(a.eps));
+      normalise(wide, from, Norm{a.norm, a.norm_bias, a.centred, float(a.eps)}, a.dtype, dim);
       narrow(to, held, wide, dim);
     } else {
       copy_row(to, held, from, a.dtype, dim);
@@ -163,7 +163,7 @@ int linear(const LinearArgs& a) {
   Q* x = reinterpret_cast<Q*>(memory);
   take_in<T>(a, x, x_row, reinterpret_cast<float*>(memory + held));
 
-  const bool gated = a.gate != NO_GATE;
+  const bool gated = a.gate != NO_GATE && a.n_parts == 2, activated = a.gate != NO_GATE && !gated;
   const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part
   int64_t first[MOST_PARTS + 1] = {0}, bytes = 0;   // of the work items: BLOCK rows of one part each
   for (int p = 0; p < n_parts; ++p) {
@@ -194,9 +194,10 @@ int linear(const LinearArgs& a) {
       for (int h = 0; h < m; ++h) {
         float* sums = out + h * BLOCK;
         if (gated) open_gate(sums, other + h * BLOCK, a.gate, a.dtype, n);
+        if (activated) activate(sums, a.gate, a.dtype, n);
         const int64_t place = (h * part.n + begin) * item;
         if (a.residual != nullptr) add(sums, static_cast<const char*>(a.residual) + place, a.dtype, n);
-        narrow(static_cast<char*>(part.out) + place, a.dtype, sums, n);
+        narrow(static_cast<char*>(a.out[p]) + place, a.dtype, sums, n);
       }
     }
   };

@@ -1,10 +1,36 @@
-// What else a decoder does to a few rows between its matrices: RMSNorm and the rotary embedding.
+// What else a decoder does to rows between its matrices: norms, the rotary embedding and gates, a few rows per work item.
+#include <algorithm>
+
 #include "convert.hpp"
+#include "gate.hpp"
 #include "norm.hpp"
+#include "threads.hpp"
 #include "workspace.hpp"
 
 namespace mp {
 namespace {
+
+constexpr int64_t BYTES_PER_ITEM = 64 * 1024;  // of x: what waking a thread is worth
+
+// Call f(from, to, room) for all rows, `row_bytes` of memory each, on several threads where there are many; `floats`: of
+// room that a thread needs. Returns 1 if there is no memory for it.
+template <class F>
+int by_rows(int64_t m, int64_t row_bytes, int64_t floats, int64_t n_threads, F& f) {
+  const int64_t run = std::max<int64_t>(1, BYTES_PER_ITEM / std::max<int64_t>(1, row_bytes));
+  const int64_t items = (m + run - 1) / run;
+  const int threads = int(std::min(items, n_threads));
+  const int64_t room = round_up(floats, 64);
+  static thread_local Workspace workspace;
+  float* all = reinterpret_cast<float*>(workspace.get(std::max(threads, 1) * room * 4));
+  if (all == nullptr) return 1;
+  std::atomic<int64_t> next{0};
+  auto body = [&](int thread) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;)
+      f(i * run, std::min(m, (i + 1) * run), all + thread * room);
+  };
+  parallel(threads, body);
+  return 0;
+}
 
 // One head of one row, in place; as torch does it, each product is rounded to `dtype` before the sum.
 void rotate(char* x, const float* cos, const float* sin, float* wide, float* turned, int dim, int64_t dtype) {
@@ -24,34 +50,54 @@ void rotate(char* x, const float* cos, const float* sin, float* wide, float* tur
 
 extern "C" __attribute__((visibility("default"))) int mp_rotate(const mp::RotateArgs* args) {
   using namespace mp;
-  static thread_local Workspace workspace;
   const RotateArgs& a = *args;
   const int dim = int(a.dim);
   const int64_t item = dtype_bytes(a.dtype), room = round_up(dim, 16);
-  float* wide = reinterpret_cast<float*>(workspace.get(4 * room * 4));
-  if (wide == nullptr) return 1;
-  float *turned = wide + room, *cos = wide + 2 * room, *sin = wide + 3 * room;
-  for (int64_t m = 0; m < a.m; ++m) {
-    widen(cos, static_cast<const char*>(a.cos) + m * a.cos_row * item, a.dtype, dim);
-    widen(sin, static_cast<const char*>(a.sin) + m * a.cos_row * item, a.dtype, dim);
-    for (int64_t h = 0; h < a.q_heads; ++h)
-      rotate(static_cast<char*>(a.q) + (m * a.q_heads + h) * dim * item, cos, sin, wide, turned, dim, a.dtype);
-    for (int64_t h = 0; h < a.k_heads; ++h)
-      rotate(static_cast<char*>(a.k) + (m * a.k_heads + h) * dim * item, cos, sin, wide, turned, dim, a.dtype);
-  }
-  return 0;
+  auto turn = [&](int64_t from, int64_t to, float* wide) {
+    float *turned = wide + room, *cos = wide + 2 * room, *sin = wide + 3 * room;
+    for (int64_t m = from; m < to; ++m) {
+      widen(cos, static_cast<const char*>(a.cos) + m * a.cos_row * item, a.dtype, dim);
+      widen(sin, static_cast<const char*>(a.sin) + m * a.cos_row * item, a.dtype, dim);
+      for (int64_t h = 0; h < a.q_heads; ++h)
+        rotate(static_cast<char*>(a.q) + (m * a.q_row + h * a.q_head) * item, cos, sin, wide, turned, dim, a.dtype);
+      for (int64_t h = 0; h < a.k_heads; ++h)
+        rotate(static_cast<char*>(a.k) + (m * a.k_row + h * a.k_head) * item, cos, sin, wide, turned, dim, a.dtype);
+    }
+  };
+  return by_rows(a.m, (a.q_heads + a.k_heads) * dim * item, 4 * room, a.n_threads, turn);
 }
 
-extern "C" __attribute__((visibility("default"))) int mp_rms_norm(const mp::NormArgs* args) {
+extern "C" __attribute__((visibility("default"))) int mp_norm(const mp::NormArgs* args) {
   using namespace mp;
-  static thread_local Workspace workspace;
   const NormArgs& a = *args;
   const int64_t item = dtype_bytes(a.dtype);
-  float* wide = reinterpret_cast<float*>(workspace.get(a.n * 4));
-  if (wide == nullptr) return 1;
-  for (int64_t m = 0; m < a.m; ++m) {
-    normalise(wide, static_cast<const char*>(a.x) + m * a.x_row * item, a.weight, a.dtype, int(a.n), float(a.eps));
-    narrow(static_cast<char*>(a.out) + m * a.n * item, a.dtype, wide, int(a.n));
-  }
-  return 0;
+  const Norm norm{a.weight, a.bias, a.centred, float(a.eps)};
+  auto rows = [&](int64_t from, int64_t to, float* wide) {
+    for (int64_t m = from; m < to; ++m)
+      for (int64_t h = 0; h < a.heads; ++h) {
+        normalise(wide, static_cast<const char*>(a.x) + (m * a.x_row + h * a.x_head) * item, norm, a.dtype, int(a.n));
+        narrow(static_cast<char*>(a.out) + (m * a.out_row + h * a.out_head) * item, a.dtype, wide, int(a.n));
+      }
+  };
+  return by_rows(a.m, a.heads * a.n * item, a.n, a.n_threads, rows);
+}
+
+extern "C" __attribute__((visibility("default"))) int mp_gate(const mp::GateArgs* args) {
+  using namespace mp;
+  constexpr int PART = 256;  // numbers that go through at once, in the L1 cache
+  const GateArgs& a = *args;
+  const int64_t item = dtype_bytes(a.dtype);
+  auto rows = [&](int64_t from, int64_t to, float* gate) {
+    float* up = gate + PART;
+    for (int64_t m = from; m < to; ++m)
+      for (int64_t j = 0; j < a.n; j += PART) {
+        const int n = int(std::min<int64_t>(PART, a.n - j));
+        const char* x = static_cast<const char*>(a.x) + (m * a.x_row + j) * item;
+        widen(gate, x, a.dtype, n);
+        widen(up, x + a.n * item, a.dtype, n);
+        open_gate(gate, up, a.act, a.dtype, n);
+        narrow(static_cast<char*>(a.out) + (m * a.n + j) * item, a.dtype, gate, n);
+      }
+  };
+  return by_rows(a.m, 2 * a.n * item, 2 * PART, a.n_threads, rows);
 }

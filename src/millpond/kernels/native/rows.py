@@ -1,0 +1,116 @@
+"""What a decoder does to rows besides attention: matrices, norms, rotary embedding, gates; one foreign call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.native.calls import DTYPES, entry_point
+
+#: the order of fields is that of csrc/args.hpp
+LINEAR_ROWS = Struct("=8q").pack
+LINEAR_SAME = Struct("=23qd").pack
+ROTATE = Struct("=15q").pack
+NORM = Struct("=14qd").pack
+GATE = Struct("=8q").pack
+
+
+class Linears:
+    """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
+
+    norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
+    one result, gate(first) * second.
+
+    The tensors must stay where they are as long as this is called; it does not keep them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor | None]],
+        *,
+        norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 0.0,
+        centred: bool = False,
+        gate: int = 0,
+    ) -> None:
+        first = parts[0][0]
+        self._dtype, self._width = first.dtype, first.shape[1]
+        self._widths = [len(weight) for weight, _ in (parts[:1] if gate else parts)]
+        self._unused = (0,) * (4 - len(self._widths))
+        numbers: list[int] = []
+        for weight, bias in parts:
+            numbers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight), weight.stride(0))
+        numbers += (0,) * (16 - len(numbers))
+        self._same = LINEAR_SAME(
+            0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
+            DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
+        )  # fmt: skip
+        self._call = entry_point("mp_linear")
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+        """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
+        x = x.contiguous()
+        lead = x.shape[:-1]
+        outs = [torch.empty((*lead, n), dtype=self._dtype) for n in self._widths]
+        failed = self._call(
+            LINEAR_ROWS(
+                x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
+                *self._unused, x.numel() // self._width, torch.get_num_threads(),
+            ) + self._same
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return outs
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
+    return Linears(((weight, bias),))(x)[0]
+
+
+def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the first `dim` numbers of q and k (N, heads, >= dim) in place by cos and sin (N, dim), all of one dtype.
+
+    The numbers of a head lie behind each other; rows and heads may lie anywhere.
+    """
+    cos, sin = cos.contiguous(), sin.contiguous()
+    dim = cos.shape[-1]
+    failed = entry_point("mp_rotate")(ROTATE(
+        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], dim, dim,
+        *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the rotation")
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
+    """RMSNorm, or LayerNorm where `centred`, of the last dimension: x (N, n) or (N, heads, n), weight and bias (n,).
+
+    The numbers of a head lie behind each other; rows and heads may lie anywhere. The result is contiguous.
+    """
+    n = x.shape[-1]
+    heads = x.shape[1] if x.ndim == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype)
+    failed = entry_point("mp_norm")(NORM(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), len(x), heads, n,
+        x.stride(0), x.stride(1), heads * n, n, DTYPES[x.dtype], centred, torch.get_num_threads(), eps,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the norm")
+    return out
+
+
+def gate(x: Tensor, act: int) -> Tensor:
+    """X (N, 2 n), its rows contiguous -> (N, n): act(first half) * second half; act: a `Gate`."""
+    n = x.shape[1] // 2
+    out = torch.empty((len(x), n), dtype=x.dtype)
+    failed = entry_point("mp_gate")(GATE(
+        x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, torch.get_num_threads()
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the gate")
+    return out

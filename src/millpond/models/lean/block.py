@@ -1,0 +1,77 @@
+"""Block: one layer of a decoder over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.dense import Dense, Norm, Projection
+
+#: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer, by what it is made of.
+
+    Attributes:
+        qkv: into queries, keys and values; a single matrix holds those of each head behind each other (GPT-NeoX).
+        out: of attention. up: into the feed-forward: one matrix, or a gate and what it gates. down: out of it.
+        norms_behind: of attention and feed-forward, each with its residual, where norms stand behind them (OPT-350m).
+        q_norm, k_norm: of each head, before it turns (Qwen3). q_scale: queries are multiplied with it (OPT).
+        parallel: attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
+    """
+
+    index: int
+    head_dim: int
+    qkv: Projection
+    out: Projection
+    up: Projection
+    down: Projection
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    q_scale: float = 1.0
+    norms_behind: tuple[Norm, Norm] | None = None
+    parallel: bool = False
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, dense: Dense, rows: Tensor | None = None
+    ) -> Tensor:
+        """The rows x (N, width) behind the layer; with `rows` (n,) only these, though all take part in attention.
+
+        rotary: cos and sin, (N, dim) each; None where positions are not rotated.
+        """
+        q, k, v = self.heads(dense.apart(x, self.qkv))
+        if self.q_norm is not None:
+            q = dense.norm(q, self.q_norm)
+        if self.k_norm is not None:
+            k = dense.norm(k, self.k_norm)
+        if rotary is not None:
+            dense.rotate_(q, k, *rotary)
+        seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
+        if rows is not None:
+            x, seen = x[rows], seen[rows]
+        return self._behind_attention(x, seen, dense)
+
+    def _behind_attention(self, x: Tensor, seen: Tensor, dense: Dense) -> Tensor:
+        if self.parallel:
+            return dense.added(seen, self.out, dense.added(dense.activated(x, self.up), self.down, x))
+        x = dense.added(seen, self.out, x)
+        if self.norms_behind is None:
+            return dense.added(dense.activated(x, self.up), self.down, x)
+        x = dense.norm(x, self.norms_behind[0])
+        x = dense.added(dense.activated(x, self.up), self.down, x)
+        return dense.norm(x, self.norms_behind[1])
+
+    def heads(self, found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, heads, D) of queries, keys and values."""
+        n, dim = found[0].shape[0], self.head_dim
+        if len(found) == 1:
+            q, k, v = torch.split(found[0].view(n, -1, 3 * dim), dim, -1)
+        else:
+            q, k, v = (part.view(n, -1, dim) for part in found)
+        return q, k, v

@@ -1,0 +1,67 @@
+"""Decoder: the forward of a whole model over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from millpond.kernels import ops
+from millpond.kernels.dense import Norm, choose
+from millpond.models.lean.block import Attend, Block
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model, by what it is made of.
+
+    Attributes:
+        tokens: (vocabulary, width), embeddings. positions: (n, width), learned ones, the first `offset` unused.
+        rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
+        project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
+        head: weight (vocabulary, width) and bias.
+    """
+
+    tokens: Tensor
+    blocks: tuple[Block, ...]
+    norm: Norm | None
+    head: tuple[Tensor, Tensor | None]
+    rotary: Rotary | None = None
+    positions: Tensor | None = None
+    offset: int = 0
+    project_in: Tensor | None = None
+    project_out: Tensor | None = None
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""
+        x = self.embed(ids, positions)
+        rotary, dense = self.angles(x, positions), choose(x)
+        some = rows if len(rows) < len(ids) else None
+        for block in self.blocks:
+            x = block.forward(x, rotary, attend, dense, some if block is self.blocks[-1] else None)
+        return self.logits(x if some is not None else x[rows])
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """(N, width): what the first layer reads."""
+        x = functional.embedding(ids, self.tokens)
+        if self.project_in is not None:
+            x = ops.linear(x, self.project_in)
+        return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)
+
+    def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cos and sin of the rotary embedding, (N, dim) each."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary(x, positions[None])
+        return cos[0], sin[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(n, vocabulary) of rows (n, width) behind the last layer."""
+        x = x if self.norm is None else choose(x).norm(x, self.norm)
+        if self.project_out is not None:
+            x = ops.linear(x, self.project_out)
+        return ops.linear(x, *self.head)
