@@ -11,7 +11,8 @@ from torch import Tensor
 
 from millpond.cache.stack import Stack
 from millpond.engine.groups import Group
-from millpond.hf.packed import PackedModel, Segment
+from millpond.hf.packed import PackedModel
+from millpond.hf.packed_pass import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedModel
 
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError, unknown
-from millpond.hf.attention import forget_pending, none_pending, tag
+from millpond.errors import OptionError, UnsupportedModelError, unknown
+from millpond.hf.attention import forget_pending, none_pending
 from millpond.hf.budgets import layer_windows
 from millpond.hf.compress import switch_attention
 from millpond.hf.lean_runner import LayerAttend, LeanRunner
 from millpond.hf.linears import use_native_linears
 from millpond.hf.native import use_native_layers
+from millpond.hf.packed_pass import Given, PackedPass, Segment, Served, ShapeWatch, Split
 from millpond.hf.plain import plain
 from millpond.hf.rotation import CHANGING
 from millpond.hf.support import (
@@ -53,20 +51,6 @@ class LayerShape:
     value_dim: int
     window: int
     index: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of a pass that go to one batch of caches.
-
-    Attributes:
-        cores: of all layers. begin, end: which rows. decoding: one row per sequence; else all rows are one sequence's.
-    """
-
-    cores: Sequence[LayerCache]
-    begin: int
-    end: int
-    decoding: bool
 
 
 class PackedModel:
@@ -129,15 +113,15 @@ class PackedModel:
         Returns:
             (n, vocabulary): the logits of these rows.
         """
-        split = _Split(segments)
+        split = Split(segments)
         if self._lean is not None and self._lean.ready():
             return self._lean.forward(ids, positions, split.rows, rows)
         return self._run(ids, positions, split, rows)
 
-    def _run(self, ids: Tensor, positions: Tensor, served: _Served, rows: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
         forget_pending()
-        cache = _Packed(served, n_layers(self.config))
+        cache = PackedPass(served, n_layers(self.config))
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
@@ -147,7 +131,7 @@ class PackedModel:
         return logits if len(logits) == len(rows) else logits[rows]
 
     @plain
-    def _make_lean(self, watch: _Watch, runner: Runner) -> LeanRunner | None:
+    def _make_lean(self, watch: ShapeWatch, runner: Runner) -> LeanRunner | None:
         """
         Raises:
             UnsupportedModelError: the model cannot run lean, and is asked to.
@@ -157,7 +141,7 @@ class PackedModel:
         shapes = [watch.shapes[index] for index in range(len(self.layers))]
 
         def run(ids: Tensor, positions: Tensor, attend: LayerAttend) -> Tensor:
-            return self._run(ids, positions, _Given(attend), torch.arange(len(ids), device=ids.device))
+            return self._run(ids, positions, Given(attend), torch.arange(len(ids), device=ids.device))
 
         try:
             return LeanRunner(self.model, shapes, run)
@@ -167,14 +151,14 @@ class PackedModel:
             raise UnsupportedModelError(f"{error}; runner='modules' runs it") from error
 
     @plain
-    def _probe(self) -> _Watch:
+    def _probe(self) -> ShapeWatch:
         """What the layers do with a token: one runs through the model and is not kept."""
-        watch = _Watch()
+        watch = ShapeWatch()
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(token, token, watch, token)
         return watch
 
-    def _layers_of(self, watch: _Watch) -> list[LayerShape]:
+    def _layers_of(self, watch: ShapeWatch) -> list[LayerShape]:
         layers = n_layers(self.config)
         missing = [index for index in range(layers) if index not in watch.found]
         if missing:
@@ -201,104 +185,6 @@ class PackedModel:
                 f"{name} takes no position_ids, so tokens of several texts cannot run in one row; use "
                 "compress(model, ...).generate"
             )
-
-
-class _Split:
-    """Attention of each layer, segment by segment."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-
-    def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
-        if len(self._segments) == 1:
-            return self._one(self._segments[0], index, q, k, v, shape)
-        outs = [
-            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
-            for s in self._segments
-        ]
-        return torch.cat(outs)
-
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
-        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-        return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
-
-    @staticmethod
-    def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(n, Hq, value_dim) of the rows of one segment."""
-        core = segment.cores[index]
-        if segment.decoding:
-            return core.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
-
-
-class _Watch:
-    """Learns the shapes of keys and values, and keeps none."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, int, int]] = {}
-        self.shapes: dict[int, AttentionShape] = {}
-
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
-        self.shapes[index] = shape
-        return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-class _Given:
-    """Attention by a function of rows."""
-
-    def __init__(self, rows: LayerAttend) -> None:
-        self._rows = rows
-
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-        return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
-
-
-_Served = _Split | _Watch | _Given
-
-
-class _PackedLayer(CacheLayerMixin):
-    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self, index: int, served: _Served) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.index = index
-        self._served = served
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages are taken when entries arrive."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return tag(key_states, self), value_states
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """See `_Split.attend`. The mask of the row says nothing: no row is a pad."""
-        if q.shape[0] != 1:
-            raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
-        return self._served.attend(self.index, q, k, v, shape)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _Packed(Cache):
-    """The `past_key_values` of one packed pass."""
-
-    def __init__(self, served: _Served, layers: int) -> None:
-        super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])
 
 
 def _context_length(model: PreTrainedModel) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 
 from torch import nn
 
@@ -17,12 +18,10 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._hooks = [hooks for m in self._modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [
-            (m._parameters, name, weight, weight.data_ptr())
-            for m in self._modules
-            for name, weight in m._parameters.items()
-            if weight is not None
-        ]
+        held = [(m._parameters, name, w) for m in self._modules for name, w in m._parameters.items() if w is not None]
+        self._places = [(parameters, name) for parameters, name, _ in held]
+        self._weights = [weight for _, _, weight in held]
+        self._addresses = [weight.data_ptr() for weight in self._weights]
 
     def unchanged(self) -> bool:
         """Whether nobody looks on, and all weights are in place."""
@@ -34,7 +33,5 @@ class Watch:
 
     def in_place(self) -> bool:
         """Whether no weight was replaced or moved."""
-        for parameters, name, weight, address in self._weights:
-            if parameters.get(name) is not weight or weight.data_ptr() != address:
-                return False
-        return True
+        found = [parameters.get(name) for parameters, name in self._places]
+        return all(map(is_, found, self._weights)) and [w.data_ptr() for w in self._weights] == self._addresses

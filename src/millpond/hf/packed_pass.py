@@ -1,0 +1,130 @@
+"""PackedPass: the cache of one pass over the tokens of many sequences, cut into segments at each attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from millpond.cache.layer import LayerCache
+from millpond.cache.parts import AttentionShape
+from millpond.errors import CacheMismatchError
+from millpond.hf.attention import tag
+from millpond.hf.lean_runner import LayerAttend
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of a pass that go to one batch of caches.
+
+    Attributes:
+        cores: of all layers. begin, end: which rows. decoding: one row per sequence; else all rows are one sequence's.
+    """
+
+    cores: Sequence[LayerCache]
+    begin: int
+    end: int
+    decoding: bool
+
+
+class Split:
+    """Attention of each layer, segment by segment."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+
+    def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
+        if len(self._segments) == 1:
+            return self._one(self._segments[0], index, q, k, v, shape)
+        outs = [
+            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
+            for s in self._segments
+        ]
+        return torch.cat(outs)
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+    @staticmethod
+    def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(n, Hq, value_dim) of the rows of one segment."""
+        core = segment.cores[index]
+        if segment.decoding:
+            return core.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+
+
+class ShapeWatch:
+    """Learns the shapes of keys and values, and keeps none."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, int, int]] = {}
+        self.shapes: dict[int, AttentionShape] = {}
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
+        self.shapes[index] = shape
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+class Given:
+    """Attention by a function of rows."""
+
+    def __init__(self, rows: LayerAttend) -> None:
+        self._rows = rows
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+
+Served = Split | ShapeWatch | Given
+
+
+class _PackedLayer(CacheLayerMixin):
+    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, index: int, served: Served) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.index = index
+        self._served = served
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages are taken when entries arrive."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return tag(key_states, self), value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+        """See `Split.attend`. The mask of the row says nothing: no row is a pad."""
+        if q.shape[0] != 1:
+            raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
+        return self._served.attend(self.index, q, k, v, shape)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PackedPass(Cache):
+    """The `past_key_values` of one packed pass."""
+
+    def __init__(self, served: Served, layers: int) -> None:
+        super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])
