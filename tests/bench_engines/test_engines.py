@@ -67,7 +67,9 @@ def by_label(data: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
 def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) -> None:
     told: list[str] = []
     everyone = [fake("millpond", script, slow=2.0), fake("other", script, slow=6.0, bad=2)]
-    data = run.run(PLAN, everyone, tmp_path, told.append)
+    so_far: list[int] = []
+    data = run.run(PLAN, everyone, tmp_path, told.append, lambda data: so_far.append(len(data["results"])))
+    assert so_far == [2, 4]  # rows after each cell
     assert data["engines"] == {"millpond": "fake 1.0", "other": "fake 1.0"}
     alone, pair = by_label(data, 1), by_label(data, 2)
     assert (alone[FULL]["decode_ms"], alone["other, full"]["decode_ms"]) == (2.0, 6.0)  # medians: the last step is slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +40,7 @@ def engines(
     from millpond.bench.engines import contestants
     from millpond.bench.engines.run import QUICK, Plan, run
     from millpond.bench.engines.table import markdown
+    from millpond.bench.report import write_report
     from millpond.budget import Budget
     from millpond.cli.bench import command_line, deliver, parse_cells
 
@@ -54,10 +55,17 @@ def engines(
     everyone = contestants.ours(names, codecs, budget)
     evicting = f"millpond, {names[0]} {budget}" if names else contestants.FULL
     everyone += contestants.openvino(openvino, budget, evicting) + contestants.llamacpp(llamacpp)
+    name = "engines-quick" if quick else "engines"
+
+    def keep(data: dict[str, Any]) -> None:
+        """A long run that is broken off leaves the cells that it has measured."""
+        data["command"] = command_line()
+        if out is not None:
+            write_report(out, name, data, markdown(data))
+
     with errors().status("measuring") as status:
-        data = run(plan, everyone, folder, status.update)
-    data["command"] = command_line()
-    deliver("engines-quick" if quick else "engines", data, markdown(data), out)
+        data = run(plan, everyone, folder, status.update, keep)
+    deliver(name, data, markdown(data), out)
 
 
 def _names(text: str) -> list[str]:

@@ -80,18 +80,26 @@ class Entry:
 
 
 def run(
-    plan: Plan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Measure every contestant in every cell; returns what `markdown` writes. Models are kept in `folder`."""
-    weights, notes = Weights(plan.shape, plan.seed, folder), dict[str, str]()
-    rows = [row for cell in plan.cells for row in _cell(plan, contestants, weights, notes, *cell, progress)]
-    machine = describe_machine()
-    return {
+    plan: Plan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None,
+    keep: Callable[[dict[str, Any]], None] = lambda data: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure every contestant in every cell; returns what `markdown` writes.
+
+    Models are kept in `folder`. After each cell `keep` is handed what is known so far.
+    """
+    weights, machine = Weights(plan.shape, plan.seed, folder), describe_machine()
+    notes: dict[str, str] = {}
+    rows: list[dict[str, Any]] = []
+    data = {
         "benchmark": "engines", "machine": machine.as_dict(), "hardware": machine.hardware,
         "software": machine.software, "model": {**plan.shape.config(), "dtype": "bfloat16"},
         "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads, "seed": plan.seed,
         "engines": notes, "results": rows,
     }  # fmt: skip
+    for cell in plan.cells:
+        rows += _cell(plan, contestants, weights, notes, *cell, progress)
+        keep(data)
+    return data
 
 
 def _cell(
