@@ -31,7 +31,8 @@ def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tenso
         grouped = split(x, 1, side.group) if side.by_channel else split(x, 2, x.shape[2] // groups_of(side, x.shape[2]))
         n = grouped.shape[2 if side.by_channel else 3]
         away = (grouped - _sum(grouped, side.by_channel) / n).abs()
-        spread = (_sum(away.square(), side.by_channel) / n).sqrt()
+        # by way of float64: torch's root of float32 is not always the nearest number
+        spread = (_sum(away.square(), side.by_channel) / n).double().sqrt().float()
         far = (away / spread.clamp(min=tiny)).reshape(x.shape)
     found = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
     return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, found, False).view_as(far)
