@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from millpond.errors import DataError
 from millpond.evals.colours import FAINT, INK, PAPER, colour_of
@@ -16,7 +16,7 @@ from millpond.evals.front import front
 from millpond.evals.plots.style import calm, figure, heading, title
 from millpond.evals.record import Row
 
-PANEL = (7.2, 4.2)  #: inches
+PANEL = (7.2, 3.4)  #: inches
 #: Markers by place in the order of the budgets.
 BUDGETS = ("o", "s", "^", "D", "v", "P")
 
@@ -65,7 +65,7 @@ def _panel(axis: Axes, task: str, rows: Sequence[Row], budgets: Sequence[str]) -
         )  # fmt: skip
     axis.margins(x=0.08, y=0.18)
     if not lower:
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0%}"))
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}" if x >= 0.01 else f"{x:.1%}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("bytes of keys and values held, of a full cache at 16 bits", fontsize=8, color=FAINT)
