@@ -209,7 +209,7 @@ def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch
     ("options", "sentence"),
     [
         (["--cells", "4by5"], "must read BATCHxPROMPT"), (["--budget", "512"], "a share of the prompt"),
-        (["--codec", "int5"], "int5"),
+        (["--codec", "int5"], "int5"), (["--methods", "nope"], "unknown method 'nope'"),
     ],
 )  # fmt: skip
 def test_the_command_refuses(options: list[str], sentence: str) -> None:

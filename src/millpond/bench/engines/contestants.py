@@ -14,6 +14,7 @@ from typing import Any
 from millpond.bench.engines.weights import SCRIPTS, Weights
 from millpond.budget import Budget
 from millpond.codec import preset
+from millpond.methods import METHODS
 
 #: Tokens of prompts that an engine may take in one step, where that is ours to set.
 STEP_TOKENS = 2048
@@ -68,7 +69,7 @@ def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Con
     """Our engine: the full cache, each method at the budget, and the full cache in each codec.
 
     Raises:
-        OptionError: no such codec.
+        OptionError: no such method or codec.
     """
     kind = Kind("millpond", Path(sys.executable), SCRIPTS / "millpond_engine.py", "make install", Weights.saved)
 
@@ -76,6 +77,8 @@ def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Con
         settings = {"method": method, "budget": share, "codec": codec, "step_tokens": STEP_TOKENS}
         return Contestant(kind, setting, lambda *_: settings)
 
+    for method in methods:
+        METHODS.get(method)
     for codec in codecs:
         preset(codec)
     return [

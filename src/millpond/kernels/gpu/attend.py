@@ -11,6 +11,28 @@ from millpond.kernels.gpu.common import INF, KEYS, LN_2, LOG2_E, LOG_MASSES, POS
 SPLITS = tl.constexpr(32)  # partial results that `combine` loads at once
 
 
+@triton.jit
+def take_in(x, v, top, total, acc, DOT: tl.constexpr):
+    """Maximum, sum and output (G,), (G,), (G, V) of a softmax in base 2, with logits x (G, N) and values v (N, V)."""
+    new_top = tl.maximum(top, tl.max(x, 1))
+    finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
+    p = tl.exp2(x - finite[:, None])
+    fade = tl.exp2(top - finite)
+    acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
+    return new_top, total * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def store_part(
+    part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr
+):  # fmt: skip
+    """Write what `take_in` came to, for `combine`, into rows `to` (G,)."""
+    tl.store(part_max + to, top, mask=g < GROUP)
+    tl.store(part_sum + to, total, mask=g < GROUP)
+    out_mask = (g < GROUP)[:, None] & (e < VALUE_DIM)[None, :]
+    tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=out_mask)
+
+
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "window"])
 def attend(
     q, q_s, q_h, bases, n_arenas, table, table_stride, lens, q_pos, part_out, part_max, part_sum, logits, n_splits,
@@ -66,18 +88,9 @@ def attend(
         x = tl.where(visible[None, :], x, -INF)
         if KEEP_LOGITS:
             tl.store(logit_rows[:, None] + slot[None, :], x, mask=(g < GROUP)[:, None] & ok[None, :])
-        new_top = tl.maximum(top, tl.max(x, 1))
-        finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
-        p = tl.exp2(x - finite[:, None])
-        fade = tl.exp2(top - finite)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
-        top = new_top
+        top, total, acc = take_in(x, v, top, total, acc, DOT)
     to = (r * n_splits + split) * GROUP + g
-    tl.store(part_max + to, top, mask=g < GROUP)
-    tl.store(part_sum + to, total, mask=g < GROUP)
-    out_mask = (g < GROUP)[:, None] & (e < VALUE_DIM)[None, :]
-    tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=out_mask)
+    store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["n_splits"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millpond.kernels.gpu.attend import store_part, take_in
 from millpond.kernels.gpu.codes import LANES, numbers_at
 from millpond.kernels.gpu.common import INF, KEYS, LOG2_E, LOG_MASSES, POSITIONS, logit2, tile_rows
 
@@ -92,15 +93,6 @@ def attend_packed(
         x = tl.where(visible[None, :], x, -INF)
         if KEEP_LOGITS:
             tl.store(logit_rows[:, None] + slot[None, :], x, mask=(g < GROUP)[:, None] & ok[None, :])
-        new_top = tl.maximum(top, tl.max(x, 1))
-        finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
-        p = tl.exp2(x - finite[:, None])
-        fade = tl.exp2(top - finite)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(DOT), v.to(DOT), acc * fade[:, None], input_precision="ieee")
-        top = new_top
+        top, total, acc = take_in(x, v, top, total, acc, DOT)
     to = (r * n_splits + first_split + split) * GROUP + g
-    tl.store(part_max + to, top, mask=g < GROUP)
-    tl.store(part_sum + to, total, mask=g < GROUP)
-    out_mask = (g < GROUP)[:, None] & (e < VALUE_DIM)[None, :]
-    tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=out_mask)
+    store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP, VALUE_DIM)
