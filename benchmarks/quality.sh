@@ -1,6 +1,6 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic budgets text codecs codecs-text peers curves curve-peers
+#   benchmarks/quality.sh PART ...    of: aware agnostic picture text codecs codecs-text peers curves curve-peers
 #                                     curve-merge needles needle-map text-pairs fidelity-text orderings; then
 #                                     make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
@@ -29,6 +29,11 @@ tasks=${tasks#,}
 methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
 streaming,window,random}
 ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:prefill=greedy,no_heavy,strided,fixed}
+# for the questions also: what the first tokens do to methods that keep or lose them; for text also: another split
+sinks=${SINKS-window:sinks=4,random:sinks=0}
+splits=${SPLITS-h2o:recent=0.8}
+
+text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
 
 # The curves: every method but full, which is their measure, and minference, which stores everything whatever the
 # budget. layer_table has a table; duo_attention and qfilters take heads and filters from the prompt, elastic a text
@@ -66,15 +71,17 @@ evaluate() {
 for part in "$@"; do
   case $part in
     aware)
-      evaluate --samples "$samples" --tasks "$tasks" --method "$methods${ablations:+,$ablations}" --out "$out/aware"
+      evaluate --samples "$samples" --tasks "$tasks" --out "$out/aware" \
+        --method "$methods${ablations:+,$ablations}${sinks:+,$sinks}"
+      evaluate --samples "$samples" --tasks "$tasks" --method full,h2o --codec bf16,int4 --out "$out/aware-int4"
       ;;
     agnostic)
       evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic"
       ;;
-    budgets)
-      evaluate --samples "$samples" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
-        --budget 5%,10%,20%,40%,60% --method full,oracle,h2o,ada,snapkv,window,random --out "$out/budgets"
-      "$bin/millpond" plot "$out/budgets" --out docs/images --format svg
+    picture)
+      # of the curves, those of the leaderboard
+      "$bin/millpond" plot "$out/curves-aware" --method "${PICTURED:-full,oracle,keydiff,compactor,pyramidkv,ada,snapkv,\
+tova,h2o,streaming,window,random}" --out docs/images --format svg
       ;;
     peers)
       "$bin/millpond" eval-peer --tasks "$tasks" --samples "$samples" --seed 7 --threads "$threads" --out "$out/aware" \
@@ -83,9 +90,10 @@ for part in "$@"; do
     text)
       mkdir -p out
       cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
-      evaluate --samples "$samples" --model pond-text \
-        --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 \
-        --method "$methods${ablations:+,$ablations}" --out "$out/text"
+      text=text:path=out/great_expectations.txt
+      evaluate --samples "${TEXT_SAMPLES:-60}" --model pond-text \
+        --tasks $text:context_len=1024:stride=1280,$text:context_len=3584:stride=4096 \
+        --method "$text_methods${ablations:+,$ablations}${splits:+,$splits}" --out "$out/text"
       ;;
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
@@ -171,7 +179,7 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic budgets text codecs codecs-text peers curves curve-peers" \
+      echo "no part called $part; there are: aware agnostic picture text codecs codecs-text peers curves curve-peers" \
         "curve-merge needles needle-map text-pairs fidelity-text orderings" >&2
       exit 2
       ;;

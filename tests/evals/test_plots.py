@@ -108,7 +108,9 @@ def test_colours_are_told_apart_and_stay() -> None:
     assert colour_of("h2o:recent=0.1") == METHODS["h2o"]
     assert colour_of("someone_elses") == colour_of("someone_elses:a=1")
     assert marker_of("h2o") == marker_of("ada") == "o"
-    assert "o" not in (marker_of("h2o:recent=0.1"), marker_of("h2o", "kvpress 0.5.5"))
+    assert "o" not in (marker_of("h2o:recent=0.1"), marker_of("h2o", "kvpress 0.5.5"), marker_of("keydiff"))
+    board = [*METHODS, "keydiff", "compactor", "pyramidkv", "criticalkv", "chunkkv", "expected_attention"]
+    assert len({(colour_of(name), marker_of(name)) for name in board}) == len(board)
 
 
 def test_the_heat_map_averages_by_depth_and_length() -> None:
@@ -157,6 +159,17 @@ def test_the_command_draws_all_that_there_is(tmp_path: Path, suffix: str, begin:
     for name in names:
         assert (tmp_path / "out" / f"{name}.{suffix}").read_bytes().startswith(begin)
         assert f"{name}.{suffix}" in done.output
+
+
+def test_only_the_methods_asked_for_are_drawn(tmp_path: Path) -> None:
+    save(tmp_path, [FULL, H2O, row("window", "t", 0.1)])
+    done = CliRunner().invoke(app, ["plot", str(tmp_path), "--format", "svg", "--method", "full,h2o"])
+    assert done.exit_code == 0, done.output
+    drawn = (tmp_path / "plots" / "quality-m-aware-7.svg").read_text()
+    assert "h2o" in drawn and "window" not in drawn
+    done = CliRunner().invoke(app, ["plot", str(tmp_path), "--method", "windov"])
+    assert done.exit_code == 2
+    assert "did you mean 'window'" in done.stderr
 
 
 def test_the_command_refuses_what_holds_nothing(tmp_path: Path) -> None:

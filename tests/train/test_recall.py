@@ -95,7 +95,7 @@ def test_training_leaves_a_model_that_loads_and_a_card(tmp_path: Path, monkeypat
     assert torch.nn.utils.parameters_to_vector(loaded.parameters()).equal(_weights(run))
     assert {CHECKPOINT, "log.jsonl", "tokenizer.json"} <= {file.name for file in tmp_path.iterdir()}
     monkeypatch.setattr("millpond.train.recall_card.EXAM_LENGTHS", (160,))
-    monkeypatch.setattr("millpond.train.recall_card.PAPERS", 1)
+    monkeypatch.setattr("millpond.train.recall_card.ASKED", 1)
     monkeypatch.setattr("millpond.train.recall_card.TASKS", ("recall",))
     card = write_card(run, tmp_path, hardware="a test", recipe=TINY)
     assert f"{run.model.num_parameters():,} parameters" in card

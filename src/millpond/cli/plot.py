@@ -17,10 +17,13 @@ def plot(
         Path, typer.Argument(help="What 'millpond eval' wrote, or a folder with *.trace.json.", show_default=False)
     ],
     out: Annotated[Path | None, optional(help="Folder of the pictures. Default: FOLDER/plots.")] = None,
+    method: Annotated[str | None, optional(help="Only these of the run, separated by commas. Default: all.")] = None,
     format: Annotated[Literal["png", "svg", "pdf"], typer.Option(help="Of the pictures.")] = "png",
 ) -> None:
     """Draw quality against bytes, needle heat maps and budgets per head, whichever the folder has numbers for."""
     from millpond.evals.plots.folder import draw_all
+    from millpond.evals.spec import words
 
-    for path in draw_all(folder, out or folder / "plots", format):
+    methods = None if method is None else words(method, "method")
+    for path in draw_all(folder, out or folder / "plots", format, methods):
         output().print(escape(str(path)), soft_wrap=True, highlight=False)

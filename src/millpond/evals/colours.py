@@ -39,9 +39,12 @@ def colour_of(method: str) -> str:
 
 
 def marker_of(method: str, peer: str = "millpond") -> str:
-    """The marker of a line: round for a method as it comes, another where options or the implementation differ."""
-    variant = method.partition(":")[2] + ("" if peer == "millpond" else peer)
-    return MARKERS[1 + zlib.crc32(variant.encode()) % (len(MARKERS) - 1)] if variant else MARKERS[0]
+    """The marker of a line: round for a method that has a colour to itself, as it comes; another for all others."""
+    name, _, variant = method.partition(":")
+    variant += "" if peer == "millpond" else peer
+    if name in METHODS and not variant:
+        return MARKERS[0]
+    return MARKERS[1 + zlib.crc32((variant or name)[::-1].encode()) % (len(MARKERS) - 1)]
 
 
 def water(n: int, dark: bool = False) -> list[str]:

@@ -11,12 +11,12 @@ import transformers
 from millpond.models.pond.exam import TASKS, draw_paper, spell
 from millpond.models.pond.facts import FAMILIES
 from millpond.train.recall_curriculum import LENGTHS, PASS_LEAST, PASS_MEAN, PATIENCE, POLISH, WARM_UP_STAGES
-from millpond.train.recall_eval import QUESTIONS, evaluate_task
+from millpond.train.recall_eval import QUESTIONS, evaluate_task, papers_of
 from millpond.train.recall_model import MAX_POSITIONS
 from millpond.train.recall_run import LogLine, Recipe, Run
 
 EXAM_LENGTHS = (512, 2048, 4096, 8192)
-PAPERS = 16  # a cell; a text of 8,192 tokens takes a CPU some seconds
+ASKED = 128  # questions of a cell; a text of 8,192 tokens takes a CPU some seconds
 SEED = 1001
 
 CARD = """\
@@ -49,8 +49,8 @@ print(tokenizer.decode(model.generate(**inputs)[0]), "|", spell(asked.answer))
 {examples}
 
 ## Right words with the full cache
-Greedy decoding, each question alone after its text, {dtype}; {papers} held-out papers a cell (seed {exam_seed}),
-up to 8 questions each. The texts come from streams that training does not read.
+Greedy decoding, each question alone after its text, {dtype}; {asked} questions a cell about held-out papers
+(seed {exam_seed}), 1 to 8 about each. The texts come from streams that training does not read.
 
 | task | {lengths} |
 |---|{rule}|
@@ -91,7 +91,7 @@ def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None =
         parameters=run.model.num_parameters(),
         dtype=str(run.model.dtype).removeprefix("torch."),
         examples="\n".join(map(_example, TASKS)),
-        papers=PAPERS,
+        asked=ASKED,
         exam_seed=SEED,
         lengths=" | ".join(f"{length:,}" for length in EXAM_LENGTHS),
         rule="---|" * (len(EXAM_LENGTHS) - 1) + "---",
@@ -106,7 +106,10 @@ def write_card(run: Run, folder: Path, *, hardware: str, recipe: Recipe | None =
 def examine(run: Run) -> dict[str, list[float]]:
     """The share of right words per task, one number per length."""
     return {
-        task: [evaluate_task(run.model, task, length=length, papers=PAPERS, seed=SEED) for length in EXAM_LENGTHS]
+        task: [
+            evaluate_task(run.model, task, length=length, papers=papers_of(task, ASKED), seed=SEED)
+            for length in EXAM_LENGTHS
+        ]
         for task in TASKS
     }
 

@@ -11,8 +11,14 @@ from transformers import DynamicCache, PreTrainedModel
 from millpond.models.pond.exam import Paper, draw_paper
 from millpond.models.pond.facts import Asked
 
+MOST_QUESTIONS = 8  # of a paper
 QUESTIONS = {"frequent_words": 1, "common_words": 1, "niah_single": 1, "niah_multiquery": 4, "tracking": 4,
              "copy": 4, "niah_multikey": 4}  # fmt: skip
+
+
+def papers_of(task: str, questions: int) -> int:
+    """How many papers of a task ask at least so many questions."""
+    return -(-questions // QUESTIONS.get(task, MOST_QUESTIONS))
 
 
 @torch.inference_mode()
@@ -24,7 +30,7 @@ def evaluate_task(model: PreTrainedModel, task: str, *, length: int, papers: int
         task: of `millpond.models.pond.exam.TASKS`.
         length: tokens of a paper. papers: how many. seed: names them; the same for every model to be compared.
     """
-    knobs = {"questions": QUESTIONS.get(task, 8)}
+    knobs = {"questions": QUESTIONS.get(task, MOST_QUESTIONS)}
     shares = [share for i in range(papers) for share in _answer(model, draw_paper(task, seed, i, length, knobs))]
     return sum(shares) / len(shares)
 

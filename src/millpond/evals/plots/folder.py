@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from millpond.errors import DataError
+from millpond.errors import DataError, unknown
 from millpond.evals.plots.budgets import budget_map, budgets_of_trace
 from millpond.evals.plots.needle import needle, panels_of
 from millpond.evals.plots.pareto import pareto
 from millpond.evals.plots.quality import quality
 from millpond.evals.plots.style import write
+from millpond.evals.record import Row
 from millpond.evals.results import cell_of, read_rows, read_samples
 from millpond.evals.store import SUMMARY
 from millpond.evals.trace import read_trace
@@ -21,15 +22,20 @@ from millpond.evals.trace import read_trace
 TRACES = "*.trace.json"
 
 
-def draw_all(folder: Path, out: Path, suffix: str = "png") -> list[Path]:
+def draw_all(folder: Path, out: Path, suffix: str = "png", methods: Sequence[str] | None = None) -> list[Path]:
     """Draw what `folder` has numbers for into `out`; returns the files.
+
+    Args:
+        folder: of results. out: of the pictures. suffix: png, svg or pdf.
+        methods: those to draw, as their rows name them (`h2o`, `h2o:sinks=0`); None: all.
 
     Raises:
         DataError: there is nothing to draw, or a file cannot be read.
+        OptionError: the results know no method of that name.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder; name one that millpond eval wrote")
-    found = [*_of_run(folder), *_of_traces(folder)]
+    found = [*_of_run(folder, methods), *_of_traces(folder)]
     if not found:
         raise DataError(
             f"{folder} holds neither a {SUMMARY} with scores nor a {TRACES}; millpond eval --out {folder} or millpond "
@@ -38,10 +44,10 @@ def draw_all(folder: Path, out: Path, suffix: str = "png") -> list[Path]:
     return [write(made, out / f"{name}.{suffix}") for name, made in found]
 
 
-def _of_run(folder: Path) -> Iterator[tuple[str, Figure]]:
+def _of_run(folder: Path, methods: Sequence[str] | None) -> Iterator[tuple[str, Figure]]:
     if not (folder / SUMMARY).exists():
         return
-    rows = read_rows(folder)
+    rows = _chosen(read_rows(folder), methods)
     scored = [row for row in rows if row.score == row.score and row.kv_bytes > 0]
     for setting in dict.fromkeys((row.model, row.protocol, row.seed) for row in scored):
         own = [row for row in scored if (row.model, row.protocol, row.seed) == setting]
@@ -54,6 +60,15 @@ def _of_run(folder: Path) -> Iterator[tuple[str, Figure]]:
     cells = [cell_of(row) for row in rows]
     for (model, task, protocol), panels in panels_of(cells, read_samples(folder)).items():
         yield _name("needle", model, task, protocol), needle(panels, f"{model}: {task} ({protocol})")
+
+
+def _chosen(rows: list[Row], methods: Sequence[str] | None) -> list[Row]:
+    if methods is None:
+        return rows
+    for name in methods:
+        if all(row.method != name for row in rows):
+            raise unknown("method", name, {row.method for row in rows})
+    return [row for row in rows if row.method in methods]
 
 
 def _of_traces(folder: Path) -> Iterator[tuple[str, Figure]]:
