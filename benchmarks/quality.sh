@@ -1,7 +1,7 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic picture text codecs codecs-text peers curves curve-peers
-#                                     curve-merge needles needle-map text-pairs fidelity-text orderings; then
+#   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text codecs codecs-text peers curves
+#                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings; then
 #                                     make docs
 # BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
 # DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
@@ -29,10 +29,6 @@ tasks=${tasks#,}
 methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
 streaming,window,random}
 ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:prefill=greedy,no_heavy,strided,fixed}
-# for the questions also: what the first tokens do to methods that keep or lose them; for text also: another split
-sinks=${SINKS-window:sinks=4,random:sinks=0}
-splits=${SPLITS-h2o:recent=0.8}
-
 text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
 
 # The curves: every method but full, which is their measure, and minference, which stores everything whatever the
@@ -71,9 +67,14 @@ evaluate() {
 for part in "$@"; do
   case $part in
     aware)
-      evaluate --samples "$samples" --tasks "$tasks" --out "$out/aware" \
-        --method "$methods${ablations:+,$ablations}${sinks:+,$sinks}"
-      evaluate --samples "$samples" --tasks "$tasks" --method full,h2o --codec bf16,int4 --out "$out/aware-int4"
+      evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --out "$out/aware"
+      ;;
+    parts)
+      # H2O without some of its parts, and what it does to others to keep the first token or to lose it
+      on=recall:length=1024,niah_multivalue:length=1024,tracking:length=1024,copy:length=1024,frequent_words:length=1024
+      evaluate --samples "${PART_SAMPLES:-100}" --tasks $on --out "$out/../h2o-parts" \
+        --method "full,h2o${ablations:+,$ablations},window,window:sinks=4,random,random:sinks=0"
+      evaluate --samples "${PART_SAMPLES:-100}" --tasks $on --out "$out/../h2o-parts" --method full,h2o --codec int4
       ;;
     agnostic)
       evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic"
@@ -93,7 +94,7 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
       text=text:path=out/great_expectations.txt
       evaluate --samples "${TEXT_SAMPLES:-60}" --model pond-text \
         --tasks $text:context_len=1024:stride=1280,$text:context_len=3584:stride=4096 \
-        --method "$text_methods${ablations:+,$ablations}${splits:+,$splits}" --out "$out/text"
+        --method "$text_methods${ablations:+,$ablations},h2o:recent=0.8" --out "$out/text"
       ;;
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
@@ -179,8 +180,8 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic picture text codecs codecs-text peers curves curve-peers" \
-        "curve-merge needles needle-map text-pairs fidelity-text orderings" >&2
+      echo "no part called $part; there are: aware agnostic parts picture text codecs codecs-text peers curves" \
+        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings" >&2
       exit 2
       ;;
   esac
