@@ -170,6 +170,17 @@ struct GateArgs {
   int64_t m, n, x_row, dtype, act, n_threads;
 };
 
+// out = residual + act(norm(x) times the matrix + bias), all of bf16; with `halves` the matrix has 2 n columns, and it is
+// act(the first n) * the other n.
+struct GemmArgs {
+  const void *x, *weight, *bias;     // (m, k), (n or 2 n, k), as many numbers or null; contiguous
+  const void *norm, *norm_bias;      // (k,) or null: of the rows of x, RMSNorm, or LayerNorm where `centred`
+  const void* residual;              // (m, n), contiguous, or null
+  void* out;                         // (m, n), contiguous
+  int64_t m, k, n, halves, act, centred, n_threads;  // k: a multiple of 32; act: not GELU; 0 for none
+  double eps;
+};
+
 // Regions that hold more than their caps merge: see ops.merge_slots and MergeRule on the Python side.
 struct MergeArgs {
   PoolArgs pool;
