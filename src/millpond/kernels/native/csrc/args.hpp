@@ -104,7 +104,8 @@ struct AttendArgs {
   int64_t table_row;               // stride
   const int32_t* lens;             // (Hkv,)
   const int64_t* members;          // (n_members,): the sequences that share, each at most once
-  float* out;                      // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  void* out;                       // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  int64_t out_dtype;
   float* lse;                      // (S, Hq): likewise, -inf where there is nothing yet
   int64_t n_members, n_heads, n_kv_heads, n_threads;
   double scale, softcap;
