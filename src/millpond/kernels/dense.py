@@ -108,7 +108,7 @@ class Dense:
 
 
 class NativeDense(Dense):
-    """Rows through the native kernels; matrices through torch where there are more rows than memory bounds."""
+    """Rows through the native kernels; matrices of many rows through torch where `native.gemm` does not serve them."""
 
     def __init__(self, few: bool) -> None:
         self._few = few

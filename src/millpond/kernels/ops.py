@@ -322,7 +322,8 @@ def attend(
             float32, both contiguous; changed in place and returned. None: nothing.
 
     Returns:
-        out (S, Hq, value_dim), float32 or as `found` has it; lse (S, Hq) float32, -inf where there is no entry, and then out is 0.
+        out (S, Hq, value_dim), float32 or as `found` has it; lse (S, Hq) float32, -inf where there is no entry, and
+        then out is 0.
 
     Raises:
         OptionError: `found` is not contiguous, of these shapes and dtypes.
