@@ -101,7 +101,8 @@ def test_what_was_found_may_be_of_the_dtype_of_the_queries(impl: ModuleType, dty
     members = torch.tensor([0, 1, 4])
     found, both = (
         impl.attend(
-            q, call.pages, call.table, call.lens, scale=0.3, members=members, found=(out.to(wide, copy=True), lse.clone())
+            q, call.pages, call.table, call.lens, scale=0.3, members=members,
+            found=(out.to(wide, copy=True), lse.clone()),
         )
         for wide in (dtype, torch.float32)
     )  # fmt: skip
