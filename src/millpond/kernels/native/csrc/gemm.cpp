@@ -1,8 +1,8 @@
 // Many rows times a matrix of bf16, with the norm in front of it, and behind it what can be done while the sums are in
 // registers.
 //
-// Rows are taken strip by strip: packed once, a strip stays in the cache while panels of columns pass by, each packed by
-// the thread that multiplies it. Every sum is made in one go along the row, so results do not depend on the threads.
+// Rows are packed first and then taken strip by strip: one stays in the cache while panels of columns pass by, each packed
+// by the thread that multiplies it. Every sum is made in one go along the row, so results do not depend on the threads.
 #include "gate.hpp"
 #include "norm.hpp"
 #include "outer.hpp"
@@ -16,6 +16,7 @@ namespace {
 
 constexpr int ROWS = 12;                          // of a tile: with two vectors of columns 24 sums in registers
 constexpr int64_t STRIP_BYTES = 1536 * 1024;      // of packed rows, about: beside its panel a strip stays close
+constexpr int64_t PACKED_BYTES = 12 * 1024 * 1024;  // of rows that are packed at once: whole strips
 constexpr int SHORTEST_STRIP = 384;               // rows, at least: what packing a panel is worth
 
 MP_INLINE vf rounded(vf x) {
@@ -140,31 +141,36 @@ void Gemm::panel(int64_t first, int64_t end, int64_t column, const bf16* rows, c
   }
 }
 
+// Two loops over the threads for all strips that are packed together: each end of a loop waits for the last thread.
 int Gemm::run() {
-  const int64_t panels = (a_.n + columns_ - 1) / columns_, strip_bytes = round_up(int64_t(strip_) * a_.k * 2, 4096);
+  const int64_t panels = (a_.n + columns_ - 1) / columns_, strip_bytes = int64_t(strip_) * a_.k * 2;
+  const int64_t together = std::min<int64_t>(strips_, std::max<int64_t>(1, PACKED_BYTES / strip_bytes));
+  const int64_t packed_bytes = round_up(together * strip_bytes, 4096), rows = together * strip_;
   const int64_t room_bytes = round_up(std::max<int64_t>(TILE * a_.k * 2, a_.k * 4 + ROWS * a_.k * 2), 4096);
   static thread_local Workspace workspace;
-  char* memory = workspace.get(strip_bytes + a_.n_threads * room_bytes);
+  char* memory = workspace.get(packed_bytes + a_.n_threads * room_bytes);
   if (memory == nullptr) return 1;
   bf16* packed = reinterpret_cast<bf16*>(memory);
-  for (int64_t first = 0; first < a_.m; first += strip_) {
-    const int64_t end = std::min<int64_t>(first + strip_, a_.m), tiles = (end - first + ROWS - 1) / ROWS;
+  for (int64_t first = 0; first < a_.m; first += rows) {
+    const int64_t end = std::min<int64_t>(first + rows, a_.m), tiles = (end - first + ROWS - 1) / ROWS;
     std::atomic<int64_t> next{0};
     auto pack = [&](int thread) {
-      float* wide = reinterpret_cast<float*>(memory + strip_bytes + thread * room_bytes);
+      float* wide = reinterpret_cast<float*>(memory + packed_bytes + thread * room_bytes);
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;)
         pack_rows(first + i * ROWS, packed + i * ROWS * a_.k, wide, reinterpret_cast<bf16*>(wide + k_));
     };
     parallel(int(std::min(tiles, a_.n_threads)), pack);
     next = 0;
+    const int64_t items = (end - first + strip_ - 1) / strip_ * panels;
     auto multiply = [&](int thread) {
-      bf16* columns = reinterpret_cast<bf16*>(memory + strip_bytes + thread * room_bytes);
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < panels;) {
-        pack_columns(i * columns_, columns);
-        panel(first, end, i * columns_, packed, columns);
+      bf16* columns = reinterpret_cast<bf16*>(memory + packed_bytes + thread * room_bytes);
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+        const int64_t at = i / panels * strip_, column = i % panels * columns_;
+        pack_columns(column, columns);
+        panel(first + at, std::min(first + at + strip_, end), column, packed + at * a_.k, columns);
       }
     };
-    parallel(int(std::min(panels, a_.n_threads)), multiply);
+    parallel(int(std::min(items, a_.n_threads)), multiply);
   }
   return 0;
 }
