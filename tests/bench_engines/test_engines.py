@@ -115,6 +115,20 @@ def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
             child.ask({"hello": True})
 
 
+def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
+    hanging = tmp_path / "hanging.py"
+    hanging.write_text("""import time; print('{"versions": "1"}', flush=True); time.sleep(600)""")
+    with Child("x", Path(sys.executable), hanging, "nobody", timeout_s=60) as child:
+        child._timeout_s = 0.2  # starting may take longer on a busy machine
+        with pytest.raises(PeerError, match=r"the x process gave no answer within 0\.2 s and was ended"):
+            child.ask({"load": {}})
+        with pytest.raises(PeerError, match="x process"):
+            child.ask({"load": {}})
+    hanging.write_text("import time; time.sleep(600)")
+    with pytest.raises(ConversionError, match=r"hanging\.py was not done within 0\.2 s"):
+        Weights(SHAPE, 0, tmp_path, timeout_s=0.2).converted("x", Path(sys.executable), hanging)
+
+
 def test_ratios_are_within_a_turn() -> None:
     def entry(times: dict[int, float]) -> Entry:
         made = Entry(fake("any", Path()), Child("any", Path("/nowhere"), Path(), ""))

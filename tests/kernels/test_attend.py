@@ -93,6 +93,24 @@ def test_what_was_found_elsewhere_is_put_together_as_in_the_reference(
     assert torch.equal(both[others], lse[others])
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_was_found_may_be_of_the_dtype_of_the_queries(impl: ModuleType, dtype: torch.dtype) -> None:
+    call = Case([45, 20], 1, 2, 2, 40, 80, 8, dtype).build()
+    q, out, lse = torch.randn(5, 4, 40).to(dtype), torch.randn(5, 4, 80).to(dtype), torch.randn(5, 4)
+    members = torch.tensor([0, 1, 4])
+    found, both = (
+        impl.attend(
+            q, call.pages, call.table, call.lens, scale=0.3, members=members,
+            found=(out.to(wide, copy=True), lse.clone()),
+        )
+        for wide in (dtype, torch.float32)
+    )  # fmt: skip
+    assert found[0].dtype is dtype
+    assert torch.equal(found[0], both[0].to(dtype))
+    assert torch.equal(found[1], both[1])
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_threads_change_no_bit(dtype: torch.dtype) -> None:

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import Any, Self
 
 from millpond.errors import MillpondError
+
+#: Seconds that a child may take for an answer, by default.
+TIMEOUT_S = 3600.0
+#: Seconds in which it should end once nothing more is asked.
+END_S = 30.0
 
 
 class PeerError(MillpondError):
@@ -24,13 +31,17 @@ class Child:
     Args:
         name: of the peer, as reports show it. python: of its environment. script: what answers.
         made_by: the script that makes the environment, for the reason why there is none.
+        timeout_s: of each answer; a child that takes longer is ended.
 
     Attributes:
         note: its versions, or why it was skipped.
     """
 
-    def __init__(self, name: str, python: Path, script: Path, made_by: str) -> None:
+    def __init__(
+        self, name: str, python: Path, script: Path, made_by: str, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.name = name
+        self._timeout_s = timeout_s
         self._child: subprocess.Popen[str] | None = None
         self.note = ""
         if not python.exists():
@@ -57,18 +68,29 @@ class Child:
         """One request, one answer.
 
         Raises:
-            PeerError: the child is gone, or it answered with an error.
+            PeerError: the child is gone, was ended since it took too long, or answered with an error.
         """
-        if self._child is None or self._child.stdin is None or self._child.stdout is None:
+        child = self._child
+        if child is None or child.stdin is None or child.stdout is None:
             raise PeerError(self.note or f"the {self.name} process is closed")
+        late: list[str] = []
+
+        def end() -> None:
+            late.append(f"the {self.name} process gave no answer within {self._timeout_s:g} s and was ended")
+            child.kill()
+
+        timer = Timer(self._timeout_s, end)
+        timer.start()
         try:
-            self._child.stdin.write(json.dumps(request) + "\n")
-            self._child.stdin.flush()
-            line = self._child.stdout.readline()
+            child.stdin.write(json.dumps(request) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
         except OSError as error:
-            raise PeerError(f"the {self.name} process is gone ({error})") from error
+            raise PeerError(late[0] if late else f"the {self.name} process is gone ({error})") from error
+        finally:
+            timer.cancel()
         if not line:
-            raise PeerError(f"the {self.name} process ended without an answer")
+            raise PeerError(late[0] if late else f"the {self.name} process ended without an answer")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(str(answer["error"]))
@@ -79,10 +101,15 @@ class Child:
         if self._child is not None:
             child, self._child = self._child, None
             if child.stdin is not None:
-                child.stdin.close()
+                with suppress(BrokenPipeError):  # it was ended before it had read everything
+                    child.stdin.close()
             if child.stdout is not None:
                 child.stdout.close()
-            child.wait(timeout=30)
+            try:
+                child.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
 
     def __enter__(self) -> Self:
         return self

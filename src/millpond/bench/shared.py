@@ -50,8 +50,7 @@ def two_phases(setup: DecodeSetup) -> Callable[[int], Callable[[], object]]:
             )  # fmt: skip
             if not shared:
                 return out
-            found = (out.float(), lse)
-            return ops.attend(q, pages, common, count, scale=scale, members=members, found=found)[0].to(q.dtype)
+            return ops.attend(q, pages, common, count, scale=scale, members=members, found=(out, lse))[0]
 
         return call
 

@@ -82,10 +82,9 @@ class Attention:
             q, k, v, table.pool.arrays, runs.own, lens, table.caps, table.recent, q_pos, KEEP_ALL, **self.shape.kwargs
         )
         table.lens.copy_(lens + runs.taken)
-        together = out.float()
-        runs.attend(q, together, lse, self.shape)
+        out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
-        return together.masked_fill(idle[..., None], 0).to(q.dtype), lse.masked_fill(idle, -torch.inf)
+        return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
         """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""

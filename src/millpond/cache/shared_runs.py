@@ -68,17 +68,22 @@ class SharedRuns:
         runs = list(_runs(ids, full, tuple(range(len(ids))), 0, arrays.slots))
         return cls(runs, ids, arrays) if runs else None
 
-    def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> None:
-        """Put together, in place, what queries q (S, Hq, key_dim) find in the runs and what they found elsewhere.
+    def attend(self, q: Tensor, out: Tensor, lse: Tensor, shape: AttentionShape) -> Tensor:
+        """What queries q (S, Hq, key_dim) find in the runs, put together with what they found elsewhere.
 
         Args:
-            out: (S, Hq, value_dim) float32. lse: (S, Hq) float32.
+            out: (S, Hq, value_dim) of q's dtype, contiguous; used up. lse: (S, Hq) float32; becomes that of all.
+
+        Returns:
+            (S, Hq, value_dim), of q's dtype: several runs are put together in float32.
         """
+        together = out if len(self._calls) == 1 else out.float()
         for members, pages, lens in self._calls:
             ops.attend(
                 q, self._arrays, pages, lens, scale=shape.scale, softcap=shape.softcap, members=members,
-                found=(out, lse),
+                found=(together, lse),
             )  # fmt: skip
+        return together.to(out.dtype)
 
 
 def _runs(

@@ -33,6 +33,9 @@ def engines(
     llamacpp: Annotated[
         Path, typer.Option(help="Python of an environment with llama.cpp (benchmarks/llamacpp_env.sh).")
     ] = LLAMACPP,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that an engine may take to start, to convert or load, or for a run.")
+    ] = 3600.0,
     folder: Annotated[Path, typer.Option(help="Keep the models here.")] = Path("build/engines"),
     out: Annotated[Path | None, optional(help="Write JSON and Markdown here.")] = None,
 ) -> None:
@@ -49,7 +52,7 @@ def engines(
     base = QUICK if quick else Plan()
     plan = replace(
         base, cells=parse_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
-        repeats=repeats or base.repeats, threads=threads, seed=seed,
+        repeats=repeats or base.repeats, threads=threads, seed=seed, timeout_s=timeout,
     )  # fmt: skip
     names, codecs = _names(methods), _names(codec)
     everyone = contestants.ours(names, codecs, budget)

@@ -108,7 +108,7 @@ class Dense:
 
 
 class NativeDense(Dense):
-    """Rows through the native kernels; matrices through torch where there are more rows than memory bounds."""
+    """Rows through the native kernels; matrices of many rows through torch where `native.gemm` does not serve them."""
 
     def __init__(self, few: bool) -> None:
         self._few = few
@@ -118,19 +118,34 @@ class NativeDense(Dense):
         return native.norm(x, weight, bias, eps=eps, centred=centred)
 
     def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
-        return projection.few(x) if self._few else super().apart(x, projection)
+        if self._few:
+            return projection.few(x)
+        whole = projection.whole
+        if whole is None or not native.gemm_serves(x, whole[0]):
+            return super().apart(x, projection)
+        together = native.gemm(x, *whole, norm=projection.norm)
+        return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
         if self._few:
             return projection.few(x)[0]
-        act, whole = projection.act, projection.whole
-        if act is None or act is Gate.GELU or whole is None or len(projection.parts) != 2:  # torch's erf is the faster
+        act, whole, halves = projection.act, projection.whole, len(projection.parts) == 2
+        if act is None or act is Gate.GELU or whole is None:  # torch's erf is the faster
+            return super().activated(x, projection)
+        if native.gemm_serves(x, whole[0]):
+            return native.gemm(x, *whole, norm=projection.norm, act=act, halves=halves)
+        if not halves:
             return super().activated(x, projection)
         x = x if projection.norm is None else self.norm(x, projection.norm)
         return native.gate(functional.linear(x, *whole), act)
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
-        return projection.few(x, residual)[0] if self._few else super().added(x, projection, residual)
+        if self._few:
+            return projection.few(x, residual)[0]
+        ((weight, bias),) = projection.parts
+        if not native.gemm_serves(x, weight):
+            return super().added(x, projection, residual)
+        return native.gemm(x, weight, bias, residual=residual)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         native.rotate_(q, k, cos, sin)

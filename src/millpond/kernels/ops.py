@@ -318,18 +318,20 @@ def attend(
         pages: the pool's memory, only read. table: (Hkv, n) int32 page ids. lens: (Hkv,) int32.
         scale, softcap: as in `decode`.
         members: (n,) int64, the sequences that share the entries and see every one, each once; None: all.
-        found: what queries found in other entries, out (S, Hq, value_dim) float32 and lse (S, Hq) float32, both
-            contiguous; changed in place and returned. None: nothing.
+        found: what queries found in other entries, out (S, Hq, value_dim) float32 or of the dtype of q, and lse (S, Hq)
+            float32, both contiguous; changed in place and returned. None: nothing.
 
     Returns:
-        out (S, Hq, value_dim) float32; lse (S, Hq) float32, -inf where there is no entry, and then out is 0.
+        out (S, Hq, value_dim), float32 or as `found` has it; lse (S, Hq) float32, -inf where there is no entry, and
+        then out is 0.
 
     Raises:
-        OptionError: `found` is not contiguous float32 of these shapes.
+        OptionError: `found` is not contiguous, of these shapes and dtypes.
     """
     shape = (*q.shape[:2], pages.value_dim)
     for x, wanted in () if found is None else ((found[0], shape), (found[1], shape[:2])):
-        if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous():
+        dtypes = (torch.float32, q.dtype) if wanted is shape else (torch.float32,)
+        if x.shape != wanted or x.dtype not in dtypes or not x.is_contiguous():
             raise OptionError(
                 f"what queries found is contiguous float32 of shape {tuple(wanted)}, not {x.dtype} of {tuple(x.shape)} "
                 f"with strides {x.stride()}; make it .float().contiguous()"

@@ -306,7 +306,9 @@ def attend(
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
     shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
     out, lse = nothing_found(q, pages.value_dim) if found is None else found
-    out[chosen], lse[chosen] = lse_merge(out[chosen], lse[chosen], shared, shared_lse.flatten(0, 1).T.float())
+    before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
+    merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
+    out[chosen] = merged.to(out.dtype)
     return out, lse
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.bench.candidates import TINY, ModelShape, draw_prompts
-from millpond.bench.child import Child, PeerError
+from millpond.bench.child import TIMEOUT_S, Child, PeerError
 from millpond.bench.engines.contestants import Contestant
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.machine import describe_machine
@@ -27,7 +27,7 @@ PAUSE = 0.2  #: seconds in which the threads of the engine before go to sleep
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """What is measured. timeout_s: that an engine may take to start, to load, or for one reading."""
 
     shape: ModelShape = field(default_factory=ModelShape)
     cells: tuple[tuple[int, int], ...] = ((1, 2048), (4, 2048), (1, 8192), (16, 2048))  # (batch, prompt)
@@ -35,6 +35,7 @@ class Plan:
     repeats: int = 3
     threads: int = 2
     seed: int = 0
+    timeout_s: float = TIMEOUT_S
 
 
 QUICK = Plan(shape=TINY, cells=((1, 512), (2, 512)), new_tokens=8, repeats=2)
@@ -87,7 +88,7 @@ def run(
 
     Models are kept in `folder`. After each cell `keep` is handed what is known so far.
     """
-    weights, machine = Weights(plan.shape, plan.seed, folder), describe_machine()
+    weights, machine = Weights(plan.shape, plan.seed, folder, plan.timeout_s), describe_machine()
     notes: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     data = {
@@ -113,9 +114,8 @@ def _cell(
         for contestant in contestants:
             progress(f"{where}: starting {contestant.label}")
             kind = contestant.kind
-            entries.append(
-                Entry(contestant, stack.enter_context(Child(kind.name, kind.python, kind.script, kind.made_by)))
-            )
+            child = Child(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
+            entries.append(Entry(contestant, stack.enter_context(child)))
             notes[kind.name] = entries[-1].child.note
             _load(entries[-1], plan, weights, batch, prompt)
         for turn in range(-1, plan.repeats):

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from millpond.bench.candidates import ModelShape
+from millpond.bench.child import TIMEOUT_S
 from millpond.errors import MillpondError
 
 SCRIPTS = Path("benchmarks")  #: of the repository, as seen from its root
@@ -22,11 +23,15 @@ class ConversionError(MillpondError):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's files below `folder`: made when they are asked for, and kept for later runs."""
+    """A model's files below `folder`: made when they are asked for, and kept for later runs.
+
+    timeout_s: that a conversion may take.
+    """
 
     shape: ModelShape
     seed: int
     folder: Path
+    timeout_s: float = TIMEOUT_S
 
     @property
     def root(self) -> Path:
@@ -49,13 +54,17 @@ class Weights:
         """What `script FROM TO`, run by `python`, makes of the saved model, at TO.
 
         Raises:
-            ConversionError: the script failed; the last line that it wrote says why.
+            ConversionError: the script failed, and the last line that it wrote says why; or it took too long.
         """
         target, source = self.root / name, self.saved()
         if not target.exists():
             part = _fresh(target)
             command = [str(python), "-W", "ignore", str(script), str(source), str(part)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self.timeout_s)
+            except subprocess.TimeoutExpired as error:
+                late = f"{script.name} was not done within {self.timeout_s:g} s and was ended"
+                raise ConversionError(late) from error
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise ConversionError(f"{script.name} failed: {last}")

@@ -18,7 +18,7 @@ from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
-from millpond.kernels.native.rows import Linears, gate, norm, rotate_
+from millpond.kernels.native.rows import Linears, gate, gemm, gemm_serves, norm, rotate_
 
 __all__ = [
     "Linears",
@@ -28,6 +28,8 @@ __all__ = [
     "attend",
     "decode",
     "gate",
+    "gemm",
+    "gemm_serves",
     "is_available",
     "isa",
     "linear",

@@ -17,7 +17,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/args.hpp
 DECODE = Struct("=44q3d").pack
-ATTEND = Struct("=22q2d").pack
+ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
 PREFILL = Struct("=32q2d").pack
@@ -126,14 +126,14 @@ def attend(
     q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, members: Tensor, out: Tensor, lse: Tensor, pool: list[int],
     scale: float, softcap: float,
 ) -> None:  # fmt: skip
-    """`out` and `lse`, contiguous float32, become those over the entries and what they were of."""
+    """`out` and `lse`, contiguous, lse float32, become those over the entries and what they were of."""
     q, table, lens = _rows(q), _flat(table), _flat(lens)
     if not len(members) or not table.numel():
         return
     failed = entry_point("mp_attend")(ATTEND(
         bases.data_ptr(), bases.shape[1], *pool, q.data_ptr(), DTYPES[q.dtype], *q.stride()[:2],
-        table.data_ptr(), table.stride(0), lens.data_ptr(), members.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        len(members), q.shape[1], len(table), torch.get_num_threads(), scale, softcap,
+        table.data_ptr(), table.stride(0), lens.data_ptr(), members.data_ptr(), out.data_ptr(), DTYPES[out.dtype],
+        lse.data_ptr(), len(members), q.shape[1], len(table), torch.get_num_threads(), scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the attention to shared entries")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from struct import Struct
 
 import torch
 from torch import Tensor
 
+from millpond.kernels.native import library
 from millpond.kernels.native.calls import DTYPES, entry_point
 
 #: the order of fields is that of csrc/args.hpp
@@ -16,6 +18,9 @@ LINEAR_SAME = Struct("=23qd").pack
 ROTATE = Struct("=15q").pack
 NORM = Struct("=14qd").pack
 GATE = Struct("=8q").pack
+GEMM = Struct("=14qd").pack
+#: Fewer rows are not worth packing the matrix for: torch's kernels pack less.
+MANY_ROWS = 96
 
 
 class Linears:
@@ -114,3 +119,50 @@ def gate(x: Tensor, act: int) -> Tensor:
     if failed:
         raise MemoryError("no memory for the work space of the gate")
     return out
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, Tensor | None, float, bool] | None = None,
+    residual: Tensor | None = None,
+    act: int = 0,
+    halves: bool = False,
+) -> Tensor:
+    """act(norm(x) weight^T + bias) + residual of many rows: x (N, k), weight (n, k), bias (n,), residual (N, n).
+
+    All of bf16 and contiguous, where `gemm_serves`. Each step is rounded as a layer of its own would; act: a `Gate`
+    but GELU, 0 for none.
+
+    Args:
+        norm: weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
+        halves: weight (2 n, k), bias (2 n,): act(first half) * second half.
+    """
+    x = x.contiguous()
+    n = len(weight) // 2 if halves else len(weight)
+    out = torch.empty((len(x), n), dtype=x.dtype)
+    scale, shift, eps, centred = norm or (None, None, 0.0, False)
+    optional = (0 if t is None else t.data_ptr() for t in (bias, scale, shift, residual))
+    failed = entry_point("mp_gemm")(GEMM(
+        x.data_ptr(), weight.data_ptr(), *optional, out.data_ptr(), len(x), x.shape[1], n, halves, act, centred,
+        torch.get_num_threads(), eps,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the matrix kernel")
+    return out
+
+
+def gemm_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gemm` takes these rows and is the faster: torch's is where the hardware has whole tiles (AMX)."""
+    return (
+        x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and x.shape[1] % 32 == 0
+        and len(x) >= MANY_ROWS and weight.is_contiguous() and _multiplies_pairs()
+    )  # fmt: skip
+
+
+@cache
+def _multiplies_pairs() -> bool:
+    loaded = library.load()
+    return loaded is not None and loaded[0] == "v4bf16" and not torch.cpu._is_amx_tile_supported()

@@ -13,6 +13,7 @@ from millpond.errors import UnsupportedModelError
 from millpond.models.lean.decoder import Decoder
 from millpond.models.lean.fuse import fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
+from millpond.models.lean.mapped import Mapped
 from millpond.models.lean.watch import Watch
 
 _LLAMA = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -55,9 +56,15 @@ def describe(model: PreTrainedModel) -> Described:
     found = [block_of(layer, fusable) for layer in base.layers]
     _check_weights(model)
     several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
-    own(model.modules(), but=(weight for parts in several for part in parts for weight in part))
-    blocks = tuple(block_of(layer, together) for layer in base.layers)
-    decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **ends)
+    fused = [weight for parts in several for part in parts for weight in part]
+    mapped, blocks = Mapped(), []
+    for layer in base.layers:
+        with mapped.moving(layer.parameters()):
+            own(layer.modules(), but=fused)
+            blocks.append(block_of(layer, together))
+    with mapped.moving(model.parameters()):
+        own(model.modules(), but=fused)
+    decoder = Decoder(blocks=tuple(blocks), head=(head.weight, head.bias), **ends)
     return Described(decoder, Watch(model.modules()), tuple(base.layers))
 
 

@@ -104,7 +104,8 @@ struct AttendArgs {
   int64_t table_row;               // stride
   const int32_t* lens;             // (Hkv,)
   const int64_t* members;          // (n_members,): the sequences that share, each at most once
-  float* out;                      // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  void* out;                       // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  int64_t out_dtype;
   float* lse;                      // (S, Hq): likewise, -inf where there is nothing yet
   int64_t n_members, n_heads, n_kv_heads, n_threads;
   double scale, softcap;
@@ -168,6 +169,17 @@ struct GateArgs {
   const void* x;  // (m, 2 n), contiguous rows
   void* out;      // (m, n), contiguous
   int64_t m, n, x_row, dtype, act, n_threads;
+};
+
+// out = residual + act(norm(x) times the matrix + bias), all of bf16; with `halves` the matrix has 2 n columns, and it is
+// act(the first n) * the other n.
+struct GemmArgs {
+  const void *x, *weight, *bias;     // (m, k), (n or 2 n, k), as many numbers or null; contiguous
+  const void *norm, *norm_bias;      // (k,) or null: of the rows of x, RMSNorm, or LayerNorm where `centred`
+  const void* residual;              // (m, n), contiguous, or null
+  void* out;                         // (m, n), contiguous
+  int64_t m, k, n, halves, act, centred, n_threads;  // k: a multiple of 32; act: not GELU; 0 for none
+  double eps;
 };
 
 // Regions that hold more than their caps merge: see ops.merge_slots and MergeRule on the Python side.

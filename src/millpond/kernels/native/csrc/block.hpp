@@ -50,6 +50,7 @@ class Block {
   void load_queries();
   void multiply_keys(float* logits, int at, int n);
   void soften(float* logits, int at, int n, int chunk);
+  void fade(int r, float before, float added);
   void multiply_values(const float* logits, int at, int n);
   template <bool kMax>
   void add_chunk(const float* weights, float* sums) const;
@@ -91,22 +92,36 @@ void Block<T>::soften(float* logits, int at, int n, int chunk) {
   const float scale = float(p_.a.scale);
   const float* bias = p_.biased() && at < p_.n_past ? packed_.biases + at : nullptr;
   const bool plain = !masked && bias == nullptr && p_.a.softcap == 0 && scale > 0;
-  for (int r = 0; r < n_; ++r) {
-    float* s = logits + r * COLUMNS;
-    if (!plain)
-      settle_logits(s, n, scale, float(p_.a.softcap), bias, masked ? packed_.positions + at : nullptr,
-                    Sight(p_.a.window, p_.a.q_pos[first_ + r / p_.group]));
-    T* weights = sizeof(T) == 4 ? reinterpret_cast<T*>(s) : r_.weights + r * COLUMNS;
-    const float before = r_.top[r];
-    const float added = mp::soften(s, weights, n, plain ? scale * LOG2_E : 1.0f, keeps() && sizeof(T) != 4, r_.top[r]);
-    if (before != r_.top[r]) {
-      const vf factor = exp2(splat(before - r_.top[r]));
-      r_.total[r] *= factor[0];
-      float* o = r_.out + r * p_.value_pad;
-      for (int d = 0; d < p_.value_pad; d += W) store(o + d, load(o + d) * factor);
-    }
-    r_.total[r] += added;
+  for (int r = 0; r < n_ && !plain; ++r)
+    settle_logits(logits + r * COLUMNS, n, scale, float(p_.a.softcap), bias, masked ? packed_.positions + at : nullptr,
+                  Sight(p_.a.window, p_.a.q_pos[first_ + r / p_.group]));
+  T* weights = sizeof(T) == 4 ? reinterpret_cast<T*>(logits) : r_.weights;
+  const float unit = plain ? scale * LOG2_E : 1.0f;
+  const bool keep = keeps() && sizeof(T) != 4;
+  for (int r = 0; r < n_; r += 4) {
+    float *s = logits + r * COLUMNS, *top = r_.top + r, before[4], added[4];
+    T* w = weights + r * COLUMNS;
+    const int rows = std::min(4, n_ - r);
+    std::copy(top, top + rows, before);
+    if (rows == 4)
+      mp::soften<4>(s, COLUMNS, w, COLUMNS, n, unit, keep, top, added);
+    else
+      for (int i = 0; i < rows; ++i)
+        mp::soften<1>(s + i * COLUMNS, COLUMNS, w + i * COLUMNS, COLUMNS, n, unit, keep, top + i, added + i);
+    for (int i = 0; i < rows; ++i) fade(r + i, before[i], added[i]);
   }
+}
+
+// What came before a chunk, rescaled to the new maximum, and the weights that the chunk adds.
+template <class T>
+MP_INLINE void Block<T>::fade(int r, float before, float added) {
+  if (before != r_.top[r]) {
+    const vf factor = exp2(splat(before - r_.top[r]));
+    r_.total[r] *= factor[0];
+    float* o = r_.out + r * p_.value_pad;
+    for (int d = 0; d < p_.value_pad; d += W) store(o + d, load(o + d) * factor);
+  }
+  r_.total[r] += added;
 }
 
 template <class T>

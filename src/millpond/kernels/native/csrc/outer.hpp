@@ -31,7 +31,7 @@ MP_INLINE void add_products(const T* left, int64_t row, int64_t step, const T* r
     typename I::V b[C];
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) b[c] = I::right(right + c * W * I::STEP);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const typename I::V a = I::left(left + r * row);
 #pragma GCC unroll 2

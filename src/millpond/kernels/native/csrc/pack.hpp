@@ -7,6 +7,7 @@
 #include "pages.hpp"
 #include "soften.hpp"
 #include "tile.hpp"
+#include "transpose.hpp"
 #include "workspace.hpp"
 
 namespace mp {
@@ -80,14 +81,6 @@ template <class T>
 inline void load_row(T* to, const void* from, int64_t dtype, int dim, int pad) {
   copy_row(to, Prompt<T>::DTYPE, from, dtype, dim);
   std::memset(to + dim, 0, size_t(pad - dim) * sizeof(T));
-}
-
-// Rows as T: (n, pad) to steps x n columns. What one step takes of a row has 4 bytes, in either type.
-inline void transpose(const void* rows, void* to, int n, int steps) {
-  const uint32_t* from = static_cast<const uint32_t*>(rows);
-  uint32_t* out = static_cast<uint32_t*>(to);
-  for (int s = 0; s < steps; ++s)
-    for (int c = 0; c < n; ++c) out[s * n + c] = from[c * steps + s];
 }
 
 // STEP rows of TILE numbers, neighbours of a column side by side.

@@ -26,6 +26,7 @@ class Shared {
   void plan();
   void unit(int index, const SharedRoom<T>& room);
   void reduce(int head, int first, int n, int index);
+  void add_found(void* out, float factor, float* sum) const;
   Found found(int index) const {
     return Found(together_, c_.value_pad, found_ + index * Found::bytes(together_, c_.value_pad));
   }
@@ -55,31 +56,42 @@ void Shared<T>::unit(int index, const SharedRoom<T>& room) {
   if (left_[part].fetch_sub(1, std::memory_order_acq_rel) == 1) reduce(head, first, n, part * ranges_);
 }
 
-// The ranges of some rows, and what these found elsewhere. `index`: of the unit of the first range.
+// The ranges of some rows, and what these found elsewhere, put together in the first range's place. `index`: of the unit
+// of that range.
 template <class T>
 void Shared<T>::reduce(int head, int first, int n, int index) {
   const int used = (int(c_.a.lens[head]) + range_ - 1) / range_;
   for (int row = 0; row < n; ++row) {
     const int64_t result = c_.result(head, first + row);
-    float* out = c_.a.out + result * c_.value_dim;
     float &lse = c_.a.lse[result], top = lse * LOG2_E;
     for (int i = 0; i < used; ++i) top = std::max(top, found(index + i).top[row]);
     if (used == 0 || top <= NOTHING) continue;
     const float before = exp2(splat(lse * LOG2_E - top))[0];
     float total = before;
     for (int i = 0; i < used; ++i) total += exp2(splat(found(index + i).top[row] - top))[0] * found(index + i).total[row];
-    const auto add = [&](float factor, const float* from) {
-      int d = 0;
-      for (; d + W <= c_.value_dim; d += W) store(out + d, load(out + d) + load(from + d) * factor);
-      for (; d < c_.value_dim; ++d) out[d] += from[d] * factor;
-    };
-    for (int d = 0; d < c_.value_dim; ++d) out[d] *= before / total;
+    float* sum = found(index).out + int64_t(row) * c_.value_pad;
     for (int i = 0; i < used; ++i) {
       const Found f = found(index + i);
-      add(exp2(splat(f.top[row] - top))[0] / total, f.out + int64_t(row) * c_.value_pad);
+      const float factor = exp2(splat(f.top[row] - top))[0] / total, *from = f.out + int64_t(row) * c_.value_pad;
+      for (int d = 0; d < c_.value_pad; d += W) store(sum + d, (i > 0 ? load(sum + d) : vf{}) + load(from + d) * factor);
     }
+    char* out = static_cast<char*>(c_.a.out) + result * c_.value_dim * dtype_bytes(c_.a.out_dtype);
+    add_found(out, before / total, sum);
     lse = (top + std::log2(total)) / LOG2_E;
   }
+}
+
+// sum += factor * what stands at `out`, which it replaces.
+template <class T>
+void Shared<T>::add_found(void* out, float factor, float* sum) const {
+  constexpr int PART = 64;
+  float part[PART];
+  for (int d = 0; d < c_.value_dim && factor != 0; d += PART) {
+    const int n = std::min(PART, c_.value_dim - d);
+    widen(part, offset(out, c_.a.out_dtype, d), c_.a.out_dtype, n);
+    for (int i = 0; i < n; ++i) sum[d + i] += part[i] * factor;
+  }
+  narrow(out, c_.a.out_dtype, sum, c_.value_dim);
 }
 
 template <class T>

@@ -196,4 +196,19 @@ MP_INLINE float max(vf v) {
 #endif
 }
 
+// (max a, max b, max c, max d).
+MP_INLINE v4f max4(vf a, vf b, vf c, vf d) {
+#if defined(__AVX512F__)
+  const auto most = [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); };
+  const __m512 ab = most(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  const __m512 cd = most(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  const __m512 all = most(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return (v4f)_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  return v4f{max(a), max(b), max(c), max(d)};
+#endif
+}
+
 }  // namespace mp

@@ -44,21 +44,30 @@ MP_INLINE void put(bf16* to, vf x) {
 }
 #endif
 
-// Weights 2^(scale * s - top) to `weights`, and to s itself if `keep`. Raises `top` to the maximum; returns the sum of
-// the weights. scale > 0; n: a multiple of W.
-template <class T>
-float soften(float* s, T* weights, int n, float scale, bool keep, float& top) {
-  vf best = load(s);
-  for (int i = W; i < n; i += W) best = vmax(load(s + i), best);
-  top = std::max(top, max(best) * scale);
-  vf total{};
-  for (int i = 0; i < n; i += W) {
-    const vf weight = exp2(load(s + i) * scale - top);
-    total += weight;
-    put(weights + i, weight);
-    if (keep) store(s + i, weight);
-  }
-  return sum(total);
+// Weights 2^(scale * s - top) of R <= 4 rows to `weights`, and to s itself if `keep`. Raises `top` (R,) to the maxima;
+// `sums` (R,): those of the weights. scale > 0; n: a multiple of W. Rows go together since each waits for its maximum.
+template <int R, class T>
+void soften(float* s, int64_t s_row, T* weights, int64_t w_row, int n, float scale, bool keep, float* top, float* sums) {
+  vf best[4], total[4];
+  for (int r = 0; r < 4; ++r) best[r] = load(s + (r < R ? r : 0) * s_row), total[r] = vf{};
+  for (int i = W; i < n; i += W)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) best[r] = vmax(load(s + r * s_row + i), best[r]);
+  const v4f most = max4(best[0], best[1], best[2], best[3]);
+  vf tops[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) top[r] = std::max(top[r], most[r] * scale), tops[r] = splat(top[r]);
+  for (int i = 0; i < n; i += W)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf weight = exp2(load(s + r * s_row + i) * scale - tops[r]);
+      total[r] += weight;
+      put(weights + r * w_row + i, weight);
+      if (keep) store(s + r * s_row + i, weight);
+    }
+  const v4f added = sum4(total[0], total[1], total[2], total[3]);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sums[r] = added[r];
 }
 
 }  // namespace mp

@@ -1,0 +1,54 @@
+"""Mapped: what was copied out of a mapped file leaves memory at once, and not only when all of the file was copied."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+_SMAPS = Path("/proc/self/smaps")
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) ")
+_DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that nobody wrote to are read again where they are needed
+
+
+class Mapped:
+    """The memory of this process that shows files which it has not written to, as it is now; none but on Linux."""
+
+    def __init__(self) -> None:
+        self._ranges = list(_untouched())
+
+    @contextmanager
+    def moving(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """What weights that move meanwhile held of files leaves memory; others who read it still find it."""
+        weights = list(weights)
+        before = [weight.detach() for weight in weights]  # holds the memory, so that its addresses are nobody else's
+        yield
+        for weight, old in zip(weights, before, strict=True):
+            if weight.data_ptr() != old.data_ptr() and old.is_cpu and old.is_contiguous():
+                self._let_go(old.data_ptr(), old.data_ptr() + old.nbytes)
+
+    def _let_go(self, begin: int, end: int) -> None:
+        page = mmap.PAGESIZE
+        first, last = -(-begin // page) * page, end // page * page
+        if first < last and any(low <= first and last <= high for low, high in self._ranges):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONT_NEED)
+
+
+def _untouched() -> Iterator[tuple[int, int]]:
+    """Addresses (begin, end) of mapped files of which no page was written to."""
+    try:
+        lines = _SMAPS.read_text().splitlines()
+    except OSError:
+        return
+    place: tuple[int, int] | None = None
+    for line in lines:
+        header = _HEADER.match(line)
+        if header is not None:
+            place = (int(header[1], 16), int(header[2], 16)) if header[3] != "0" else None
+        elif place is not None and line.startswith("Anonymous:") and line.split()[1] == "0":
+            yield place

@@ -1,0 +1,97 @@
+"""Many rows of bf16 through a matrix, the norm in front and what comes behind: against float64, and against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.kernels import native
+from millpond.kernels.dense import TOLERANCE, Dense, NativeDense, Norm, Projection
+from millpond.kernels.native import library
+from millpond.kernels.native.rows import MANY_ROWS
+from millpond.kernels.rows import Gate
+
+pytestmark = [
+    pytest.mark.skipif("v4bf16" not in library.runnable(), reason="the hardware has no products of bf16"),
+    pytest.mark.usefixtures("two_threads"),
+]
+
+ACTIVATE: dict[int, Callable[[Tensor], Tensor]] = {
+    0: lambda x: x,
+    Gate.SILU: F.silu,
+    Gate.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Gate.RELU: F.relu,
+}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@given(
+    m=st.one_of(st.integers(1, 40), st.integers(380, 800)), n=st.integers(1, 100), blocks=st.integers(1, 5),
+    act=st.sampled_from(list(ACTIVATE)), halves=st.booleans(), biased=st.booleans(), added=st.booleans(),
+    norm=st.sampled_from(["", "rms", "layer"]), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_against_float64(
+    m: int, n: int, blocks: int, act: int, halves: bool, biased: bool, added: bool, norm: str, seed: int
+) -> None:
+    k, rows = 32 * blocks, 2 * n if halves else n
+    x, weight = draw(m, k, seed=seed), draw(rows, k, seed=seed + 1)
+    bias, residual = draw(rows) if biased else None, draw(m, n, seed=seed + 2) if added else None
+    chosen = Norm(draw(k), draw(k, seed=5) if norm == "layer" else None, 1e-5, norm == "layer") if norm else None
+    found = native.gemm(x, weight, bias, norm=chosen, residual=residual, act=act, halves=halves)
+    taken = x if chosen is None else native.norm(x, chosen.weight, chosen.bias, eps=chosen.eps, centred=chosen.centred)
+    sums = F.linear(taken.double(), weight.double(), None if bias is None else bias.double())
+    opened, closed = sums.split(n, 1) if halves else (sums, torch.ones(()).double())
+    expected = ACTIVATE[act](opened) * closed + (0 if residual is None else residual.double())
+    size = ((1 + opened.abs()) * closed.abs() + 1).max()
+    assert (found.double() - expected).abs().max() <= 2e-2 * size
+
+
+def test_neither_threads_nor_the_other_rows_change_a_bit() -> None:
+    x, weight, norm = draw(900, 256), draw(150, 256), (draw(256), None, 1e-6, False)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(native.gemm(x, weight, norm=norm, act=Gate.SILU, halves=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert torch.equal(native.gemm(x[7:120], weight, norm=norm, act=Gate.SILU, halves=True), found[0][7:120])
+
+
+def test_who_may_use_it() -> None:
+    x, weight = draw(MANY_ROWS, 64), draw(10, 64)
+    fits = native.gemm_serves(x, weight)
+    assert fits is not torch.cpu._is_amx_tile_supported()
+    assert not native.gemm_serves(x[:-1], weight)
+    assert not native.gemm_serves(x[:, :48], weight[:, :48])
+    assert not native.gemm_serves(x.float(), weight.float())
+    assert not native.gemm_serves(x, draw(64, 10).T)
+
+
+@pytest.mark.parametrize("act", [Gate.SILU, Gate.GELU])
+def test_a_layer_is_what_torch_makes_of_it(act: Gate) -> None:
+    width, inner = 96, 160
+    x, ours, theirs = draw(MANY_ROWS + 5, width), NativeDense(few=False), Dense()
+    both, down, bias = draw(2 * inner, width), draw(width, inner), draw(width)
+    parts = ((both[:inner], None), (both[inner:], None))
+    up = Projection(parts, (both, None), Norm(draw(width), None, 1e-5, centred=False), act)
+    out = Projection(((down, bias),), (down, bias))
+    for alone in (up, Projection(((both, None),), (both, None), None, act)):
+        opened, expected = ours.activated(x, alone), theirs.activated(x, alone)
+        assert (opened - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+    for found, expected in zip(ours.apart(x, up), theirs.apart(x, up), strict=True):
+        assert (found - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+    rows = draw(MANY_ROWS + 5, inner)
+    found, expected = ours.added(rows, out, x), theirs.added(rows, out, x)
+    assert (found - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()

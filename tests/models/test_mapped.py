@@ -1,0 +1,61 @@
+"""Mapped: what moved out of a mapped file leaves memory, and whoever still reads it finds what was there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from millpond.models.lean.mapped import Mapped
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages were written to")
+NUMBERS = 2**22  #: 16 MiB of float32
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(torch.arange(NUMBERS, dtype=torch.float32).numpy().tobytes())
+    return path
+
+
+def opened(file: Path) -> Tensor:
+    return torch.from_file(str(file), shared=False, size=NUMBERS)
+
+
+def resident() -> int:
+    """Bytes of mapped files in this process's memory."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssFile:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_what_moved_leaves_memory_and_can_still_be_read(file: Path) -> None:
+    old = opened(file)
+    stays, weight = torch.nn.Parameter(old[: NUMBERS // 2]), torch.nn.Parameter(old[NUMBERS // 2 :])
+    assert old.sum() > 0
+    before = resident()
+    with Mapped().moving([stays, weight]):
+        weight.data = weight.data.clone()
+    assert before - resident() > 7 * 2**20
+    assert torch.equal(old, torch.arange(NUMBERS, dtype=torch.float32))
+    assert torch.equal(weight, old[NUMBERS // 2 :])
+
+
+def test_what_was_written_to_stays(file: Path) -> None:
+    old = opened(file)
+    old[17] = -1.0
+    weight = torch.nn.Parameter(old)
+    with Mapped().moving([weight]):
+        weight.data = weight.data.clone()
+    assert old[17] == -1.0
+
+
+def test_memory_that_is_no_file_stays() -> None:
+    old = torch.ones(NUMBERS)
+    weight = torch.nn.Parameter(old)
+    with Mapped().moving([weight]):
+        weight.data = weight.data.clone()
+    assert bool((old == 1).all())
