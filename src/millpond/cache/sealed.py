@@ -35,6 +35,8 @@ class Sealed:
     Attributes:
         codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
         lens: (R,) slots in use, tombstones included. dead: (R,) tombstones, which the decode kernel counts too.
+        quiet: decoding steps in which no page falls due to be sealed; 0: somebody has to look. Who changes the plain
+            lengths by anything but a step sets it to 0.
 
     Args:
         fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
@@ -65,6 +67,8 @@ class Sealed:
         self._traits: BySequence[Traits] = BySequence()
         self._decided: BySequence[bool] = BySequence()
         self._may_share = False
+        self.quiet = 0
+        self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
 
     # ------------------------------------------------------------------ views
 
@@ -93,13 +97,16 @@ class Sealed:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
 
-    def regions(self, rows: slice = slice(None)) -> PackedRegions:
-        """What the kernels see of some regions."""
-        channels, balance = (None if t is None else t[rows] for t in (self._channels, self._balance))
-        ids, lens, dead = (torch.from_numpy(x[rows]) for x in (self._ids, self.lens, self.dead))
-        scales, zeros = self._fixed or (None, None)
+    def regions(self, rows: slice | None = None) -> PackedRegions:
+        """What the kernels see of some regions; None: of all."""
         rope = None if self._rope is None else self._rope.tables
-        return PackedRegions(self.pool.arrays, ids, lens, dead, channels, balance, scales, zeros, rope)
+        if self._view is None or self._view.rope is not rope:
+            ids, lens, dead = (torch.from_numpy(x) for x in (self._ids, self.lens, self.dead))
+            scales, zeros = self._fixed or (None, None)
+            self._view = PackedRegions(
+                self.pool.arrays, ids, lens, dead, self._channels, self._balance, scales, zeros, rope
+            )
+        return self._view if rows is None else self._view.part(rows)
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
@@ -262,7 +269,7 @@ class Sealed:
         self.lens, self.dead = self.lens[regions], self.dead[regions]
         self._channels, self._balance = (None if t is None else t[regions] for t in (self._channels, self._balance))
         self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
-        self.n_seq = len(sequences)
+        self.n_seq, self.quiet, self._view = len(sequences), 0, None
         self.pool.retain(self.held())
         self.pool.release(before)
         self._may_share = True
@@ -308,7 +315,7 @@ class Sealed:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         self._traits.join(other._traits, self.n_seq)
         self._decided.join(other._decided, self.n_seq)
-        self.n_seq += other.n_seq
+        self.n_seq, self.quiet, self._view = self.n_seq + other.n_seq, 0, None
         self._may_share |= other._may_share
         other._owned[:] = 0
         other.clear()
@@ -345,7 +352,7 @@ class Sealed:
         self._reserve(slice(0, len(owned)), (owned * self.slots).astype(np.int32))
         self.lens, self.dead = (numbers[name].numpy().astype(np.int32) for name in ("lens", "dead"))
         self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
-        self._decided[0] = True
+        self._decided[0], self._view = True, None
         if self._rope is not None:
             self._rope.reach(int(numbers["reach"]))
         return self.held()
@@ -372,7 +379,7 @@ class Sealed:
         if most > self._ids.shape[1]:
             grown = np.zeros((len(self.lens), max(most, self._ids.shape[1] * 5 // 4)), dtype=np.int32)
             grown[:, : self._ids.shape[1]] = self._ids
-            self._ids = grown
+            self._ids, self._view = grown, None
         begin = 0
         for row, n in zip(range(rows.start, rows.stop), need.tolist(), strict=True):
             own = int(self._owned[row])

@@ -59,9 +59,11 @@ def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *,
 def seal_due(table: RegionTable, active: np.ndarray) -> None:
     """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
     sealed = table.sealed
-    if sealed is None or sealed.codec.tiered:
+    if sealed is None or sealed.quiet > 0 or sealed.codec.tiered:
         return
-    due = active & (table.lengths() >= most_loose(sealed)).any(1)
+    lens, most = table.lengths(), most_loose(sealed)
+    sealed.quiet = most - int(lens.max(initial=0))
+    due = active & (lens >= most).any(1)
     for sequence in np.flatnonzero(due).tolist():
         rows, found = table.rows(sequence), _plain(table, sequence)
         sparse = sealed.sparse(rows)
@@ -107,6 +109,8 @@ def pages_due(table: RegionTable) -> int:
     sealed = table.sealed
     if sealed is None:
         return 0
+    if sealed.quiet > 0 and not sealed.codec.tiered:
+        return sealed.n_shared
     slots, lens = sealed.slots, table.lengths().ravel()
     if sealed.codec.tiered:
         over = lens + 1 - table.budgets().ravel().astype(np.int64)

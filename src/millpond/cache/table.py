@@ -200,6 +200,8 @@ class RegionTable:
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1
+        if self.sealed is not None:
+            self.sealed.quiet -= 1
         if self.lens.device.type != "cpu":
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._caps))
             self._lens += grew.astype(np.int32)
@@ -230,6 +232,8 @@ class RegionTable:
             self.pool.release(self._ids[row, keep : self._owned[row]])
             self._owned[row] = keep
         self._slack = 0
+        if self.sealed is not None:
+            self.sealed.quiet = 0
         self._publish(ids=False)
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:

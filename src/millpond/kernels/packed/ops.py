@@ -71,7 +71,10 @@ def decode(
     Raises:
         OptionError: shapes of the two parts that do not fit.
     """
-    _check(packed, table.shape[0], pages.key_dim)
+    beside = table.shape[0], pages.key_dim
+    if packed.known.get("fits") != beside:
+        _check(packed, *beside)
+        packed.known["fits"] = beside
     impl = _backend(pages.dtype, q.device)
     result: tuple[Tensor, Tensor, Tensor] = impl.decode(
         q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, packed,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class PackedRegions:
         rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
             all positions.
+        known: what an implementation has found out about these regions, so that it need not at every step. Of an
+            object whose tensors others put in place nothing is known.
     """
 
     pages: PackedArrays
@@ -37,3 +40,10 @@ class PackedRegions:
     key_scales: Tensor | None = None
     key_zeros: Tensor | None = None
     rope: Rope | None = None
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def part(self, rows: slice) -> PackedRegions:
+        """Some of the regions: whole sequences, where scales are calibrated."""
+        channels, balance = (None if t is None else t[rows] for t in (self.channels, self.balance))
+        table, lens, dead = self.table[rows], self.lens[rows], self.dead[rows]
+        return replace(self, table=table, lens=lens, dead=dead, channels=channels, balance=balance)
