@@ -97,7 +97,7 @@ class Sealed:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
 
-    def regions(self, rows: slice | None = None) -> PackedRegions:
+    def regions(self, rows: Rows | None = None) -> PackedRegions:
         """What the kernels see of some regions; None: of all."""
         rope = None if self._rope is None else self._rope.tables
         if self._view is None or self._view.rope is not rope:
@@ -164,18 +164,24 @@ class Sealed:
             PoolFullError: the pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.privatise()
-        rows, more = self.rows(sequence), count.numpy().astype(np.int32)
+        self.write_all(np.array([sequence]), count, index.int().contiguous(), found)
+
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, found: Dense) -> None:
+        """The same of several sequences: count (n,), index (n, width) int32 and `found` of their regions, in order."""
+        more = count.numpy().astype(np.int32)
         if not more.any():
             return
-        self._decide(sequence)
+        self.privatise()
+        for sequence in sequences.tolist():
+            self._decide(sequence)
+        rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
             self._rope.reach(int(found.positions.max()) + 1)
-        start = torch.from_numpy(self.lens[rows].copy())
+        start = torch.from_numpy(self.lens[rows])
         ops.write(
-            self.regions(rows), start, count.int(), index.int().contiguous(), found.keys, found.values,
-            found.positions, found.scores, found.log_masses,
+            self.regions(rows), start, count.int(), index, found.keys, found.values, found.positions, found.scores,
+            found.log_masses,
         )  # fmt: skip
         self.lens[rows] += more
 
@@ -349,7 +355,7 @@ class Sealed:
             PoolFullError: there is no room.
         """
         owned = numbers["owned"].numpy()
-        self._reserve(slice(0, len(owned)), (owned * self.slots).astype(np.int32))
+        self._reserve(np.arange(len(owned)), (owned * self.slots).astype(np.int32))
         self.lens, self.dead = (numbers[name].numpy().astype(np.int32) for name in ("lens", "dead"))
         self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
         self._decided[0], self._view = True, None
@@ -372,7 +378,7 @@ class Sealed:
         if self._balance is not None and balance is not None:
             self._balance[rows] = balance
 
-    def _reserve(self, rows: slice, lens: Ints) -> None:
+    def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
         need = np.maximum(-(-lens // self.slots) - self._owned[rows], 0)
         ids = self.pool.allocate(int(need.sum()))
         most = int((self._owned[rows] + need).max(initial=0))
@@ -381,7 +387,7 @@ class Sealed:
             grown[:, : self._ids.shape[1]] = self._ids
             self._ids, self._view = grown, None
         begin = 0
-        for row, n in zip(range(rows.start, rows.stop), need.tolist(), strict=True):
+        for row, n in zip(rows.tolist(), need.tolist(), strict=True):
             own = int(self._owned[row])
             self._ids[row, own : own + n] = ids[begin : begin + n]
             self._owned[row] += n

@@ -63,8 +63,10 @@ def seal_due(table: RegionTable, active: np.ndarray) -> None:
         return
     lens, most = table.lengths(), most_loose(sealed)
     sealed.quiet = most - int(lens.max(initial=0))
-    due = active & (lens >= most).any(1)
-    for sequence in np.flatnonzero(due).tolist():
+    due = np.flatnonzero(active & (lens >= most).any(1))
+    if not len(due) or _seal_first_pages(table, sealed, due):
+        return
+    for sequence in due.tolist():
         rows, found = table.rows(sequence), _plain(table, sequence)
         sparse = sealed.sparse(rows)
         if sparse.any():
@@ -73,6 +75,31 @@ def seal_due(table: RegionTable, active: np.ndarray) -> None:
         codes = _oldest(sealed, found.positions, here)
         _lay(table, sealed, sequence, found, codes, here & ~codes)
         sealed.drop_pages(rows, sparse)
+
+
+def _seal_first_pages(table: RegionTable, sealed: Sealed, sequences: np.ndarray) -> bool:
+    """Seal what is due of some sequences (n,) where that is whole plain pages, the first of each region.
+
+    So it is where nothing left a region since it was last sealed. Then no entry is sorted or moved.
+
+    Returns:
+        False where it is not so of all of them; then nothing was done.
+    """
+    slots, codec = table.pool.slots, sealed.codec
+    rows = (sequences[:, None] * table.n_kv_heads + np.arange(table.n_kv_heads)).ravel()
+    if codec.sinks or sealed.slots % slots or sealed.dead[rows].any():
+        return False
+    lens = table.lengths().ravel()[rows]
+    more = np.maximum(lens - codec.residual, 0) // sealed.slots * sealed.slots
+    chosen, width = torch.from_numpy(rows), int(lens.max())
+    found = ops.read(table.pool.arrays, table.pages[chosen], table.lens[chosen], width)
+    positions = found.positions.numpy()
+    if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
+        return False
+    index = torch.arange(int(more.max()), dtype=torch.int32).expand(len(rows), -1).contiguous()
+    sealed.write_all(sequences, torch.from_numpy(more), index, found)
+    table.drop_first(rows, more // slots)
+    return True
 
 
 def demote_due(table: RegionTable, rule: DecodeRule, q_pos: Tensor) -> None:

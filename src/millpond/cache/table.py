@@ -236,6 +236,20 @@ class RegionTable:
             self.sealed.quiet = 0
         self._publish(ids=False)
 
+    def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
+        slots = self.pool.slots
+        gone = []
+        for row, n in zip(rows.tolist(), pages.tolist(), strict=True):
+            own = int(self._owned[row])
+            gone.append(self._ids[row, :n].copy())
+            self._ids[row, : own - n] = self._ids[row, n:own].copy()
+        self.pool.release(np.concatenate(gone))
+        self._owned[rows] -= pages
+        self._lens[rows] -= (pages * slots).astype(np.int32)
+        self._slack = 0
+        self._publish()
+
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
         """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()

@@ -52,6 +52,8 @@ def _side(
 
 def _regions(regions: PackedRegions) -> bytes:
     """The struct of the regions: made once, and again when their pool has grown."""
+    bases: Tensor | None
+    struct: bytes
     bases, struct = regions.known.get("struct", (None, b""))
     if bases is not regions.pages.bases:
         struct = _struct(regions)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from millpond.kernels.packed.arrays import PackedArrays
@@ -42,8 +45,9 @@ class PackedRegions:
     rope: Rope | None = None
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def part(self, rows: slice) -> PackedRegions:
-        """Some of the regions: whole sequences, where scales are calibrated."""
-        channels, balance = (None if t is None else t[rows] for t in (self.channels, self.balance))
-        table, lens, dead = self.table[rows], self.lens[rows], self.dead[rows]
+    def part(self, rows: slice | npt.NDArray[np.int64]) -> PackedRegions:
+        """Some of the regions: whole sequences, where scales are calibrated; copies, of any but neighbours."""
+        at = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        channels, balance = (None if t is None else t[at] for t in (self.channels, self.balance))
+        table, lens, dead = self.table[at], self.lens[at], self.dead[at]
         return replace(self, table=table, lens=lens, dead=dead, channels=channels, balance=balance)
