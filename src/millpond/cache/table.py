@@ -36,7 +36,8 @@ class RegionTable:
         n = n_seq * n_kv_heads
         self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
         self._owned = np.zeros(n, dtype=np.int64)  # pages per region
-        self._lens: Ints = np.zeros(n, dtype=np.int32)
+        self._behind = False  # the device's lengths are newer than the host's
+        self._lens = np.zeros(n, dtype=np.int32)
         self._caps: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
         self._recent: Ints = np.zeros(n, dtype=np.int32)
         self._kinds = np.zeros(n, dtype=np.int64)
@@ -62,7 +63,7 @@ class RegionTable:
 
     @property
     def n_regions(self) -> int:
-        return len(self._lens)
+        return len(self._owned)
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
@@ -201,7 +202,10 @@ class RegionTable:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1
         if self.sealed is not None:
-            self.sealed.quiet -= 1
+            self.sealed.stepped(not grows_always)
+            self._behind = not grows_always and self.lens.device.type != "cpu"
+        if self._behind:
+            return  # which regions grew depends on where their victims lay, which the host asks for when it must
         if self.lens.device.type != "cpu":
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._caps))
             self._lens += grew.astype(np.int32)
@@ -397,6 +401,17 @@ class RegionTable:
         self._publish()
 
     # ------------------------------------------------------------------ internal
+
+    @property
+    def _lens(self) -> Ints:
+        """(R,) the lengths, on the host."""
+        if self._behind:
+            self._host_lens[:], self._behind = self.lens.cpu().numpy(), False
+        return self._host_lens
+
+    @_lens.setter
+    def _lens(self, lens: Ints) -> None:
+        self._host_lens: Ints = lens
 
     def _written(self, whole: bool) -> npt.NDArray[np.bool_]:
         """(R, n) which columns of `_ids` a step writes to: all pages, or the one that takes the next entry."""

@@ -47,7 +47,7 @@ class PackedRegions:
 
     def part(self, rows: slice | npt.NDArray[np.int64]) -> PackedRegions:
         """Some of the regions: whole sequences, where scales are calibrated; copies, of any but neighbours."""
-        at = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        at = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.table.device)
         channels, balance = (None if t is None else t[at] for t in (self.channels, self.balance))
         table, lens, dead = self.table[at], self.lens[at], self.dead[at]
         return replace(self, table=table, lens=lens, dead=dead, channels=channels, balance=balance)
