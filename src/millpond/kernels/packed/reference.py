@@ -196,7 +196,7 @@ class _Joined:
                 )
                 pair.append((own[:n], theirs[self.alive[r]]))
             rows.append([torch.cat(p) for p in pair])
-        self.lens = torch.tensor([len(row[0]) for row in rows], dtype=torch.int32, device=lens.device)
+        self.lens = torch.tensor([len(row[0]) for row in rows], dtype=torch.int32).to(lens.device)
         width = int(self.lens.max()) + 1 if n_regions else 1
         shape = (max(1, n_regions), width, pages.key_dim, pages.value_dim)
         self.pages = PageArrays(shape[0], width, shape[2], shape[3], torch.float32, lens.device, masses)
