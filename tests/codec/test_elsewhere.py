@@ -12,6 +12,7 @@ from torch import Tensor
 from codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
 from codec.layers import check, feed, make, parts, positions, tokens
 from millpond.cache.layer import LayerCache
+from millpond.cache.portable import put_away, take_up
 from millpond.cache.swap import carry_in, copy_out, give_up
 from millpond.errors import OptionError
 
@@ -94,8 +95,26 @@ def test_a_tensor_in_two_places_would_be_seen() -> None:
             x.numpy()
 
 
-@pytest.mark.parametrize("codec", ["kvquant3"])
-def test_formats_for_the_cpu_alone_say_why(codec: str) -> None:
-    cache, qkv = make(codec), tokens(100)
-    with elsewhere(), pytest.raises(OptionError, match="before RoPE and outliers beside codes are read on the CPU only"):
-        feed(cache, tuple(to_far(t) for t in qkv), 0, 100)  # type: ignore[arg-type]
+def test_a_format_for_the_cpu_alone_says_why() -> None:
+    cache, far = make("kvquant3"), [to_far(t) for t in tokens(100)]
+    with elsewhere(), pytest.raises(OptionError, match="outliers beside codes are read on the CPU only"):
+        feed(cache, (far[0], far[1], far[2]), 0, 100)
+
+
+@pytest.mark.parametrize(("codec", "method"), [("int4", "h2o"), ("think", "full")])
+def test_a_text_put_away_elsewhere_goes_on(codec: str, method: str) -> None:
+    """What one layer elsewhere puts away fills another there, and both go on alike."""
+    budget, qkv = 10**6 if method == "full" else 160, tokens(196)
+    with elsewhere():
+        far: Any = tuple(to_far(t) for t in qkv)
+        first, second = (make(codec, method, budget) for _ in range(2))
+        feed(first, far, 0, 188)
+        run(first, far, 188, 190)
+        stored = put_away(first)
+        assert not any(isinstance(t, Far) for t in stored.values())
+        second.timeline.begin_with(190)
+        take_up(second, stored, ELSEWHERE)
+        second.columns = 190
+        assert parts(second)[1].regions().table.device == ELSEWHERE
+        for a, b in zip(run(first, far, 190, 196), run(second, far, 190, 196), strict=True):
+            assert torch.equal(a, b)
