@@ -1,19 +1,24 @@
 """Attention over codes on a CUDA GPU: the section `codes` of gpu_check.py.
 
-Every format is checked against the reference on the CPU, and timed beside plain bfloat16 pages over equal entries.
+Every format is checked against the reference on the CPU, and timed beside plain bfloat16 pages over equal entries. Then
+generate() of a small model runs over codes, with and without eviction: its tokens and kept sets against the CPU's.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from millpond import compress
 from millpond.codec import preset
 from millpond.kernels.gpu import decode as gpu_decode
 from millpond.kernels.gpu import packed as gpu
@@ -36,6 +41,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 SCORE_TOLERANCE = 1e-4
 PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
 CPU = torch.device("cpu")
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (("full", {}), ("h2o", {"budget": 160, "sinks": 2}))
 
 
 class Machine(Protocol):
@@ -180,6 +186,75 @@ def timed(machine: Machine) -> list[Row]:
     return rows
 
 
+@contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """Which kernels serve, for a while."""
+    before = os.environ.get("MILLPOND_KERNELS")
+    os.environ["MILLPOND_KERNELS"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("MILLPOND_KERNELS")
+        if before is not None:
+            os.environ["MILLPOND_KERNELS"] = before
+
+
+def shared(kept: list[Any], others: list[Any]) -> float:
+    """The share of the positions kept, per layer, sequence and head, that are kept in both runs."""
+    pairs = [
+        (set(map(int, a)), set(map(int, b)))
+        for layer, layer2 in zip(kept, others, strict=True)
+        for heads, heads2 in zip(layer, layer2, strict=True)
+        for a, b in zip(heads, heads2, strict=True)
+    ]
+    return sum(len(a & b) for a, b in pairs) / max(1, sum(len(a | b) for a, b in pairs))
+
+
+def generated(machine: Machine) -> list[Row]:
+    """Greedy generate() of a random model in float32, two sequences, one of them padded.
+
+    On the CPU the reference serves, whose products are of float32 too. Pages are sealed in the prompt and, with enough
+    tokens, while decoding.
+    """
+    prompt, new, codecs = (140, 3, ("int4",)) if machine.tiny else (200, 96, ("int4", "kivi2", "fp8", "rotated4"))
+    torch.manual_seed(0)
+    config: Any = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).float()
+    model.train(False)
+    ids, mask = torch.randint(2, 512, (2, prompt)), torch.ones(2, prompt, dtype=torch.long)
+    mask[1, : prompt // 10] = 0
+    rows = []
+    for codec, (method, options) in itertools.product(codecs, METHODS):
+        found = []
+        for device, served in ((CPU, "reference"), (machine.device, "gpu")):
+            model.to(device)
+            with kernels(served), compress(model, method, codec=codec, **options) as cache:
+                out = model.generate(
+                    ids.to(device), attention_mask=mask.to(device), past_key_values=cache, do_sample=False,
+                    max_new_tokens=new, min_new_tokens=new, disable_compile=True,
+                )  # fmt: skip
+                sealed_by_head = [core.table.sealed.lens.tolist() for core in cache.cores]
+                kept = [[cache.positions(layer, s) for s in range(2)] for layer in range(2)]
+                found.append((out[:, prompt:].cpu(), kept, sealed_by_head))
+        (tokens, kept, _), (tokens2, kept2, codes2) = found
+        row = {
+            "op": "generate", "codec": codec, "method": method, "tokens": new, "sealed": codes2,
+            "same_tokens": float((tokens == tokens2).float().mean()), "same_kept": shared(kept, kept2),
+        }  # fmt: skip
+        # a number between two codes may fall to either side, so that a few kept entries may differ, but no token
+        row["ok"] = row["same_tokens"] == 1.0 and row["same_kept"] >= 0.95 and any(map(any, codes2))
+        rows.append(row)
+        shown = "ok" if row["ok"] else "MISMATCH"
+        print(
+            f"generate {codec:9} {method:5} {shown}, same tokens {row['same_tokens']:.3f}, kept {row['same_kept']:.3f}",
+            flush=True,
+        )
+    return rows
+
+
 def run_codes(machine: Machine) -> list[Row]:
-    """Check every format, then time it."""
-    return check(machine) + timed(machine)
+    """Check every format, time it, and generate with it."""
+    return check(machine) + timed(machine) + generated(machine)

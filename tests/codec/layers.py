@@ -93,6 +93,6 @@ def check(cache: LayerCache) -> None:
     table.pool.check_integrity([table.held()])
     sealed.pool.check_integrity([sealed.held()])
     found = sealed.positions(slice(None))
-    used = torch.arange(found.shape[1]) < torch.from_numpy(sealed.lens)[:, None]
+    used = (torch.arange(found.shape[1]) < torch.from_numpy(sealed.lens)[:, None]).to(found.device)
     assert ((found < 0) & used).sum(1).tolist() == sealed.dead.tolist()
     assert table.entries().tolist() == [[len(h) for h in positions(cache, s)] for s in range(table.n_seq)]

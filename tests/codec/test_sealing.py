@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,57 @@ def test_codes_do_not_depend_on_the_batch(codec: str) -> None:
             n = expected.shape[1]
             assert torch.equal(found[:, :n], expected)
             assert (together.read(s).positions[:, n:] == -1).all()
+
+
+@pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4", "fp8", "think"])
+def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing leaves, whole plain pages become codes as they lie: the same codes, and the same entries beside."""
+    qkv, mask = tokens(460, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
+    mask[1, :45] = False
+    taken: list[bool] = []
+    first_pages = sealing._seal_first_pages
+
+    def watched(*given: Any) -> bool:
+        taken.append(first_pages(*given))
+        return taken[-1]
+
+    found = []
+    for way in (watched, lambda *given: False):
+        monkeypatch.setattr(sealing, "_seal_first_pages", way)
+        cache = make(codec)
+        feed(cache, qkv, 0, 200, mask=mask)
+        outs = torch.cat(decode(cache, qkv, 200, 460), 2)
+        check(cache)
+        found.append((outs, codes(parts(cache)[1]), parts(cache)[0].lengths().tolist(), cache.read(1).keys))
+    (outs, seals, lens, keys), (outs_, seals_, lens_, keys_) = found
+    assert all(taken)
+    assert len(taken) >= 4
+    assert torch.equal(outs, outs_)
+    assert all(torch.equal(a, b) for a, b in zip(seals, seals_, strict=True))
+    assert lens == lens_
+    assert torch.equal(keys, keys_)
+
+
+@pytest.mark.parametrize(("codec", "method"), [("int4", "full"), ("flexgen4", "h2o"), ("kvquant3", "full")])
+def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
+    """While no step has to look, no region holds a page to seal, whatever was read, selected or taken back between."""
+    cache, qkv = make(codec, method, 10**6 if method == "full" else 150), tokens(500, batch=3)
+    mask = torch.ones(3, 100, dtype=torch.bool)
+    mask[2, :70] = False
+    feed(cache, qkv, 0, 100, mask=mask)
+    quiet = 0
+    for t in range(100, 400):
+        table, sealed = parts(cache)
+        if sealed.quiet > 0:
+            quiet += 1
+            assert (table.lengths() < sealing.most_loose(sealed)).all()
+            assert sealing.pages_due(table) == 0
+        feed(cache, qkv, t, t + 1)
+        if t == 200:
+            cache.select([2, 0, 1])
+            cache.timeline.select([2, 0, 1])
+    assert 250 < quiet < 300
+    check(cache)
 
 
 def test_a_swapped_axis_would_be_seen() -> None:

@@ -63,7 +63,7 @@ class Attention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
-        runs = table.shared_runs() if rule == KEEP_ALL and table.sealed is None and not self.shape.window else None
+        runs = table.shared_runs() if table.sealed is None and rule == KEEP_ALL and not self.shape.window else None
         if runs is not None:
             return self._two_phases(table, runs, q, k, v, q_pos)
         plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule)

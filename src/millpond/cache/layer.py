@@ -234,7 +234,7 @@ class LayerCache:
         if rivals is not None:
             rivals.compete(rule, q_pos, window)
         if self._demotes.evict is not Evict.NEVER:
-            sealing.demote_due(table, self._demotes, q_pos)
+            sealing.demote_due(table, self._demotes, positions)
         if self.policy.replans:
             self.planner.stepped(table, q, q_pos, positions)
         return out

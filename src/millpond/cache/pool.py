@@ -50,7 +50,8 @@ class PagePool(CountedPages[PageArrays]):
         super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
-        ops.copy_pages(self.arrays, torch.from_numpy(source).long(), torch.from_numpy(target).long())
+        there = self.arrays.device
+        ops.copy_pages(self.arrays, *(torch.from_numpy(ids).to(there).long() for ids in (source, target)))
 
 
 def side_bytes(masses: bool) -> int:

@@ -42,7 +42,7 @@ class Pools:
         self._slots, self._account, self._masses = slots, account, masses
         self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
         self._ropes = ropes
-        self._packed: dict[tuple[int, int, int], PackedPool] = {}
+        self._packed: dict[tuple[int, int, int, torch.device], PackedPool] = {}
 
     @property
     def format(self) -> str | torch.dtype | None:
@@ -83,17 +83,18 @@ class Pools:
         """The pool of packed pages of one shape; of one layer, where layers have tables of their own.
 
         Raises:
-            OptionError: a head_dim that the format's groups do not divide, or a model that is not on the CPU.
+            OptionError: a head_dim that the format's groups do not divide, or a format that the model's device does
+                not read.
         """
         codec = self.codec
         assert codec is not None, "only a codec has packed pages"
-        if device.type != "cpu":
+        if device.type != "cpu" and (codec.pre_rope or codec.key_outliers or codec.value_outliers):
             raise OptionError(
-                f"codec {codec.name!r}: pages of codes are read on the CPU only, and the model is on {device}; "
-                "use codec='bf16'"
+                f"codec {codec.name!r}: keys stored before RoPE and outliers beside codes are read on the CPU only, "
+                f"and the model is on {device}; use codec='kivi4' or 'int4', or the model on the CPU"
             )
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
-        own = (0 if tables is None else layer, key_dim, value_dim)
+        own = (0 if tables is None else layer, key_dim, value_dim, device)
         if own not in self._packed:
             kept = kept_dim(codec, key_dim)
             if codec.prune and kept == key_dim:

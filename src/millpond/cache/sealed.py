@@ -7,6 +7,7 @@ slot; a page whose slots are all dead goes back to the pool. See docs/explanatio
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +31,16 @@ Rows = slice | npt.NDArray[np.int64]
 
 
 class Sealed:
-    """The packed part of `n_seq * n_kv_heads` regions, on the CPU.
+    """The packed part of `n_seq * n_kv_heads` regions.
+
+    The host keeps the books, and the kernels read a copy of them on the pool's device (on the CPU the two are one
+    memory). A decoding step on another device may bury entries that the host learns of when it next asks.
 
     Attributes:
         codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
-        lens: (R,) slots in use, tombstones included. dead: (R,) tombstones, which the decode kernel counts too.
+        lens: (R,) slots in use, tombstones included.
+        quiet: decoding steps in which no page falls due to be sealed; 0: somebody has to look. Who changes the plain
+            lengths by anything but a step sets it to 0.
 
     Args:
         fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
@@ -52,19 +58,24 @@ class Sealed:
         rope: GrowingRope | None = None,
     ) -> None:
         self.codec, self.pool, self.head_dim = codec, pool, head_dim
-        self._fixed, self._rope = fixed, rope
+        device = pool.arrays.device
+        self._fixed = None if fixed is None else (fixed[0].to(device), fixed[1].to(device))
+        self._rope, self._device = rope, device
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self.lens: Ints = np.zeros(n, dtype=np.int32)
-        self.dead: Ints = np.zeros(n, dtype=np.int32)
+        self._dead: Ints = np.zeros(n, dtype=np.int32)
+        self._behind = False  # the device has buried more than `_dead` counts
         self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
         self._owned = np.zeros(n, dtype=np.int64)
         kept = pool.arrays.layout.key_dim
-        self._channels = torch.zeros(n, kept, dtype=torch.int32) if codec.prune else None
-        self._balance = torch.ones(n, kept) if codec.balanced else None
+        self._channels = torch.zeros(n, kept, dtype=torch.int32, device=device) if codec.prune else None
+        self._balance = torch.ones(n, kept, device=device) if codec.balanced else None
         self._traits: BySequence[Traits] = BySequence()
         self._decided: BySequence[bool] = BySequence()
         self._may_share = False
+        self.quiet = 0
+        self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
 
     # ------------------------------------------------------------------ views
 
@@ -72,6 +83,14 @@ class Sealed:
     def slots(self) -> int:
         """Entries of a page."""
         return self.pool.slots
+
+    @property
+    def dead(self) -> Ints:
+        """(R,) tombstones, which the decode kernel counts too."""
+        if self._behind and self._view is not None:
+            self._dead[:] = self._view.dead.cpu().numpy()
+        self._behind = False
+        return self._dead
 
     @property
     def live(self) -> Ints:
@@ -93,13 +112,16 @@ class Sealed:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
 
-    def regions(self, rows: slice = slice(None)) -> PackedRegions:
-        """What the kernels see of some regions."""
-        channels, balance = (None if t is None else t[rows] for t in (self._channels, self._balance))
-        ids, lens, dead = (torch.from_numpy(x[rows]) for x in (self._ids, self.lens, self.dead))
-        scales, zeros = self._fixed or (None, None)
+    def regions(self, rows: Rows | None = None) -> PackedRegions:
+        """What the kernels see of some regions; None: of all."""
         rope = None if self._rope is None else self._rope.tables
-        return PackedRegions(self.pool.arrays, ids, lens, dead, channels, balance, scales, zeros, rope)
+        if self._view is None or self._view.rope is not rope:
+            ids, lens, dead = (self._there(x) for x in (self._ids, self.lens, self.dead))
+            scales, zeros = self._fixed or (None, None)
+            self._view = PackedRegions(
+                self.pool.arrays, ids, lens, dead, self._channels, self._balance, scales, zeros, rope
+            )
+        return self._view if rows is None else self._view.part(rows)
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
@@ -124,11 +146,11 @@ class Sealed:
 
     def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
-        lens = torch.from_numpy(self.lens[rows])
-        width = int(lens.max()) if len(lens) else 0
-        used = torch.arange(width) < lens[:, None]
-        pages = torch.from_numpy(self._ids[rows, : -(-width // self.slots)]).long()
-        ids = (pages[:, :, None] * self.slots + torch.arange(self.slots)).flatten(1)[:, :width]
+        width = int(self.lens[rows].max(initial=0))
+        slot = torch.arange(max(width, self.slots), device=self._device)
+        used = slot[:width] < self._there(self.lens[rows])[:, None]
+        pages = self._there(self._ids[rows, : -(-width // self.slots)]).long()
+        ids = (pages[:, :, None] * self.slots + slot[: self.slots]).flatten(1)[:, :width]
         return torch.where(used, ids, 0), used
 
     def positions(self, rows: Rows) -> Tensor:
@@ -157,29 +179,37 @@ class Sealed:
             PoolFullError: the pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.privatise()
-        rows, more = self.rows(sequence), count.numpy().astype(np.int32)
+        self.write_all(np.array([sequence]), count, index.int().contiguous(), found)
+
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, found: Dense) -> None:
+        """The same of several sequences: count (n,), index (n, width) int32 and `found` of their regions, in order."""
+        more = count.cpu().numpy().astype(np.int32)
         if not more.any():
             return
-        self._decide(sequence)
+        self.privatise()
+        for sequence in sequences.tolist():
+            self._decide(sequence)
+        rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
             self._rope.reach(int(found.positions.max()) + 1)
-        start = torch.from_numpy(self.lens[rows].copy())
+        start = self._there(self.lens[rows])
         ops.write(
-            self.regions(rows), start, count.int(), index.int().contiguous(), found.keys, found.values,
-            found.positions, found.scores, found.log_masses,
+            self.regions(rows), start, count.int(), index, found.keys, found.values, found.positions, found.scores,
+            found.log_masses,
         )  # fmt: skip
         self.lens[rows] += more
+        self._changed()
 
     def unwrite(self, sequence: int, count: Tensor) -> None:
         """Undo a `write` of count (H,) entries: nothing else was written since."""
         rows = self.rows(sequence)
-        self.lens[rows] -= count.numpy().astype(np.int32)
+        self.lens[rows] -= count.cpu().numpy().astype(np.int32)
         for row in range(rows.start, rows.stop):
             keep = -(-int(self.lens[row]) // self.slots)
             self.pool.release(self._ids[row, keep : self._owned[row]])
             self._owned[row] = keep
+        self._changed()
 
     def bury(self, rows: Rows, leave: Tensor) -> None:
         """Make tombstones of the entries in some of the first slots, leave (n, <= width) bool, of some regions."""
@@ -189,7 +219,8 @@ class Sealed:
         ids, _ = self.slot_ids(rows)
         target = ids[:, : leave.shape[1]][leave]
         reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
-        self.dead[rows] += leave.sum(1).numpy().astype(np.int32)
+        self.dead[rows] += leave.sum(1).cpu().numpy().astype(np.int32)
+        self._changed()
 
     def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
         """Give entries in some of the first slots, where (n, <= width) bool, new accumulators, of the same shape."""
@@ -209,7 +240,7 @@ class Sealed:
         gone = self.positions(rows) < 0
         gone = gone if leaving is None else gone | leaving
         dead = torch.nn.functional.pad(gone, (0, n_pages * slots - gone.shape[1]))
-        counts = dead.view(len(gone), n_pages, slots).sum(2).numpy()
+        counts = dead.view(len(gone), n_pages, slots).sum(2).cpu().numpy()
         full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
         found: npt.NDArray[np.bool_] = full & (2 * counts >= slots)
         return found
@@ -224,14 +255,14 @@ class Sealed:
             some[r, : len(columns)] = self._ids[rows.start + r, columns]
             lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
         regions = self.regions(rows)
-        part = replace(regions, table=torch.from_numpy(some), lens=torch.from_numpy(lens))
+        part = replace(regions, table=self._there(some), lens=self._there(lens))
         return ops.read(part, int(lens.max(initial=0)), self.head_dim)
 
     def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
         """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
         if not chosen.any():
             return
-        positions = self.positions(rows).numpy()
+        positions = self.positions(rows).cpu().numpy()
         for r in np.flatnonzero(chosen.any(1)).tolist():
             row, columns = rows.start + r, np.flatnonzero(chosen[r])
             for column in columns.tolist():
@@ -244,6 +275,7 @@ class Sealed:
             self.pool.release(own[~keep])
             self._owned[row] = keep.sum()
             self._ids[row, : self._owned[row]] = own[keep]
+        self._changed()
 
     def forget(self, sequence: int) -> None:
         """Give back all pages of a sequence."""
@@ -251,6 +283,12 @@ class Sealed:
         for row in range(rows.start, rows.stop):
             self.pool.release(self._ids[row, : self._owned[row]])
         self._owned[rows], self.lens[rows], self.dead[rows] = 0, 0, 0
+        self._changed()
+
+    def stepped(self, buries: bool) -> None:
+        """After a decoding step, which may have buried entries."""
+        self.quiet -= 1
+        self._behind |= buries and self._device.type != "cpu"
 
     # ------------------------------------------------------------------ sharing
 
@@ -259,10 +297,12 @@ class Sealed:
         regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
         before = self.held()
         self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
-        self.lens, self.dead = self.lens[regions], self.dead[regions]
-        self._channels, self._balance = (None if t is None else t[regions] for t in (self._channels, self._balance))
+        self.lens, self._dead = self.lens[regions], self.dead[regions]
+        chosen = self._there(regions)
+        self._channels, self._balance = (None if t is None else t[chosen] for t in (self._channels, self._balance))
         self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
-        self.n_seq = len(sequences)
+        self.n_seq, self.quiet = len(sequences), 0
+        self._changed()
         self.pool.retain(self.held())
         self.pool.release(before)
         self._may_share = True
@@ -273,7 +313,7 @@ class Sealed:
             self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope
         )
         other._ids, other._owned = self._ids.copy(), self._owned.copy()
-        other.lens, other.dead = self.lens.copy(), self.dead.copy()
+        other.lens, other._dead = self.lens.copy(), self.dead.copy()
         other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
         other._traits, other._decided = self._traits.copy(), self._decided.copy()
         self.pool.retain(self.held())
@@ -290,25 +330,29 @@ class Sealed:
             mine = np.arange(self._ids.shape[1])[None, :] < self._owned[:, None]
             self._ids[mine] = self.pool.privatise(self._ids[mine])
             self._may_share = False
+            self._changed()
 
     def clear(self) -> None:
         """Give every page back."""
         self.pool.release(self.held())
         self._owned[:], self.lens[:], self.dead[:] = 0, 0, 0
+        self._changed()
 
     def join(self, other: Sealed) -> None:
         """Take over the sequences of another packed part of this pool, behind these; it holds nothing afterwards."""
         assert other.pool is self.pool, "pages stay in their pool"
         width = max(self._ids.shape[1], other._ids.shape[1])
         self._ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self._ids, other._ids)])
-        for name in ("_owned", "lens", "dead"):
+        self._dead = np.concatenate([self.dead, other.dead])
+        for name in ("_owned", "lens"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         for name in ("_channels", "_balance"):
             if getattr(self, name) is not None:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         self._traits.join(other._traits, self.n_seq)
         self._decided.join(other._decided, self.n_seq)
-        self.n_seq += other.n_seq
+        self.n_seq, self.quiet = self.n_seq + other.n_seq, 0
+        self._changed()
         self._may_share |= other._may_share
         other._owned[:] = 0
         other.clear()
@@ -326,6 +370,7 @@ class Sealed:
         for row, (begin, end) in enumerate(zip(ends - owned, ends, strict=True)):
             self._ids[row, : owned[row]] = ids[begin:end]
         self._owned[:], self._may_share = owned, False
+        self._changed()
 
     def numbers(self) -> dict[str, Tensor]:
         """All about the pages but what lies in them, for `adopt`."""
@@ -341,16 +386,26 @@ class Sealed:
         Raises:
             PoolFullError: there is no room.
         """
-        owned = numbers["owned"].numpy()
-        self._reserve(slice(0, len(owned)), (owned * self.slots).astype(np.int32))
-        self.lens, self.dead = (numbers[name].numpy().astype(np.int32) for name in ("lens", "dead"))
+        owned = numbers["owned"].cpu().numpy()
+        self._reserve(np.arange(len(owned)), (owned * self.slots).astype(np.int32))
+        self.lens, self._dead = (numbers[name].cpu().numpy().astype(np.int32) for name in ("lens", "dead"))
         self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
         self._decided[0] = True
+        self._changed()
         if self._rope is not None:
             self._rope.reach(int(numbers["reach"]))
         return self.held()
 
     # ------------------------------------------------------------------ internal
+
+    def _there(self, numbers: npt.NDArray[Any]) -> Tensor:
+        """Numbers as the kernels read them, on the pool's device."""
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _changed(self) -> None:
+        """The host's books are new: what the kernels see of them is made again when it is asked for."""
+        _ = self.dead  # what the kernels have done to theirs is not lost
+        self._view = None
 
     def _decide(self, sequence: int) -> None:
         """Fix the channels and the balance of a sequence by what its prompt has shown."""
@@ -365,7 +420,7 @@ class Sealed:
         if self._balance is not None and balance is not None:
             self._balance[rows] = balance
 
-    def _reserve(self, rows: slice, lens: Ints) -> None:
+    def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
         need = np.maximum(-(-lens // self.slots) - self._owned[rows], 0)
         ids = self.pool.allocate(int(need.sum()))
         most = int((self._owned[rows] + need).max(initial=0))
@@ -374,8 +429,9 @@ class Sealed:
             grown[:, : self._ids.shape[1]] = self._ids
             self._ids = grown
         begin = 0
-        for row, n in zip(range(rows.start, rows.stop), need.tolist(), strict=True):
+        for row, n in zip(rows.tolist(), need.tolist(), strict=True):
             own = int(self._owned[row])
             self._ids[row, own : own + n] = ids[begin : begin + n]
             self._owned[row] += n
             begin += n
+        self._changed()

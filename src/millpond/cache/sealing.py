@@ -47,7 +47,8 @@ def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *,
         sealed.forget(sequence)
     leave, stays = (here & ~keep)[:, :n], loose[:, :n].clone()
     sparse = sealed.sparse(rows, leave)
-    loose[:, :n] &= torch.from_numpy(sparse)[:, torch.arange(n) // sealed.slots]
+    column = torch.arange(n, device=loose.device)
+    loose[:, :n] &= torch.from_numpy(sparse).to(loose.device)[:, column // sealed.slots]
     codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
     _lay(table, sealed, sequence, found, codes, loose & ~codes)
     if n:
@@ -59,10 +60,14 @@ def place(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *,
 def seal_due(table: RegionTable, active: np.ndarray) -> None:
     """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
     sealed = table.sealed
-    if sealed is None or sealed.codec.tiered:
+    if sealed is None or sealed.quiet > 0 or sealed.codec.tiered:
         return
-    due = active & (table.lengths() >= most_loose(sealed)).any(1)
-    for sequence in np.flatnonzero(due).tolist():
+    lens, most = table.lengths(), most_loose(sealed)
+    sealed.quiet = most - int(lens.max(initial=0))
+    due = np.flatnonzero(active & (lens >= most).any(1))
+    if not len(due) or _seal_first_pages(table, sealed, due):
+        return
+    for sequence in due.tolist():
         rows, found = table.rows(sequence), _plain(table, sequence)
         sparse = sealed.sparse(rows)
         if sparse.any():
@@ -73,22 +78,49 @@ def seal_due(table: RegionTable, active: np.ndarray) -> None:
         sealed.drop_pages(rows, sparse)
 
 
-def demote_due(table: RegionTable, rule: DecodeRule, q_pos: Tensor) -> None:
-    """After a decoding step at q_pos (S,), -1 for none: what a page's worth of new entries puts beyond the budget is
-    sealed, the lowest by `rule` first."""
+def _seal_first_pages(table: RegionTable, sealed: Sealed, sequences: np.ndarray) -> bool:
+    """Seal what is due of some sequences (n,) where that is whole plain pages, the first of each region.
+
+    So it is where nothing left a region since it was last sealed. Then no entry is sorted or moved.
+
+    Returns:
+        False where it is not so of all of them; then nothing was done.
+    """
+    slots, codec = table.pool.slots, sealed.codec
+    rows = (sequences[:, None] * table.n_kv_heads + np.arange(table.n_kv_heads)).ravel()
+    if codec.sinks or sealed.slots % slots or sealed.dead[rows].any():
+        return False
+    lens = table.lengths().ravel()[rows]
+    more = np.maximum(lens - codec.residual, 0) // sealed.slots * sealed.slots
+    chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
+    found = ops.read(table.pool.arrays, table.pages[chosen], table.lens[chosen], width)
+    positions = found.positions.cpu().numpy()
+    if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
+        return False
+    index = torch.arange(int(more.max()), dtype=torch.int32, device=chosen.device).expand(len(rows), -1).contiguous()
+    sealed.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, found)
+    table.drop_first(rows, more // slots)
+    return True
+
+
+def demote_due(table: RegionTable, rule: DecodeRule, at: np.ndarray) -> None:
+    """After a decoding step at positions `at` (S,), -1 for none: what a page's worth of new entries puts beyond the
+    budget is sealed, the lowest by `rule` first."""
     sealed = table.sealed
     assert sealed is not None
     over = table.lengths() - table.budgets()
-    for sequence in np.flatnonzero((q_pos.numpy() >= 0) & (over >= sealed.slots).any(1)).tolist():
+    for sequence in np.flatnonzero((at >= 0) & (over >= sealed.slots).any(1)).tolist():
         found = _plain(table, sequence)
-        query, positions = q_pos[sequence].expand(table.n_kv_heads, 1), found.positions
+        positions = found.positions
+        query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
         value = reference.eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
         pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
         value = value.masked_fill(pinned, torch.inf)
         by_age = by_position(positions)
         lowest = by_age.gather(1, value.gather(1, by_age).argsort(dim=1, stable=True))
-        place_of = torch.empty_like(lowest).scatter_(1, lowest, torch.arange(lowest.shape[1]).expand_as(lowest))
-        keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence])[:, None])
+        places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)
+        place_of = torch.empty_like(lowest).scatter_(1, lowest, places)
+        keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence]).to(lowest.device)[:, None])
         _lay(table, sealed, sequence, found, (positions >= 0) & ~keep, keep)
 
 
@@ -107,6 +139,8 @@ def pages_due(table: RegionTable) -> int:
     sealed = table.sealed
     if sealed is None:
         return 0
+    if sealed.quiet > 0 and not sealed.codec.tiered:
+        return sealed.n_shared
     slots, lens = sealed.slots, table.lengths().ravel()
     if sealed.codec.tiered:
         over = lens + 1 - table.budgets().ravel().astype(np.int64)
@@ -122,7 +156,7 @@ def truncate(sealed: Sealed, sequence: int, seen: int) -> np.ndarray:
     rows = sealed.rows(sequence)
     gone = sealed.positions(rows) >= seen
     sealed.bury(rows, gone)
-    return gone.sum(1).numpy().astype(np.int32)
+    return gone.sum(1).cpu().numpy().astype(np.int32)
 
 
 def _behind(first: Dense, then: Candidates) -> Candidates:
@@ -145,7 +179,7 @@ def _oldest(sealed: Sealed, positions: Tensor, loose: Tensor) -> Tensor:
     more = (loose.sum(1) - codec.sinks - codec.residual).clamp(min=0) // page * page
     order = by_position(torch.where(loose, positions, -1))
     sinks = (loose & (positions < codec.sinks)).sum(1)
-    column = torch.arange(order.shape[1])
+    column = torch.arange(order.shape[1], device=order.device)
     chosen = (column >= sinks[:, None]) & (column < (sinks + more)[:, None])
     return torch.zeros_like(loose).scatter_(1, order, chosen)
 

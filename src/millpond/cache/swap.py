@@ -94,7 +94,7 @@ def write_pages(pool: CountedPages[Any], ids: PageIds, content: Content) -> None
     """Give the pages the content that `read_pages` returned of others."""
     for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
         for arena, places, rows in _by_arena(pool, ids):
-            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places].to(arenas[arena].device)
+            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places.to(rows_of.device)].to(arenas[arena].device)
 
 
 def _parts(table: RegionTable) -> list[Holder]:

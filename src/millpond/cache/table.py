@@ -36,7 +36,8 @@ class RegionTable:
         n = n_seq * n_kv_heads
         self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
         self._owned = np.zeros(n, dtype=np.int64)  # pages per region
-        self._lens: Ints = np.zeros(n, dtype=np.int32)
+        self._behind = False  # the device's lengths are newer than the host's
+        self._lens = np.zeros(n, dtype=np.int32)
         self._caps: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
         self._recent: Ints = np.zeros(n, dtype=np.int32)
         self._kinds = np.zeros(n, dtype=np.int64)
@@ -62,7 +63,7 @@ class RegionTable:
 
     @property
     def n_regions(self) -> int:
-        return len(self._lens)
+        return len(self._owned)
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
@@ -200,6 +201,11 @@ class RegionTable:
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1
+        if self.sealed is not None:
+            self.sealed.stepped(not grows_always)
+            self._behind = not grows_always and self.lens.device.type != "cpu"
+        if self._behind:
+            return  # which regions grew depends on where their victims lay, which the host asks for when it must
         if self.lens.device.type != "cpu":
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._caps))
             self._lens += grew.astype(np.int32)
@@ -230,7 +236,23 @@ class RegionTable:
             self.pool.release(self._ids[row, keep : self._owned[row]])
             self._owned[row] = keep
         self._slack = 0
+        if self.sealed is not None:
+            self.sealed.quiet = 0
         self._publish(ids=False)
+
+    def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
+        slots = self.pool.slots
+        gone = []
+        for row, n in zip(rows.tolist(), pages.tolist(), strict=True):
+            own = int(self._owned[row])
+            gone.append(self._ids[row, :n].copy())
+            self._ids[row, : own - n] = self._ids[row, n:own].copy()
+        self.pool.release(np.concatenate(gone))
+        self._owned[rows] -= pages
+        self._lens[rows] -= (pages * slots).astype(np.int32)
+        self._slack = 0
+        self._publish()
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
         """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
@@ -379,6 +401,17 @@ class RegionTable:
         self._publish()
 
     # ------------------------------------------------------------------ internal
+
+    @property
+    def _lens(self) -> Ints:
+        """(R,) the lengths, on the host."""
+        if self._behind:
+            self._host_lens[:], self._behind = self.lens.cpu().numpy(), False
+        return self._host_lens
+
+    @_lens.setter
+    def _lens(self, lens: Ints) -> None:
+        self._host_lens: Ints = lens
 
     def _written(self, whole: bool) -> npt.NDArray[np.bool_]:
         """(R, n) which columns of `_ids` a step writes to: all pages, or the one that takes the next entry."""

@@ -51,6 +51,17 @@ def _side(
 
 
 def _regions(regions: PackedRegions) -> bytes:
+    """The struct of the regions: made once, and again when their pool has grown."""
+    bases: Tensor | None
+    struct: bytes
+    bases, struct = regions.known.get("struct", (None, b""))
+    if bases is not regions.pages.bases:
+        struct = _struct(regions)
+        regions.known["struct"] = regions.pages.bases, struct
+    return struct
+
+
+def _struct(regions: PackedRegions) -> bytes:
     pages, layout = regions.pages, regions.pages.layout
     if regions.table.dtype is not INT32 or (regions.table.shape[1] and regions.table.stride(1) != 1):
         raise OptionError("table of packed regions must be an int32 tensor with contiguous rows")

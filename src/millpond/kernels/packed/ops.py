@@ -9,6 +9,7 @@ evicted leaves a *tombstone*: position -1 in its slot, which attention and score
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -26,7 +27,12 @@ from millpond.kernels.rules import DecodeRule
 
 def _backend(dtype: torch.dtype, device: torch.device) -> ModuleType:
     """The implementation that serves packed pages beside plain ones of this dtype."""
-    name = plain_ops.backend(dtype, device).__name__
+    return _beside(plain_ops.backend(dtype, device).__name__)
+
+
+@cache
+def _beside(name: str) -> ModuleType:
+    """The ops over packed pages that go with the ops of this name over plain ones."""
     if name == "millpond.kernels.gpu":
         from millpond.kernels.gpu import packed as on_gpu
 
@@ -71,7 +77,10 @@ def decode(
     Raises:
         OptionError: shapes of the two parts that do not fit.
     """
-    _check(packed, table.shape[0], pages.key_dim)
+    beside = table.shape[0], pages.key_dim
+    if packed.known.get("fits") != beside:
+        _check(packed, *beside)
+        packed.known["fits"] = beside
     impl = _backend(pages.dtype, q.device)
     result: tuple[Tensor, Tensor, Tensor] = impl.decode(
         q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, packed,

@@ -164,9 +164,9 @@ def decode(
             target = slot
         elif slot < int(before[r]):
             joined.bury(r, slot)
-        row = torch.tensor([[0]], dtype=torch.int32)
+        row, one = torch.zeros(1, 1, dtype=torch.int32, device=lens.device), torch.ones_like(lens[:1])
         plain.write(
-            pages, table[r : r + 1], torch.tensor([target]), torch.tensor([1]), row,
+            pages, table[r : r + 1], target * one, one, row,
             k_stored.reshape(-1, 1, k_stored.shape[-1])[r : r + 1],
             v_stored.reshape(-1, 1, v_stored.shape[-1])[r : r + 1],
             q_pos[r // width].reshape(1, 1), scores[r, slot].reshape(1, 1),
@@ -191,17 +191,17 @@ class _Joined:
             pair = [(d[r, :n].float(), c[r, self.alive[r]]) for d, c in zip(dense[:4], coded[:4], strict=True)]
             if masses:
                 own, theirs = (
-                    t[r] if t is not None else torch.zeros(w)
+                    t[r] if t is not None else torch.zeros(w, device=lens.device)
                     for t, w in ((dense[4], dense[0].shape[1]), (coded[4], most))
                 )
                 pair.append((own[:n], theirs[self.alive[r]]))
             rows.append([torch.cat(p) for p in pair])
-        self.lens = torch.tensor([len(row[0]) for row in rows], dtype=torch.int32)
+        self.lens = torch.tensor([len(row[0]) for row in rows], dtype=torch.int32).to(lens.device)
         width = int(self.lens.max()) + 1 if n_regions else 1
         shape = (max(1, n_regions), width, pages.key_dim, pages.value_dim)
         self.pages = PageArrays(shape[0], width, shape[2], shape[3], torch.float32, lens.device, masses)
         self.pages.add_arena()
-        self.table = torch.arange(n_regions, dtype=torch.int32)[:, None]
+        self.table = torch.arange(n_regions, dtype=torch.int32, device=lens.device)[:, None]
         arenas = self.pages.arrays
         for r, row in enumerate(rows):
             for arena, x in zip(arenas, row, strict=True):
@@ -226,7 +226,7 @@ class _Joined:
         """Write the accumulators back to where the entries came from."""
         for r in range(len(before)):
             n = int(self.plain_lens[r])
-            slots = torch.arange(n)
+            slots = torch.arange(n, device=self.plain_lens.device)
             keep = slots != new.get(r, -1)
             ids = plain.slot_ids(self.plain, self.plain_table[r : r + 1], slots[None])[0]
             plain.scatter(self.plain.scores, ids[keep], scores[r, :n][keep])

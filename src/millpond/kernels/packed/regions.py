@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from millpond.kernels.packed.arrays import PackedArrays
@@ -26,6 +30,8 @@ class PackedRegions:
         rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
             all positions.
+        known: what an implementation has found out about these regions, so that it need not at every step. Of an
+            object whose tensors others put in place nothing is known.
     """
 
     pages: PackedArrays
@@ -37,3 +43,11 @@ class PackedRegions:
     key_scales: Tensor | None = None
     key_zeros: Tensor | None = None
     rope: Rope | None = None
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def part(self, rows: slice | npt.NDArray[np.int64]) -> PackedRegions:
+        """Some of the regions: whole sequences, where scales are calibrated; copies, of any but neighbours."""
+        at = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.table.device)
+        channels, balance = (None if t is None else t[at] for t in (self.channels, self.balance))
+        table, lens, dead = self.table[at], self.lens[at], self.dead[at]
+        return replace(self, table=table, lens=lens, dead=dead, channels=channels, balance=balance)

@@ -1,0 +1,120 @@
+"""A layer with codes on a device that is not the host's: the same entries and outputs, and no tensor in two places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
+from codec.layers import check, feed, make, parts, positions, tokens
+from millpond.cache.layer import LayerCache
+from millpond.cache.portable import put_away, take_up
+from millpond.cache.swap import carry_in, copy_out, give_up
+from millpond.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_KERNELS", "reference")
+
+
+def near(x: Tensor) -> Tensor:
+    return x.near if isinstance(x, Far) else x
+
+
+def run(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, last: int) -> list[Tensor]:
+    return [near(feed(cache, qkv, t, t + 1)).clone() for t in range(first, last)]
+
+
+def assert_same(here: LayerCache, there: LayerCache) -> None:
+    ours, theirs = parts(here), parts(there)
+    assert theirs[0].lens.device == ELSEWHERE
+    assert theirs[1].regions().table.device == ELSEWHERE
+    for s in range(ours[0].n_seq):
+        assert positions(here, s) == positions(there, s)
+        for a, b in zip(here.read(s)[:3], there.read(s)[:3], strict=True):
+            assert torch.equal(a, near(b))
+    assert np.array_equal(ours[1].lens, theirs[1].lens)
+    assert np.array_equal(ours[1].dead, theirs[1].dead)
+    assert np.array_equal(near(theirs[0].lens).numpy(), ours[0].lengths().ravel())
+    assert np.array_equal(near(theirs[1].regions().dead).numpy(), ours[1].dead)
+    check(there)
+
+
+def tour(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> list[Tensor]:
+    """What a layer gives while pages fall due, sequences are chosen, and pages leave the pool and come back."""
+    outs = [near(feed(cache, qkv, 0, 188, mask=mask)), *run(cache, qkv, 188, 195)]
+    outs += [near(feed(cache, qkv, 195, 200))]
+    order = torch.tensor([1, 0, 1]).to(qkv[0].device)
+    cache.select(order.tolist())
+    cache.timeline.select(order.tolist())
+    q, k, v = (t[order] for t in qkv)
+    outs += run(cache, (q, k, v), 200, 203)
+    table = parts(cache)[0]
+    carry_in(table, give_up(table, copy_out(table)))
+    if cache.truncatable:
+        cache.timeline.rewind(cache.columns - 2, cache.timeline.seen - 2)
+        cache.truncate(2, np.full(3, 2))
+    return [*outs, *run(cache, (q, k, v), 203, 206)]
+
+
+CASES = [
+    ("int4", "full", {}), ("kivi2", "full", {}), ("int4", "h2o", {"sinks": 1}), ("flexgen4", "window", {"sinks": 0}),
+    ("fp8", "tova", {}), ("think", "full", {}), ("mikv", "h2o", {}), ("rotated4", "h2o", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codec", "method", "options"), CASES)
+def test_decoding_elsewhere(codec: str, method: str, options: dict[str, Any]) -> None:
+    """Every output and every entry is the one of the host."""
+    qkv = tokens(210, batch=2, seed=5)
+    mask = torch.ones(2, 188, dtype=torch.bool)
+    mask[1, :30] = False
+    budget = 10**6 if method == "full" else 160
+    here, there = (make(codec, method, budget, **options) for _ in range(2))
+    outs = tour(here, qkv, mask)
+    with elsewhere():
+        far: Any = tuple(to_far(t) for t in qkv)
+        found = tour(there, far, to_far(mask))
+        assert_same(here, there)
+    assert all(torch.equal(a, b) for a, b in zip(outs, found, strict=True))
+
+
+def test_a_tensor_in_two_places_would_be_seen() -> None:
+    with elsewhere():
+        x = torch.zeros(3, device=ELSEWHERE)
+        assert isinstance(x, Far)
+        assert x.cpu().numpy().tolist() == [0, 0, 0]
+        with pytest.raises(AssertionError, match="elsewhere and of such on the host"):
+            x + torch.ones(3)
+        with pytest.raises(TypeError, match="cpu"):
+            x.numpy()
+
+
+def test_a_format_for_the_cpu_alone_says_why() -> None:
+    cache, far = make("kvquant3"), [to_far(t) for t in tokens(100)]
+    with elsewhere(), pytest.raises(OptionError, match="outliers beside codes are read on the CPU only"):
+        feed(cache, (far[0], far[1], far[2]), 0, 100)
+
+
+@pytest.mark.parametrize(("codec", "method"), [("int4", "h2o"), ("think", "full")])
+def test_a_text_put_away_elsewhere_goes_on(codec: str, method: str) -> None:
+    """What one layer elsewhere puts away fills another there, and both go on alike."""
+    budget, qkv = 10**6 if method == "full" else 160, tokens(196)
+    with elsewhere():
+        far: Any = tuple(to_far(t) for t in qkv)
+        first, second = (make(codec, method, budget) for _ in range(2))
+        feed(first, far, 0, 188)
+        run(first, far, 188, 190)
+        stored = put_away(first)
+        assert not any(isinstance(t, Far) for t in stored.values())
+        second.timeline.begin_with(190)
+        take_up(second, stored, ELSEWHERE)
+        second.columns = 190
+        assert parts(second)[1].regions().table.device == ELSEWHERE
+        for a, b in zip(run(first, far, 190, 196), run(second, far, 190, 196), strict=True):
+            assert torch.equal(a, b)
