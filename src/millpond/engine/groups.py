@@ -69,8 +69,7 @@ def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[K
     """What each sequence of a stack holds."""
     held, seen = stack.held(), stack.timeline.seen
     heads = sum(layer.n_kv_heads for layer in layers)
-    tables = [core.table for core in stack.cores if core.table is not None]
-    kv_bytes = [sum(n) for n in zip(*(table.kv_bytes().tolist() for table in tables), strict=True)]
+    kv_bytes = stack.kv_bytes(held).tolist()
     entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)
     entries = held.sum((0, 2))
     return [

@@ -224,13 +224,40 @@ int linear(const LinearArgs& a) {
   return 0;
 }
 
+int run(const LinearArgs& args) {
+  switch (args.dtype) {
+    case F32: return linear<float>(args);
+    case F16: return linear<f16>(args);
+    default: return linear<bf16>(args);
+  }
+}
+
+LinearArgs step(const BehindArgs& a, int i, const void* x, const void* residual, void* out) {
+  LinearArgs args = a.steps[i];
+  args.x = x, args.residual = residual, args.out[0] = out;
+  args.m = a.m, args.n_threads = a.n_threads;
+  return args;
+}
+
 }  // namespace
 }  // namespace mp
 
-extern "C" __attribute__((visibility("default"))) int mp_linear(const mp::LinearArgs* args) {
-  switch (args->dtype) {
-    case mp::F32: return mp::linear<float>(*args);
-    case mp::F16: return mp::linear<mp::f16>(*args);
-    default: return mp::linear<mp::bf16>(*args);
-  }
+extern "C" __attribute__((visibility("default"))) int mp_linear(const mp::LinearArgs* args) { return mp::run(*args); }
+
+extern "C" int mp_rotate(const mp::RotateArgs* args);
+
+extern "C" __attribute__((visibility("default"))) int mp_heads(const mp::HeadsArgs* args) {
+  return mp::run(args->into) || mp_rotate(&args->turn);
+}
+
+extern "C" __attribute__((visibility("default"))) int mp_behind(const mp::BehindArgs* args) {
+  using namespace mp;
+  static thread_local Workspace workspace;
+  const LinearArgs* steps = args->steps;
+  const int64_t row = args->m * dtype_bytes(steps->dtype), held = round_up(row * steps[0].parts[0].n, 64);
+  char* middle = workspace.get(held + row * steps[1].parts[0].n);
+  if (middle == nullptr) return 1;
+  char* opened = middle + held;
+  return run(step(*args, 0, args->seen, args->x, middle)) || run(step(*args, 1, middle, nullptr, opened)) ||
+         run(step(*args, 2, opened, middle, args->out));
 }
