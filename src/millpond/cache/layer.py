@@ -181,7 +181,7 @@ class LayerCache:
         Returns:
             (S, Hq, value_dim).
         """
-        span = self.timeline.span(self.columns, 1, len(q), None, q.device)
+        span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
         if self._table is None or not self._opened or self.attention.turned or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape
@@ -240,8 +240,8 @@ class LayerCache:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(q.device)
         rule, window = self._rule, self.attention.shape.window
         rolling, headwise = self.companions.rolling, self.companions.headwise
-        always = rule.evict is Evict.NEVER
-        sealing.seal_due(table, positions >= 0)
+        always, active = rule.evict is Evict.NEVER, positions >= 0
+        sealing.seal_due(table, active)
         table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self.policy.grows:
             grow(table, positions, self.planner.budget)
@@ -250,7 +250,7 @@ class LayerCache:
         if rolling is not None:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self.attention.step(table, rule, q, k, v, q_pos)
-        table.stepped(always, positions >= 0)
+        table.stepped(always, active)
         if not always or headwise is not None or self.policy.replans:
             self._finite.check(lse, self.columns)
         if headwise is not None:

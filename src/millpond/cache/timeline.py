@@ -73,7 +73,7 @@ class Span:
     def token(self, column: int) -> npt.NDArray[np.int64]:
         """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
         if self.valid is None:
-            return self.before + column
+            return self.before + column if column else self.before
         return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
 
 

@@ -6,6 +6,7 @@ and come back.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ class Sampler:
 
 def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
     """The keys whose likeliest token has no finite logit (S,)."""
-    return [key for key, fine in zip(keys, best.isfinite().tolist(), strict=True) if not fine]
+    return [key for key, value in zip(keys, best.tolist(), strict=True) if not math.isfinite(value)]
 
 
 def _choice(states: Iterable[_State], device: torch.device) -> Choice:

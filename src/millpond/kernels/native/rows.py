@@ -65,7 +65,7 @@ class Linears:
 
         Three parts; cos, sin: (N, <= dim), as for `rotate_`.
         """
-        n, turning = len(x), cos.shape[-1]
+        n, turning = x.shape[0], cos.shape[-1]
         q, k, v = outs = tuple(torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
         cos, sin = cos.contiguous(), sin.contiguous()
         to, threads = [out.data_ptr() for out in outs], torch.get_num_threads()
@@ -106,7 +106,7 @@ class Behind:
 
     def __call__(self, seen: Tensor, x: Tensor) -> Tensor:
         """Contiguous rows seen (N, k) and x (N, width) -> (N, width): x += out(seen), then x + down(up(x))."""
-        n = len(x)
+        n = x.shape[0]
         result = torch.empty((n, self._width), dtype=x.dtype)
         failed = self._call(
             BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), n, torch.get_num_threads()) + self._steps
