@@ -62,7 +62,7 @@ class Group:
     def note_figures(self) -> None:
         """Tell every answer what its cache holds now."""
         for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
-            answer.kv = replace(figures, shared_tokens=answer.shared)
+            answer.kv = replace(figures, shared_tokens=answer.shared) if answer.shared else figures
 
 
 def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[KVFigures]:

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "ahead.hpp"
+#include "simd.hpp"
 
 namespace mp {
 
@@ -25,6 +25,13 @@ constexpr int STRIDE = 32;      // numbers of a row of w that are taken at once
 
 // Lanes that m > NARROW rows of x take.
 constexpr int lanes_of(int m) { return m <= 8 ? 8 : 16; }
+
+// Ask for LINES lines that are used a tile later: into the L2 cache, since a tile may be larger than the first.
+template <int LINES>
+MP_INLINE void prefetch_lines(const char* p) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LINES; ++i) __builtin_prefetch(p + 64 * i, 0, 2);
+}
 
 MP_INLINE __m512i pair_of(const bf16* p) {
   int32_t pair;
@@ -87,7 +94,7 @@ inline void turned_tile(const bf16* w, int64_t row, int dim, const bf16* x, int6
   for (int h = 0; h < H; ++h) acc[h] = _mm512_setzero_ps();
   const char* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(AHEAD, TURNED * row * 2);
   for (int d = 0; d < dim; d += STRIDE, ahead += TURNED * 64) {
-    if (kAhead) prefetch<TURNED * 64>(ahead);
+    if (kAhead) prefetch_lines<TURNED>(ahead);
     __m512i r[TURNED];
     const __mmask32 there = dim - d >= STRIDE ? ~0u : (1u << (dim - d)) - 1u;
 #pragma GCC unroll 16
@@ -148,7 +155,7 @@ inline void streamed_tile(const bf16* w, int64_t row, int dim, const bf16* x, in
   const char* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(AHEAD, STREAMED * row * 2);
   int d = 0;
   for (; d + STRIDE <= dim; d += STRIDE, x += STRIDE * LANES, ahead += STREAMED * 64) {
-    if (kAhead) prefetch<STREAMED * 64>(ahead);
+    if (kAhead) prefetch_lines<STREAMED>(ahead);
     add_stride<LANES>(w + d, row, x, acc);
   }
   if (d < dim) {
