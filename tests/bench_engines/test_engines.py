@@ -15,6 +15,7 @@ from millpond.bench.candidates import ModelShape
 from millpond.bench.child import Child, PeerError
 from millpond.bench.engines import contestants, run
 from millpond.bench.engines.contestants import FULL, Contestant, Kind
+from millpond.bench.engines.floor import Floor, weight_bytes
 from millpond.bench.engines.run import Entry, Plan, Reading
 from millpond.bench.engines.table import markdown
 from millpond.bench.engines.weights import ConversionError, Weights
@@ -83,7 +84,10 @@ def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) ->
     assert pair["other, full"]["failure"] == "MemoryError: 2 are too many"
     assert sum("batch 2" in line and "turn" in line and "other" in line for line in told) == 1 + PLAN.repeats
     text = markdown({**data, "command": "millpond bench engines"})
-    assert "| other | full | 30.00 | 1.00 x | 6.0 | 3.00 x | full | 0.0 |" in text
+    found = alone["other, full"]["above_floor"]
+    assert f"| other | full | 30.00 | 1.00 x | 6.0 | 3.00 x | full | {found:.2f} x | 0.0 |" in text
+    floors = [reading["floor_ms"] for reading in alone["other, full"]["readings"]]
+    assert min(6.0 / floor for floor in floors) <= found <= max(6.0 / floor for floor in floors)
     assert "MemoryError: 2 are too many" in text
     json.dumps(data)
 
@@ -132,11 +136,12 @@ def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
 def test_ratios_are_within_a_turn() -> None:
     def entry(times: dict[int, float]) -> Entry:
         made = Entry(fake("any", Path()), Child("any", Path("/nowhere"), Path(), ""))
-        made.readings = {turn: Reading(ms, ms, 1, None) for turn, ms in times.items()}
+        made.readings = {turn: Reading(ms, ms, 1, None, ms / 2) for turn, ms in times.items()}
         return made
 
     base, other = entry({0: 1.0, 1: 10.0, 2: 4.0}), entry({0: 2.0, 1: 20.0})  # the machine was busy in turn 1
     assert other.ratio("decode_ms", base) == 2.0
+    assert other.above_floor == 2.0
     assert other.ratio("rss_bytes", base) is None
     assert other.ratio("decode_ms", None) is None
     assert other.median("rss_bytes") is None
@@ -162,6 +167,16 @@ def test_weights_are_made_once_and_named_by_shape_and_seed(tmp_path: Path) -> No
     copy.write_text("raise ValueError('half way')")
     with pytest.raises(ConversionError, match=r"copy\.py failed: ValueError: half way"):
         weights.converted("third", Path(sys.executable), copy)
+
+
+def test_the_floor_is_that_of_the_bytes_that_are_read() -> None:
+    from millpond.kernels import native
+
+    assert weight_bytes(SHAPE) == sum(weight.nbytes for weight in SHAPE.build().parameters())
+    floor = Floor(1)
+    small, large = floor.read_ms(2**12), floor.read_ms(2**27)
+    assert (small is None) == (not native.is_available())
+    assert small is None or (large or 0) > small
 
 
 def test_everyone_is_told_the_same_share_of_the_prompt() -> None:

@@ -90,11 +90,13 @@ def test_strides() -> None:
     assert torch.equal(native.linear(x.view(2, 1, 2, 96), w, b), expected.view(2, 1, 2, 50))
 
 
-def test_nan_and_infinity_stay_in_their_row_and_column() -> None:
-    x, w, _ = draw(6, 37, 45, torch.float32, False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m", [3, 6, 16])
+def test_nan_and_infinity_stay_in_their_row_and_column(m: int, dtype: torch.dtype) -> None:
+    x, w, _ = draw(m, 37, 45, dtype, False)
     x[2, 44], w[36, 3] = float("nan"), float("inf")
     found = native.linear(x, w)
-    assert torch.equal(found.isnan(), torch.arange(6)[:, None].eq(2).expand(6, 37))
+    assert torch.equal(found.isnan(), torch.arange(m)[:, None].eq(2).expand(m, 37))
     assert torch.equal(found.isinf().any(0).nonzero().flatten(), torch.tensor([36]))
 
 

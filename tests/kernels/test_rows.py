@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from millpond.kernels import native
 from millpond.kernels.native import library
 from millpond.kernels.native.huge import PAGE, use_huge_pages
-from millpond.kernels.rows import Gate, fits
+from millpond.kernels.rows import Gate, fits, largest
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -165,3 +165,43 @@ def test_huge_pages_change_nothing() -> None:
     assert 0 <= use_huge_pages([memory[: 2 * PAGE], memory[2 * PAGE :], torch.ones(3)]) <= memory.nbytes
     assert torch.equal(memory, before)
     assert use_huge_pages([memory], seconds=0) == 0
+
+
+@given(m=st.integers(1, 16), k=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_heads_are_the_matrices_and_the_rotation(isa: str, m: int, k: int, dtype: torch.dtype, seed: int) -> None:
+    draw, dim = draws(dtype, seed), 8
+    x, norm, weights = draw(m, k), draw(k), [draw(heads * dim, k) for heads in (6, 2, 2)]
+    through = native.Linears([(weight, None) for weight in weights], norm=norm, eps=1e-5)
+    cos, sin = draw(m, 2 * (1 + seed % 4)), draw(m, 2 * (1 + seed % 4))
+    q, k_, v = (part.view(m, -1, dim) for part in through(x))
+    native.rotate_(q, k_, cos, sin)
+    for found, expected in zip(through.heads(x, dim, cos, sin), (q, k_, v), strict=True):
+        assert torch.equal(found, expected)
+
+
+@given(m=st.integers(1, 16), dtype=DTYPES, gated=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_behind_attention_is_its_three_steps(isa: str, m: int, dtype: torch.dtype, gated: bool, seed: int) -> None:
+    draw, seen_dim, width, inner = draws(dtype, seed), 24, 40, 70
+    seen, x, norm, bias = draw(m, seen_dim), draw(m, width), draw(width), draw(width)
+    first, last, matrices = draw(width, seen_dim), draw(width, inner), [draw(inner, width) for _ in range(1 + gated)]
+    out, down = native.Linears([(first, None)]), native.Linears([(last, bias)])
+    up = native.Linears([(matrix, None) for matrix in matrices], norm=norm, eps=1e-5, gate=int(Gate.SILU))
+    middle = out(seen, x)[0]
+    assert torch.equal(native.Behind(out, up, down)(seen, x), down(up(middle)[0], middle)[0])
+
+
+@given(m=st.integers(1, 5), n=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_largest_is_the_first_of_its_size(isa: str, m: int, n: int, dtype: torch.dtype, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randint(-5, 3, (m, n + 3), generator=gen).to(dtype)[:, 1 : n + 1]
+    if seed % 3 == 0:
+        x[0, n // 2] = (float("nan"), float("inf"), -float("inf"))[seed // 3 % 3]
+    most, at = largest(x)
+    for row, best, place in zip(x.tolist(), most.tolist(), at.tolist(), strict=True):
+        odd = [i for i, value in enumerate(row) if value != value]
+        assert place == (odd[0] if odd else row.index(max(row)))
+        assert best != best if odd else best == row[place]
+    assert torch.equal(largest(torch.full((1, n), -torch.inf, dtype=dtype))[1], torch.tensor([0]))

@@ -163,16 +163,31 @@ class LayerCache:
         turned = self.attention.turned
         if turned:
             q, k, v = rotate(q), rotate(k), rotate(v)
-        if span.length == 1 and (span.before > 0).all() and self.peek is None and not self.reading:
-            if self.companions.pending:
-                self.planner.settle(table)
-            out = self._step(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span.token(0), span.q_pos)[:, :, None]
+        if self._decodes(span):
+            out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
         elif self.policy.prefill == "greedy":
             out = self._token_by_token(table, q, k, v, span)
         else:
             out = self._prefill(table, q, k, v, span)
         self.columns += span.length
         return rotate(out) if turned else out
+
+    def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """`attend` for one new token of every sequence, none a pad.
+
+        Args:
+            q: (S, Hq, key_dim). k: (S, Hkv, key_dim). v: (S, Hkv, value_dim), keys after RoPE.
+
+        Returns:
+            (S, Hq, value_dim).
+        """
+        span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
+        if self._table is None or not self._opened or self.attention.turned or not self._decodes(span):
+            return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        self.attention.shape = shape
+        out = self._newest(self._table, q, k, v, span)
+        self.columns += 1
+        return out
 
     def open(self, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim)."""
@@ -204,6 +219,16 @@ class LayerCache:
 
     # ------------------------------------------------------------------ decoding
 
+    def _decodes(self, span: Span) -> bool:
+        """Whether a pass brings every sequence its next token, or a pad, behind a prompt that was read."""
+        return span.length == 1 and span.begun and self.peek is None and not self.reading
+
+    def _newest(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D) -> (S, Hq, value_dim)."""
+        if self.companions.pending:
+            self.planner.settle(table)
+        return self._step(table, q, k, v, span.token(0), span.q_pos)
+
     def _step(
         self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, q_pos: Tensor | None = None
     ) -> Tensor:
@@ -215,8 +240,8 @@ class LayerCache:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(q.device)
         rule, window = self._rule, self.attention.shape.window
         rolling, headwise = self.companions.rolling, self.companions.headwise
-        always = rule.evict is Evict.NEVER
-        sealing.seal_due(table, positions >= 0)
+        always, active = rule.evict is Evict.NEVER, positions >= 0
+        sealing.seal_due(table, active)
         table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self.policy.grows:
             grow(table, positions, self.planner.budget)
@@ -225,7 +250,7 @@ class LayerCache:
         if rolling is not None:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self.attention.step(table, rule, q, k, v, q_pos)
-        table.stepped(always, positions >= 0)
+        table.stepped(always, active)
         if not always or headwise is not None or self.policy.replans:
             self._finite.check(lse, self.columns)
         if headwise is not None:

@@ -185,3 +185,14 @@ class Stack:
         for layer, entries in enumerate(stored):
             found[layer, : entries.shape[0], : entries.shape[1]] = entries
         return found
+
+    def kv_bytes(self, held: np.ndarray) -> np.ndarray:
+        """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
+        tables = [core.table for core in self.cores]
+        slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
+        if len(slots) == 1 and 0 not in slots:  # all at once: it is asked for at every step
+            page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
+            found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
+        else:
+            found = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
+        return found

@@ -25,6 +25,7 @@ class Span:
         before, after: (S,) real tokens of each sequence before and after this pass.
         valid: (S, length) bool on the host, or None if no column is a pad.
         q_pos: (S,) int32 on the device for a pass of one column: each new token's position, -1 for a pad.
+        begun: whether every sequence had tokens before this pass.
     """
 
     start: int
@@ -34,6 +35,7 @@ class Span:
     valid: npt.NDArray[np.bool_] | None
     device: torch.device
     q_pos: Tensor | None
+    begun: bool
 
     @property
     def decoding(self) -> npt.NDArray[np.bool_]:
@@ -71,7 +73,7 @@ class Span:
     def token(self, column: int) -> npt.NDArray[np.int64]:
         """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
         if self.valid is None:
-            return self.before + column
+            return self.before + column if column else self.before
         return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
 
 
@@ -152,7 +154,7 @@ class Timeline:
         if length == 1:
             here = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
             q_pos = torch.from_numpy(here.astype(np.int32)).to(device)
-        return Span(start, length, self.seen, after, valid, device, q_pos)
+        return Span(start, length, self.seen, after, valid, device, q_pos, bool((self.seen > 0).all()))
 
     def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:
         """(S,) real tokens among the newest `columns`."""

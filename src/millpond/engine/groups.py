@@ -62,15 +62,14 @@ class Group:
     def note_figures(self) -> None:
         """Tell every answer what its cache holds now."""
         for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
-            answer.kv = replace(figures, shared_tokens=answer.shared)
+            answer.kv = replace(figures, shared_tokens=answer.shared) if answer.shared else figures
 
 
 def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[KVFigures]:
     """What each sequence of a stack holds."""
     held, seen = stack.held(), stack.timeline.seen
     heads = sum(layer.n_kv_heads for layer in layers)
-    tables = [core.table for core in stack.cores if core.table is not None]
-    kv_bytes = [sum(n) for n in zip(*(table.kv_bytes().tolist() for table in tables), strict=True)]
+    kv_bytes = stack.kv_bytes(held).tolist()
     entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)
     entries = held.sum((0, 2))
     return [

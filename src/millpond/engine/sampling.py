@@ -6,6 +6,7 @@ and come back.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from millpond.engine.penalties import Penalties
 from millpond.engine.sampling_logprobs import score_tokens
 from millpond.engine.sampling_params import SamplingParams
 from millpond.errors import NumericsError, OptionError
+from millpond.kernels.rows import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Sampler:
         if not keys:
             return []
         states = [self._states[key] for key in keys]
-        best, tokens = logits.max(-1)
+        best, tokens = largest(logits)
         bad = _without_choice(keys, best)
         changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
         if changed:
@@ -158,7 +160,7 @@ class Sampler:
         if any(key in self._penalties or key in self._constraints for key in keys):
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
-            best, tokens = logits.max(-1)
+            best, tokens = largest(logits)
             bad = [*bad, *_without_choice(keys, best)]
         if bad:
             raise BadLogitsError(list(dict.fromkeys(bad)))
@@ -183,7 +185,7 @@ class Sampler:
 
 def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
     """The keys whose likeliest token has no finite logit (S,)."""
-    return [key for key, fine in zip(keys, best.isfinite().tolist(), strict=True) if not fine]
+    return [key for key, value in zip(keys, best.tolist(), strict=True) if not math.isfinite(value)]
 
 
 def _choice(states: Iterable[_State], device: torch.device) -> Choice:

@@ -64,6 +64,20 @@ class Projection:
         return native.Linears(self.parts, norm=weight, norm_bias=bias, eps=eps, centred=centred, gate=gate)
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What follows attention in a layer: a matrix of its own, then the two of the feed-forward."""
+
+    out: Projection
+    up: Projection
+    down: Projection
+
+    @cached_property
+    def few(self) -> native.Behind:
+        """As `Projection.few`."""
+        return native.Behind(self.out.few, self.up.few, self.down.few)
+
+
 class Dense:
     """Rows through torch."""
 
@@ -96,6 +110,19 @@ class Dense:
         if bias is None:
             return torch.addmm(residual, x, weight.t())
         return functional.linear(x, weight, bias).add_(residual)
+
+    def heads(
+        self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (N, heads, dim) of three matrices, of which the first two are turned: `rotate_`."""
+        q, k, v = (part.view(len(x), -1, dim) for part in self.apart(x, projection))
+        self.rotate_(q, k, cos, sin)
+        return q, k, v
+
+    def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
+        """X (N, width) behind a layer whose attention is `seen` (N, k): x += out(seen), then x + down(up(x))."""
+        x = self.added(seen, rest.out, x)
+        return self.added(self.activated(x, rest.up), rest.down, x)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Turn the first `dim` numbers of the heads of q and k (N, heads, >= dim) in place; cos, sin (N, dim)."""
@@ -146,6 +173,16 @@ class NativeDense(Dense):
         if not native.gemm_serves(x, weight):
             return super().added(x, projection, residual)
         return native.gemm(x, weight, bias, residual=residual)
+
+    def heads(
+        self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self._few:
+            return projection.few.heads(x.contiguous(), dim, cos, sin)
+        return super().heads(x, projection, dim, cos, sin)
+
+    def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
+        return rest.few(seen.contiguous(), x.contiguous()) if self._few else super().behind(seen, x, rest)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         native.rotate_(q, k, cos, sin)

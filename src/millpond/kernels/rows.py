@@ -53,3 +53,14 @@ def fits(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
 
 def _is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
     return weight.dtype is dtype and weight.is_cpu and type(weight) in _PLAIN and weight.is_contiguous()
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X (N, n) -> (N,) each: the largest number of each row, NaN where it holds one, and its index, the first."""
+    from millpond.kernels import native
+
+    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    if wanted and x.is_cpu and x.dtype in NATIVE_DTYPES and x.stride(-1) == 1 and x.numel() and native.is_available():
+        return native.largest(x)
+    most, at = x.max(-1)
+    return most, at

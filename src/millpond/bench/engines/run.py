@@ -18,8 +18,12 @@ from typing import Any
 from millpond.bench.candidates import TINY, ModelShape, draw_prompts
 from millpond.bench.child import TIMEOUT_S, Child, PeerError
 from millpond.bench.engines.contestants import Contestant
+from millpond.bench.engines.floor import Floor, weight_bytes
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.machine import describe_machine
+
+#: Milliseconds in which weights and so many bytes of entries are read once; None where nothing can measure it.
+ReadMs = Callable[[int], float | None]
 
 WARM_UP, WARM_UP_TOKENS = 256, 4  #: tokens of the prompts and of the answers before the clock runs
 PAUSE = 0.2  #: seconds in which the threads of the engine before go to sleep
@@ -49,12 +53,14 @@ class Reading:
         prefill_s: until every sequence has its first token. decode_ms: a step of all sequences, the median.
         kv_bytes: of keys and values in use after the last step, as the engine counts them.
         rss_bytes: of the process at its peak while it answered, beyond what it held before it loaded the model.
+        floor_ms: reading the weights and `kv_bytes` once, measured right behind it; None where nothing can.
     """
 
     prefill_s: float
     decode_ms: float
     kv_bytes: int
     rss_bytes: int | None
+    floor_ms: float | None
 
 
 @dataclass
@@ -70,6 +76,12 @@ class Entry:
         """The median of one number over the repetitions."""
         known = [v for r in self.readings.values() if (v := getattr(r, name)) is not None]
         return statistics.median(known) if known else None
+
+    @property
+    def above_floor(self) -> float | None:
+        """The median over the turns of how many times as long as reading weights and entries once a step took."""
+        ratios = [r.decode_ms / r.floor_ms for r in self.readings.values() if r.floor_ms]
+        return statistics.median(ratios) if ratios else None
 
     def ratio(self, name: str, base: Entry | None) -> float | None:
         """The median over the turns of how many times as much it took as `base`."""
@@ -89,23 +101,24 @@ def run(
     Models are kept in `folder`. After each cell `keep` is handed what is known so far.
     """
     weights, machine = Weights(plan.shape, plan.seed, folder, plan.timeout_s), describe_machine()
+    floor, to_read = Floor(plan.threads), weight_bytes(plan.shape)
     notes: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     data = {
         "benchmark": "engines", "machine": machine.as_dict(), "hardware": machine.hardware,
         "software": machine.software, "model": {**plan.shape.config(), "dtype": "bfloat16"},
-        "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads, "seed": plan.seed,
-        "engines": notes, "results": rows,
+        "weight_bytes": to_read, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads,
+        "seed": plan.seed, "engines": notes, "results": rows,
     }  # fmt: skip
     for cell in plan.cells:
-        rows += _cell(plan, contestants, weights, notes, *cell, progress)
+        rows += _cell(plan, contestants, weights, lambda kv: floor.read_ms(to_read + kv), notes, *cell, progress)
         keep(data)
     return data
 
 
 def _cell(
-    plan: Plan, contestants: Sequence[Contestant], weights: Weights, notes: dict[str, str], batch: int, prompt: int,
-    progress: Callable[[str], None],
+    plan: Plan, contestants: Sequence[Contestant], weights: Weights, floor: ReadMs,
+    notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = random.Random(plan.seed)
     where = f"batch {batch}, prompt {prompt}"
@@ -124,7 +137,7 @@ def _cell(
             prompts = draw_prompts(plan.shape, batch, length, plan.seed + turn + 1).tolist()
             for entry in rng.sample(entries, len(entries)):
                 progress(f"{where}, turn {turn + 1} of {plan.repeats}: {entry.contestant.label}")
-                reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens)
+                reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens, floor)
                 if reading is not None and not warming:
                     entry.readings[turn] = reading
     return [_row(entry, entries, batch, prompt) for entry in entries]
@@ -144,7 +157,7 @@ def _load(entry: Entry, plan: Plan, weights: Weights, batch: int, prompt: int) -
         entry.failure = str(error)
 
 
-def _take(entry: Entry, prompts: list[list[int]], new_tokens: int) -> Reading | None:
+def _take(entry: Entry, prompts: list[list[int]], new_tokens: int, floor: ReadMs) -> Reading | None:
     """One reading. An engine that fails is reported with its reason and not run again in this cell."""
     if entry.failure:
         return None
@@ -155,7 +168,8 @@ def _take(entry: Entry, prompts: list[list[int]], new_tokens: int) -> Reading | 
         entry.failure = str(error)
         return None
     steps = answer.pop("steps_ms")
-    return Reading(decode_ms=statistics.median(steps), **answer)
+    time.sleep(PAUSE)
+    return Reading(decode_ms=statistics.median(steps), floor_ms=floor(answer["kv_bytes"]), **answer)
 
 
 def _row(entry: Entry, entries: Sequence[Entry], batch: int, prompt: int) -> dict[str, Any]:
@@ -165,6 +179,7 @@ def _row(entry: Entry, entries: Sequence[Entry], batch: int, prompt: int) -> dic
         "name": entry.contestant.kind.name, "setting": entry.contestant.setting, "batch": batch, "prompt": prompt,
         "against": entry.contestant.against, **{name: entry.median(name) for name in names},
         "prefill_ratio": entry.ratio("prefill_s", base), "decode_ratio": entry.ratio("decode_ms", base),
+        "above_floor": entry.above_floor,
         "readings": [asdict(reading) for reading in entry.readings.values()],
         **({"failure": entry.failure} if entry.failure else {}),
     }  # fmt: skip

@@ -7,7 +7,10 @@ from typing import Any
 
 from millpond.bench.report import markdown_table
 
-HEAD = ("engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "KV MB", "RSS MB")
+HEAD = (
+    "engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "of reading once", "KV MB",
+    "RSS MB",
+)  # fmt: skip
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -21,8 +24,10 @@ def markdown(data: dict[str, Any]) -> str:
         f"query and {model['num_key_value_heads']} KV heads, head_dim {model['head_dim']}, tied), {model['dtype']}; "
         f"{data['threads']} threads in each engine; {data['new_tokens']} steps; medians of {data['repeats']} "
         "repetitions in turns, ratios within a turn: above 1.00 x ours is faster. Prefill lasts until every sequence "
-        "has its first token, in the engine's own order of work. KV: in use at the end, as the engine counts it. RSS: "
-        "the most while it answered, beyond what its process held before it loaded the model.\n",
+        "has its first token, in the engine's own order of work. Of reading once: a step "
+        "beside reading the weights and the engine's KV bytes once with as many threads, measured right behind it. KV: "
+        "in use at the end, as the engine counts it. RSS: the most while it answered, beyond what its process held "
+        "before it loaded the model.\n",
         *(f"* {name}: {note}" for name, note in data["engines"].items()),
         "",
     ]
@@ -42,7 +47,8 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"], row["setting"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]),
         f"{row['decode_ms']:.1f}", _times(row["decode_ratio"]), row["against"].removeprefix("millpond, "),
-        f"{row['kv_bytes'] / 1e6:.1f}", "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e6:.0f}",
+        _times(row["above_floor"]), f"{row['kv_bytes'] / 1e6:.1f}",
+        "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e6:.0f}",
     )  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from millpond.kernels.native.huge import use_huge_pages
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
-from millpond.kernels.native.rows import Linears, gate, gemm, gemm_serves, norm, rotate_
+from millpond.kernels.native.rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_
 
 __all__ = [
+    "Behind",
     "Linears",
     "NativeKernelsWarning",
     "absolute_sums",
@@ -32,6 +33,7 @@ __all__ = [
     "gemm_serves",
     "is_available",
     "isa",
+    "largest",
     "linear",
     "mean_rows",
     "merge_slots",

@@ -13,7 +13,7 @@ import torch  # noqa: F401  (before any library: the kernels use the thread pool
 
 from millpond.errors import MillpondError, OptionError
 
-ABI = 16  #: of csrc/cpu.cpp
+ABI = 17  #: of csrc/cpu.cpp
 X86 = ("baseline", "v3", "v4", "v4bf16")  #: by level, see mp_cpu_level in csrc/cpu.cpp
 NEEDS = {"v3": "AVX2 and FMA", "v4": "AVX-512 F, BW, VL, DQ", "v4bf16": "AVX-512 BF16 and VNNI"}
 

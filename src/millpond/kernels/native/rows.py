@@ -21,6 +21,8 @@ GATE = Struct("=8q").pack
 GEMM = Struct("=14qd").pack
 #: Fewer rows are not worth packing the matrix for: torch's kernels pack less.
 MANY_ROWS = 96
+BEHIND = Struct("=5q").pack
+LARGEST = Struct("=8q").pack
 
 
 class Linears:
@@ -54,7 +56,34 @@ class Linears:
             0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
             DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
         )  # fmt: skip
+        #: the C struct of no rows, for calls that fill them in
+        self.blank = LINEAR_ROWS(*(0,) * 8) + self._same
         self._call = entry_point("mp_linear")
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of the first result."""
+        return self._widths[0]
+
+    def heads(self, x: Tensor, dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """X (N, k), contiguous -> queries, keys and values (N, heads, dim); of the first two each head is turned.
+
+        Three parts; cos, sin: (N, <= dim), as for `rotate_`.
+        """
+        n, turning = x.shape[0], cos.shape[-1]
+        q, k, v = outs = tuple(torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        to, threads = [out.data_ptr() for out in outs], torch.get_num_threads()
+        q_row, k_row = self._widths[:2]
+        failed = entry_point("mp_heads")(
+            LINEAR_ROWS(x.data_ptr(), 0, *to, *self._unused, n, threads) + self._same + ROTATE(
+                *to[:2], cos.data_ptr(), sin.data_ptr(), n, q_row // dim, k_row // dim, turning, turning,
+                q_row, dim, k_row, dim, DTYPES[self._dtype], threads,
+            )
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return q, k, v
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
@@ -70,6 +99,26 @@ class Linears:
         if failed:
             raise MemoryError("no memory for the work space of the linear kernel")
         return outs
+
+
+class Behind:
+    """What follows attention in a layer, made ready once; each of the three has one result. See `Linears`."""
+
+    def __init__(self, out: Linears, up: Linears, down: Linears) -> None:
+        self._steps = out.blank + up.blank + down.blank
+        self._width = down.width
+        self._call = entry_point("mp_behind")
+
+    def __call__(self, seen: Tensor, x: Tensor) -> Tensor:
+        """Contiguous rows seen (N, k) and x (N, width) -> (N, width): x += out(seen), then x + down(up(x))."""
+        n = x.shape[0]
+        result = torch.empty((n, self._width), dtype=x.dtype)
+        failed = self._call(
+            BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), n, torch.get_num_threads()) + self._steps
+        )
+        if failed:
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return result
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -166,3 +215,16 @@ def gemm_serves(x: Tensor, weight: Tensor) -> bool:
 def _multiplies_pairs() -> bool:
     loaded = library.load()
     return loaded is not None and loaded[0] == "v4bf16" and not torch.cpu._is_amx_tile_supported()
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X (N, n), its rows contiguous -> (N,) float32 and int64: the largest number of each row and where it is first.
+
+    NaN where a row holds one.
+    """
+    most, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
+    entry_point("mp_largest")(LARGEST(
+        x.data_ptr(), most.data_ptr(), at.data_ptr(), len(x), x.shape[1], x.stride(0), DTYPES[x.dtype],
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return most, at

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.dense import Dense, Norm, Projection
+from millpond.kernels.dense import Dense, Norm, Projection, Rest
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """A layer, by what it is made of.
 
@@ -45,6 +46,18 @@ class Block:
 
         rotary: cos and sin, (N, dim) each; None where positions are not rotated.
         """
+        q, k, v = self._heads(x, rotary, dense)
+        seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
+        if rows is not None:
+            x, seen = x[rows], seen[rows]
+        return self._behind_attention(x, seen, dense)
+
+    def _heads(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: Dense
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, turned: (N, heads, D) each."""
+        if rotary is not None and len(self.qkv.parts) == 3 and self.q_norm is self.k_norm is None:
+            return dense.heads(x, self.qkv, self.head_dim, *rotary)
         q, k, v = self.heads(dense.apart(x, self.qkv))
         if self.q_norm is not None:
             q = dense.norm(q, self.q_norm)
@@ -52,18 +65,18 @@ class Block:
             k = dense.norm(k, self.k_norm)
         if rotary is not None:
             dense.rotate_(q, k, *rotary)
-        seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
-        if rows is not None:
-            x, seen = x[rows], seen[rows]
-        return self._behind_attention(x, seen, dense)
+        return q, k, v
+
+    @cached_property
+    def _rest(self) -> Rest:
+        return Rest(self.out, self.up, self.down)
 
     def _behind_attention(self, x: Tensor, seen: Tensor, dense: Dense) -> Tensor:
         if self.parallel:
             return dense.added(seen, self.out, dense.added(dense.activated(x, self.up), self.down, x))
-        x = dense.added(seen, self.out, x)
         if self.norms_behind is None:
-            return dense.added(dense.activated(x, self.up), self.down, x)
-        x = dense.norm(x, self.norms_behind[0])
+            return dense.behind(seen, x, self._rest)
+        x = dense.norm(dense.added(seen, self.out, x), self.norms_behind[0])
         x = dense.added(dense.activated(x, self.up), self.down, x)
         return dense.norm(x, self.norms_behind[1])
 

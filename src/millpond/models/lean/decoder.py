@@ -37,13 +37,16 @@ class Decoder:
     project_out: Tensor | None = None
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""
+        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts.
+
+        The rows ascend.
+        """
         x = self.embed(ids, positions)
         rotary, dense = self.angles(x, positions), choose(x)
         some = rows if len(rows) < len(ids) else None
         for block in self.blocks:
             x = block.forward(x, rotary, attend, dense, some if block is self.blocks[-1] else None)
-        return self.logits(x if some is not None else x[rows])
+        return self.logits(x)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(N, width): what the first layer reads."""

@@ -156,12 +156,34 @@ struct RotateArgs {
   int64_t dtype, n_threads;
 };
 
+// Rows into queries, keys and values, of which the first two turn.
+struct HeadsArgs {
+  LinearArgs into;
+  RotateArgs turn;
+};
+
+// What follows attention in a layer: x += seen through the first matrix, then x += x through the two others.
+struct BehindArgs {
+  const void *seen, *x;  // (m, k of the first), (m, n of the first)
+  void* out;             // (m, n of the last)
+  int64_t m, n_threads;
+  LinearArgs steps[3];   // of which only what is the same for all rows is read
+};
+
 // RMSNorm, or LayerNorm where `centred`.
 struct NormArgs {
   const void *x, *weight, *bias;  // (m, heads, n); (n,); (n,) or null
   void* out;                      // (m, heads, n); may be x
   int64_t m, heads, n, x_row, x_head, out_row, out_head, dtype, centred, n_threads;  // strides
   double eps;
+};
+
+// The largest number of each row and where it stands first; NaN counts as larger than all.
+struct LargestArgs {
+  const void* x;   // (m, n), contiguous rows
+  float* largest;  // (m,)
+  int64_t* at;     // (m,)
+  int64_t m, n, x_row, dtype, n_threads;
 };
 
 // out = act(first half of x) * second half.

@@ -45,15 +45,26 @@ inline void widen(float* to, const void* from, int64_t dtype, int n) {
     widen_as(to, static_cast<const f16*>(from), n);
 }
 
+// float_to_bf16 of W floats: the bits in the upper halves; what is in the lower ones says nothing.
+MP_INLINE vu round_bf16(vf x) {
+  const vu u = (vu)x;
+  const vi nan = (u & 0x7fffffffu) > 0x7f800000u;
+  return (vu)select(nan, (vi)(u | 0x400000u), (vi)(u + 0x7fffu + ((u >> 16) & 1u)));
+}
+
 // n floats, rounded to the nearest number of any type.
 inline void narrow(void* to, int64_t dtype, const float* from, int n) {
   uint16_t* halves = static_cast<uint16_t*>(to);
-  if (dtype == F32)
+  if (dtype == F32) {
     std::memcpy(to, from, size_t(n) * 4);
-  else if (dtype == BF16)
-    for (int i = 0; i < n; ++i) halves[i] = float_to_bf16(from[i]);
-  else
+  } else if (dtype == BF16) {
+    typedef uint16_t vh __attribute__((vector_size(W * 2)));
+    int i = 0;
+    for (; i + W <= n; i += W) store(halves + i, __builtin_convertvector(round_bf16(load(from + i)) >> 16, vh));
+    for (; i < n; ++i) halves[i] = float_to_bf16(from[i]);
+  } else {
     for (int i = 0; i < n; ++i) halves[i] = float_to_f16(from[i]);
+  }
 }
 
 // n numbers, rounded where the types differ.
@@ -74,6 +85,12 @@ inline void copy_row(void* to, int64_t to_dtype, const void* from, int64_t from_
 // n floats, rounded to what `dtype` can hold.
 inline void round_to(float* x, int64_t dtype, int n) {
   if (dtype == F32) return;
+  if (dtype == BF16) {
+    int i = 0;
+    for (; i + W <= n; i += W) store(x + i, (vf)(round_bf16(load(x + i)) & 0xffff0000u));
+    for (; i < n; ++i) x[i] = bf16_to_float(float_to_bf16(x[i]));
+    return;
+  }
   constexpr int PART = 64;
   uint16_t part[PART];
   for (int i = 0; i < n; i += PART) {

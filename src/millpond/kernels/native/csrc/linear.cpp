@@ -2,14 +2,15 @@
 // gives it. Around it, where asked for, what a decoder does in the same breath: x is normalised first, the outcome of one
 // matrix is activated or that of two becomes a gate and what it gates, a residual is added to the outcome.
 //
-// Every out[m][n] is summed over k in one order, lane by lane, whatever the other rows, the tile or the thread: a row
-// of a batch has the same bits as the row alone. What torch would have written to memory in between is rounded to the
+// Every out[m][n] is summed over k in one order, whatever the other rows, the tile or the thread: a row of a batch has
+// the same bits as the row alone. What torch would have written to memory in between is rounded to the
 // storage type.
 #include <algorithm>
 #include <cmath>
 
 #include "convert.hpp"
 #include "dot.hpp"
+#include "few_rows.hpp"
 #include "gate.hpp"
 #include "norm.hpp"
 #include "threads.hpp"
@@ -21,7 +22,6 @@ namespace {
 constexpr int BLOCK = 64;                   // rows of w per work item
 constexpr int MOST_ROWS = 16;               // of x
 constexpr int64_t CACHED = 128 * 1024;      // bytes of w that stay in the L2 cache between passes over rows of x
-constexpr int64_t AHEAD = 16 * 1024;         // bytes between the request of a part of w and its use
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
 
 // Work items 0 .. n - 1: every thread has a run of neighbours, because memory is read fastest in long streams, and
@@ -132,7 +132,25 @@ void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x
     }
 }
 
-// The rows of x as the products want them: normalised, rounded to T, padded with zeros. `wide`: room for a row.
+// The rows of x in the order in which `block` reads them; `to`: room for MOST_ROWS rows.
+template <class Q>
+const Q* arranged(const Q* rows, int64_t, int, Q*) { return rows; }
+
+#if defined(__AVX512BF16__)
+template <>
+void block<bf16>(const bf16* w, int n, int64_t row, int dim, const bf16* x, int64_t x_row, int m, float* out) {
+  few_rows(w, n, row, dim, x, x_row, m, out, BLOCK);
+}
+
+template <>
+const bf16* arranged<bf16>(const bf16* rows, int64_t x_row, int m, bf16* to) {
+  if (m <= NARROW) return rows;
+  lay_out(rows, x_row, m, int(x_row), to);
+  return to;
+}
+#endif
+
+// The rows of x: normalised, rounded to T, padded with zeros. `wide`: room for a row.
 template <class T>
 void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* wide) {
   using Q = typename Lane<T>::Q;
@@ -157,11 +175,12 @@ int linear(const LinearArgs& a) {
   static thread_local Workspace workspace;
   const int m = int(a.m), dim = int(a.k);
   const int64_t x_row = round_up(dim, QUERY_PAD), item = dtype_bytes(a.dtype);
-  const int64_t held = round_up(m * x_row * int64_t(sizeof(Q)), 64);
-  char* memory = workspace.get(held + x_row * 4);
+  const int64_t held = round_up(MOST_ROWS * x_row * int64_t(sizeof(Q)), 64);
+  char* memory = workspace.get(2 * held + x_row * 4);
   if (memory == nullptr) return 1;
-  Q* x = reinterpret_cast<Q*>(memory);
-  take_in<T>(a, x, x_row, reinterpret_cast<float*>(memory + held));
+  Q* rows = reinterpret_cast<Q*>(memory);
+  take_in<T>(a, rows, x_row, reinterpret_cast<float*>(memory + 2 * held));
+  const Q* x = arranged(rows, x_row, m, reinterpret_cast<Q*>(memory + held));
 
   const bool gated = a.gate != NO_GATE && a.n_parts == 2, activated = a.gate != NO_GATE && !gated;
   const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part
@@ -205,13 +224,40 @@ int linear(const LinearArgs& a) {
   return 0;
 }
 
+int run(const LinearArgs& args) {
+  switch (args.dtype) {
+    case F32: return linear<float>(args);
+    case F16: return linear<f16>(args);
+    default: return linear<bf16>(args);
+  }
+}
+
+LinearArgs step(const BehindArgs& a, int i, const void* x, const void* residual, void* out) {
+  LinearArgs args = a.steps[i];
+  args.x = x, args.residual = residual, args.out[0] = out;
+  args.m = a.m, args.n_threads = a.n_threads;
+  return args;
+}
+
 }  // namespace
 }  // namespace mp
 
-extern "C" __attribute__((visibility("default"))) int mp_linear(const mp::LinearArgs* args) {
-  switch (args->dtype) {
-    case mp::F32: return mp::linear<float>(*args);
-    case mp::F16: return mp::linear<mp::f16>(*args);
-    default: return mp::linear<mp::bf16>(*args);
-  }
+extern "C" __attribute__((visibility("default"))) int mp_linear(const mp::LinearArgs* args) { return mp::run(*args); }
+
+extern "C" int mp_rotate(const mp::RotateArgs* args);
+
+extern "C" __attribute__((visibility("default"))) int mp_heads(const mp::HeadsArgs* args) {
+  return mp::run(args->into) || mp_rotate(&args->turn);
+}
+
+extern "C" __attribute__((visibility("default"))) int mp_behind(const mp::BehindArgs* args) {
+  using namespace mp;
+  static thread_local Workspace workspace;
+  const LinearArgs* steps = args->steps;
+  const int64_t row = args->m * dtype_bytes(steps->dtype), held = round_up(row * steps[0].parts[0].n, 64);
+  char* middle = workspace.get(held + row * steps[1].parts[0].n);
+  if (middle == nullptr) return 1;
+  char* opened = middle + held;
+  return run(step(*args, 0, args->seen, args->x, middle)) || run(step(*args, 1, middle, nullptr, opened)) ||
+         run(step(*args, 2, opened, middle, args->out));
 }

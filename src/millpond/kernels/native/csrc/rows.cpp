@@ -1,4 +1,5 @@
-// What else a decoder does to rows between its matrices: norms, the rotary embedding and gates, a few rows per work item.
+// What else a decoder does to rows between its matrices: norms, the rotary embedding and gates, a few rows per work item;
+// and behind the last one, the likeliest token of each row.
 #include <algorithm>
 
 #include "convert.hpp"
@@ -45,8 +46,52 @@ void rotate(char* x, const float* cos, const float* sin, float* wide, float* tur
   narrow(x, dtype, wide, dim);
 }
 
+// The largest of n numbers and where it stands first; the first NaN if there is one.
+template <class T>
+void find_largest(const T* x, int64_t n, float* largest, int64_t* at) {
+  vf best = splat(-__builtin_inff());
+  vi odd{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const vf v = load(x + i);
+    best = vmax(v, best);  // NaN on the left gives the right side
+    odd |= v != v;
+  }
+  float top = max(best);
+  const vf last = i < n ? load_part(x + i, int(n - i)) : vf{};
+  for (int j = 0; j < n - i; ++j) top = last[j] > top ? last[j] : top, odd[0] |= last[j] != last[j] ? -1 : 0;
+  bool nan = false;
+  for (int j = 0; j < W; ++j) nan |= odd[j] != 0;
+  *largest = nan ? __builtin_nanf("") : top;
+  for (int64_t from = 0; from < n; from += W) {
+    const int there = int(std::min<int64_t>(W, n - from));
+    const vf v = there == W ? load(x + from) : load_part(x + from, there);
+    const vi here = (nan ? v != v : v == splat(top)) & (iota() < there);
+    if (sum((vf)(here & (vi)splat(1.0f))) == 0.0f) continue;
+    int64_t j = 0;
+    while (here[j] == 0) ++j;
+    *at = from + j;
+    return;
+  }
+}
+
 }  // namespace
 }  // namespace mp
+
+extern "C" __attribute__((visibility("default"))) int mp_largest(const mp::LargestArgs* args) {
+  using namespace mp;
+  const LargestArgs& a = *args;
+  auto find = [&](int64_t row) {
+    const int64_t from = row * a.x_row;
+    switch (a.dtype) {
+      case F32: return find_largest(static_cast<const float*>(a.x) + from, a.n, a.largest + row, a.at + row);
+      case F16: return find_largest(static_cast<const f16*>(a.x) + from, a.n, a.largest + row, a.at + row);
+      default: return find_largest(static_cast<const bf16*>(a.x) + from, a.n, a.largest + row, a.at + row);
+    }
+  };
+  parallel_for(a.m, int(a.n_threads), find);
+  return 0;
+}
 
 extern "C" __attribute__((visibility("default"))) int mp_rotate(const mp::RotateArgs* args) {
   using namespace mp;
