@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -98,8 +100,6 @@ def test_turning_back_undoes_turning_and_dots_tell_distances(interleaved: bool, 
 
 def test_scales_of_a_page_cannot_hold_keys_before_rope() -> None:
     call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
-    call.packed = type(call.packed)(
-        *(getattr(call.packed, n) for n in call.packed.__slots__[:-1]), rope_for(32, 99, 32)
-    )
+    call.packed = replace(call.packed, rope=rope_for(32, 99, 32))
     with pytest.raises(OptionError, match="before RoPE with calibrated scales"):
         call.run(ops)
