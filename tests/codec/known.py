@@ -17,7 +17,7 @@ class HalfRotation:
 
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         half = x.shape[-1] // 2
-        angles = positions[:, None, :, None] * 100.0 ** (-torch.arange(half) / half)
+        angles = positions[:, None, :, None] * 100.0 ** (-torch.arange(half, device=x.device) / half)
         cos, sin = angles.cos(), -angles.sin() if inverse else angles.sin()
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -14,7 +14,6 @@ from codec.layers import check, feed, make, parts, positions, tokens
 from millpond.cache.layer import LayerCache
 from millpond.cache.portable import put_away, take_up
 from millpond.cache.swap import carry_in, copy_out, give_up
-from millpond.errors import OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +64,7 @@ def tour(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor) ->
 CASES = [
     ("int4", "full", {}), ("kivi2", "full", {}), ("int4", "h2o", {"sinks": 1}), ("flexgen4", "window", {"sinks": 0}),
     ("fp8", "tova", {}), ("think", "full", {}), ("mikv", "h2o", {}), ("rotated4", "h2o", {}),
+    ("kvquant3", "full", {}), ("kvquant3", "h2o", {}),
 ]  # fmt: skip
 
 
@@ -93,12 +93,6 @@ def test_a_tensor_in_two_places_would_be_seen() -> None:
             x + torch.ones(3)
         with pytest.raises(TypeError, match="cpu"):
             x.numpy()
-
-
-def test_a_format_for_the_cpu_alone_says_why() -> None:
-    cache, far = make("kvquant3"), [to_far(t) for t in tokens(100)]
-    with elsewhere(), pytest.raises(OptionError, match="outliers beside codes are read on the CPU only"):
-        feed(cache, (far[0], far[1], far[2]), 0, 100)
 
 
 @pytest.mark.parametrize(("codec", "method"), [("int4", "h2o"), ("think", "full")])

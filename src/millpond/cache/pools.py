@@ -76,23 +76,17 @@ class Pools:
         return Sealed(
             self.codec, self.packed(layer, key_dim, value_dim, device), n_seq, n_kv_heads, key_dim,
             fixed=None if known is None else known.key_range(layer),
-            rope=None if self._ropes is None else self._ropes.of(layer, key_dim),
+            rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
         )  # fmt: skip
 
     def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> PackedPool:
         """The pool of packed pages of one shape; of one layer, where layers have tables of their own.
 
         Raises:
-            OptionError: a head_dim that the format's groups do not divide, or a format that the model's device does
-                not read.
+            OptionError: a head_dim that the format's groups do not divide.
         """
         codec = self.codec
         assert codec is not None, "only a codec has packed pages"
-        if device.type != "cpu" and (codec.pre_rope or codec.key_outliers or codec.value_outliers):
-            raise OptionError(
-                f"codec {codec.name!r}: keys stored before RoPE and outliers beside codes are read on the CPU only, "
-                f"and the model is on {device}; use codec='kivi4' or 'int4', or the model on the CPU"
-            )
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
         own = (0 if tables is None else layer, key_dim, value_dim, device)
         if own not in self._packed:

@@ -15,16 +15,16 @@ FIRST = 1024
 
 
 class GrowingRope:
-    """The tables of one rotation of keys of `dim` channels, shared by all layers that turn alike."""
+    """The tables of one rotation of keys of `dim` channels on a device, shared by all layers there that turn alike."""
 
-    def __init__(self, rotation: Rotation, dim: int) -> None:
-        self._rotation, self._dim = rotation, dim
-        self.tables = Rope.of(self._turn, dim, FIRST)
+    def __init__(self, rotation: Rotation, dim: int, device: torch.device) -> None:
+        self._rotation, self._dim, self._device = rotation, dim, device
+        self.tables = Rope.of(self._turn, dim, FIRST, device)
 
     def reach(self, positions: int) -> None:
         """Let the tables know that many positions."""
         if positions > self.tables.positions:
-            self.tables = Rope.of(self._turn, self._dim, max(positions, 2 * self.tables.positions))
+            self.tables = Rope.of(self._turn, self._dim, max(positions, 2 * self.tables.positions), self._device)
 
     @torch.inference_mode(False)
     def _turn(self, keys: Tensor, positions: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ class Ropes:
 
     def __init__(self, rotations: Sequence[Rotation | None]) -> None:
         self._rotations = rotations
-        self._made: dict[tuple[int, int], GrowingRope] = {}
+        self._made: dict[tuple[int, int, torch.device], GrowingRope] = {}
 
-    def of(self, layer: int, key_dim: int) -> GrowingRope | None:
-        """The tables of one layer; None where keys are not turned."""
+    def of(self, layer: int, key_dim: int, device: torch.device) -> GrowingRope | None:
+        """The tables of one layer on its device; None where keys are not turned."""
         rotation = self._rotations[layer]
         if rotation is None:
             return None
-        key = (id(rotation), key_dim)
+        key = (id(rotation), key_dim, device)
         if key not in self._made:
-            self._made[key] = GrowingRope(rotation, key_dim)
+            self._made[key] = GrowingRope(rotation, key_dim, device)
         return self._made[key]

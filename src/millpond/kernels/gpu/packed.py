@@ -1,6 +1,7 @@
 """`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`: attention over codes on the GPU.
 
-Codes are written and read as numbers by the reference, off the path of decoding.
+Codes are written and read as numbers by the reference, off the path of decoding. Keys before RoPE and entries beside
+the codes (KVQuant) are attended to by the reference too, region by region.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from millpond.errors import OptionError
 from millpond.kernels.gpu.codes import side_constants, table_or
 from millpond.kernels.gpu.common import block_of, page_logs, rows_of
 from millpond.kernels.gpu.decode import decode_parts
 from millpond.kernels.gpu.packed_attend import attend_packed
+from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import RUN
 from millpond.kernels.packed.reference import read, write
 from millpond.kernels.packed.regions import PackedRegions
@@ -42,25 +43,17 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `packed.ops.decode`.
-
-    Raises:
-        OptionError: keys stored before RoPE, or entries beside the codes (KVQuant).
-    """
-    _check(packed)
+    """As `packed.ops.decode`."""
+    layout = packed.pages.layout
+    if packed.rope is not None or layout.key.n_extra or layout.value.n_extra:
+        return reference.decode(
+            q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, packed,
+            scale=scale, softcap=softcap, window=window, sink_logits=sink_logits,
+        )  # fmt: skip
     return decode_parts(
         q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits,
         (packed, lambda *given: _attend(packed, *given)),
     )  # fmt: skip
-
-
-def _check(packed: PackedRegions) -> None:
-    layout = packed.pages.layout
-    if packed.rope is not None or layout.key.n_extra or layout.value.n_extra:
-        raise OptionError(
-            "the gpu kernels read no keys stored before RoPE and no outliers beside codes (kvquant2, kvquant3, "
-            "kvquant4); use another codec, or the model on the CPU"
-        )
 
 
 def _attend(

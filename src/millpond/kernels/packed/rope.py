@@ -16,6 +16,7 @@ from millpond.kernels.packed.layout import RUN
 
 #: Turns keys (1, 1, n, D) from position 0 to `positions` (1, n).
 Turn = Callable[[Tensor, Tensor], Tensor]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,12 @@ class Rope:
     near_sin: Tensor
 
     @classmethod
-    def of(cls, turn: Turn, dim: int, positions: int) -> Rope:
-        """The tables of a rotation of keys of `dim` channels, for at least `positions` positions."""
-        pairs = _pairs(turn, dim)
+    def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
+        """The tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
+        pairs = _pairs(turn, dim, device)
         a, b = pairs.long().unbind(1)
-        first = torch.zeros(1, 1, 1, dim).index_fill(3, a, 1.0)
-        at = torch.arange(max(positions, RUN))[None]
+        first = torch.zeros(1, 1, 1, dim, device=device).index_fill(3, a, 1.0)
+        at = torch.arange(max(positions, RUN), device=device)[None]
         turned = turn(first.expand(1, 1, at.shape[1], dim), at)[0, 0].float()
         cos, sin = turned[:, a].contiguous(), turned[:, b].contiguous()
         scale = (cos[:RUN].square() + sin[:RUN].square()).sqrt()
@@ -74,11 +75,11 @@ class Rope:
         return out
 
 
-def _pairs(turn: Turn, dim: int) -> Tensor:
+def _pairs(turn: Turn, dim: int, device: torch.device) -> Tensor:
     """Which channels turn together, found by turning each alone; the first of a pair is the lower one."""
-    alone = torch.eye(dim)[None, None]
-    turned = turn(alone, torch.ones(1, dim, dtype=torch.int64))[0, 0].float()
+    alone = torch.eye(dim, device=device)[None, None]
+    turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
     mixed = turned.fill_diagonal_(0.0).abs()
     partner = mixed.argmax(1)
     first = [c for c in range(dim) if float(mixed[c, partner[c]]) > 0 and c < int(partner[c])]
-    return torch.tensor([[c, int(partner[c])] for c in first], dtype=torch.int32).reshape(-1, 2)
+    return torch.tensor([[c, int(partner[c])] for c in first], dtype=torch.int32).reshape(-1, 2).to(device)
