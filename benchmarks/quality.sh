@@ -3,7 +3,8 @@
 #   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text codecs codecs-text peers curves
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings; then
 #                                     make docs
-# BIN: folder of the programs. SAMPLES: of each task. THREADS: of torch. METHODS, ABLATIONS: others than here.
+# BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
+# METHODS: of aware and agnostic, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
 # DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
@@ -28,6 +29,7 @@ done
 tasks=${tasks#,}
 methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
 streaming,window,random}
+text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
 ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:prefill=greedy,no_heavy,strided,fixed}
 text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
 
