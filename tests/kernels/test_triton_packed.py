@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hf.families import family, left_padded, run
 from kernels.make import Case
 from kernels.packed_make import PackedCall, PackedCase, rope_for, side
 from millpond.kernels.packed import reference
-from millpond.kernels.packed.layout import Format
+from millpond.kernels.packed.layout import Format, Side
 from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
@@ -50,9 +51,12 @@ def cases(draw: st.DrawFn) -> PackedCase:
     dim, value_dim = draw(st.sampled_from([(32, 16), (64, 64), (80, 48)]))
     by_channel, symmetric, fixed = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     key = side(draw(st.sampled_from(Format)), by_channel, 32 if by_channel else 0, symmetric)
+    key_extra, value_extra = (draw(st.sampled_from([0, 0, 7, 70])) for _ in "kv")
     if by_channel and fixed and key.format.grouped:
         key = side(key.format, True, fixed=True)
+    key = side_with(key, key_extra)
     value = side(draw(st.sampled_from(Format)), False, draw(st.sampled_from([0, 16])), symmetric)
+    value = side_with(value, value_extra)
     grain = PackedCase(Case([0], 1, 1, 1, dim, value_dim), [0], key, value, SLOTS).build().layout.grain
     owners = n_seq if rule.shared else regions
     packed = draw(st.lists(st.integers(0, 100), min_size=owners, max_size=owners))
@@ -69,7 +73,14 @@ def cases(draw: st.DrawFn) -> PackedCase:
         draw(st.booleans()), same_slots=rule.shared, masses=draw(st.booleans()), seed=draw(st.integers(0, 500)),
     )  # fmt: skip
     keep = 16 if dim == 32 and not key.fixed and draw(st.booleans()) else 0
-    return PackedCase(case, lens, key, value, SLOTS, dead, keep, draw(st.booleans()))
+    turned = key.fixed and draw(st.booleans())
+    rope = rope_for(dim, 200, draw(st.sampled_from([dim, 16])), interleaved=draw(st.booleans())) if turned else None
+    return PackedCase(case, lens, key, value, SLOTS, dead, keep, not turned and draw(st.booleans()), rope)
+
+
+def side_with(plain: Side, n_extra: int) -> Side:
+    """The side with entries beside its codes, where its format takes some."""
+    return replace(plain, n_extra=n_extra) if plain.format.grouped else plain
 
 
 def assert_same(case: PackedCase) -> None:
@@ -132,13 +143,15 @@ def test_a_packed_victim_leaves_a_tombstone_and_the_new_entry_is_appended() -> N
     assert int((call.contents()[2][0] == -1).sum()) == 1
 
 
-def test_keys_before_rope_and_outliers_are_attended_to_by_the_reference() -> None:
-    beside = one(Format.NUQ4, rule=DecodeRule(evict=Evict.ACC, signal=Signal.SUM), caps=[101])
-    beside.value = side(Format.NUQ4, n_extra=3)
-    before = one(Format.NUQ4)
-    before.key, before.rope = side(Format.NUQ4, True, fixed=True), rope_for(64, 200, 64)
-    for case in (beside, before):
-        assert_same(case)
+@pytest.mark.parametrize("format", [Format.INT4, Format.NUQ2, Format.NUQ3, Format.NUQ4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [0, 16, 64])
+def test_keys_before_rope_and_entries_beside_the_codes(format: Format, dtype: torch.dtype, rotated: int) -> None:
+    """KVQuant: more entries beside the codes than are put in place at once, and channels that no pair names."""
+    case = one(format, rule=DecodeRule(evict=Evict.ACC, signal=Signal.SUM), caps=[101], dtype=dtype)
+    case.key, case.value = side(format, True, fixed=True, n_extra=100), side(format, n_extra=3)
+    case.rope = rope_for(64, 200, rotated, scale=0.8) if rotated else None
+    assert_same(case)
 
 
 @pytest.mark.parametrize(("method", "options"), [("full", {}), ("h2o", {"budget": 40, "sinks": 2})])

@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.packed.layout import LANES as TILE_LANES
-from millpond.kernels.packed.layout import Format, Offsets, Side
+from millpond.kernels.packed.layout import MOST_NAMED, Format, Offsets, Side
 
 FP8 = tl.constexpr(int(Format.FP8))
 ROWS = tl.constexpr(int(Format.ROWS))
 FIRST_TABLE = tl.constexpr(int(Format.NUQ2))
 LANES = tl.constexpr(TILE_LANES)
+NAMED = tl.constexpr(MOST_NAMED)
+EXTRA_STEP = tl.constexpr(64)  #: entries beside the codes that are put in place at once
 
 
 def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, int]:
@@ -22,6 +24,7 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
         f"{prefix}_FORMAT": int(side.format), f"{prefix}_BITS": side.format.bits, f"{prefix}_CODES": at.codes,
         f"{prefix}_TOP": at.top, f"{prefix}_SCALES": at.scales, f"{prefix}_ZEROS": at.zeros,
         f"{prefix}_GROUP": side.group or dim, f"{prefix}_BY_CHANNEL": side.by_channel, f"{prefix}_FIXED": side.fixed,
+        f"{prefix}_EXTRA": at.extra, f"{prefix}_N_EXTRA": side.n_extra,
     }  # fmt: skip
 
 
@@ -99,3 +102,22 @@ def numbers_at(
                     zeros = (page + ZEROS).to(tl.pointer_type(tl.float16)) + factor
                     x += tl.load(zeros, mask=ok, other=0.0).to(tl.float32)
             return tl.where(ok, x, 0.0)
+
+
+@triton.jit
+def beside_at(page, slot, channel, EXTRA: tl.constexpr, N_EXTRA: tl.constexpr, DIM_BLOCK: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """(BLOCK, DIM_BLOCK) float32: what the codes of the slots (BLOCK,) of a page lack, in the channels (DIM_BLOCK,).
+
+    Two products with at most one number in a sum, so exact: a kernel cannot scatter into a tile.
+    """
+    lacks = tl.zeros([BLOCK, DIM_BLOCK], tl.float32)
+    for first in range(0, N_EXTRA, EXTRA_STEP):
+        e = first + tl.arange(0, EXTRA_STEP)
+        ok = e < N_EXTRA
+        place = tl.load((page + EXTRA).to(tl.pointer_type(tl.int16)) + e, mask=ok, other=0).to(tl.int32) & 0xFFFF
+        what = tl.load((page + EXTRA + 2 * N_EXTRA).to(tl.pointer_type(tl.float16)) + e, mask=ok, other=0.0)
+        rows = (slot[:, None] == (place // NAMED)[None, :]).to(tl.float16)
+        columns = tl.where(channel[None, :] == (place % NAMED)[:, None], what[:, None], 0.0).to(tl.float16)
+        lacks += tl.dot(rows, columns)
+    return lacks

@@ -1,7 +1,6 @@
 """`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`: attention over codes on the GPU.
 
-Codes are written and read as numbers by the reference, off the path of decoding. Keys before RoPE and entries beside
-the codes (KVQuant) are attended to by the reference too, region by region.
+Codes are written and read as numbers by the reference, off the path of decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from millpond.kernels.gpu.codes import side_constants, table_or
 from millpond.kernels.gpu.common import block_of, page_logs, rows_of
 from millpond.kernels.gpu.decode import decode_parts
 from millpond.kernels.gpu.packed_attend import attend_packed
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import RUN
 from millpond.kernels.packed.reference import read, write
 from millpond.kernels.packed.regions import PackedRegions
@@ -44,12 +42,6 @@ def decode(
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `packed.ops.decode`."""
-    layout = packed.pages.layout
-    if packed.rope is not None or layout.key.n_extra or layout.value.n_extra:
-        return reference.decode(
-            q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, packed,
-            scale=scale, softcap=softcap, window=window, sink_logits=sink_logits,
-        )  # fmt: skip
     return decode_parts(
         q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits,
         (packed, lambda *given: _attend(packed, *given)),
@@ -71,13 +63,15 @@ def _attend(
     pages, layout = packed.pages, packed.pages.layout
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
     given = (packed.key_scales, packed.key_zeros, packed.channels, packed.balance)
+    rope = packed.rope
+    turning = (q, q, q, 0) if rope is None else (rope.by_channel, rope.cos, rope.sin, rope.cos.shape[1])
     flags = {**flags, "KEY_DIM": layout.key_dim, "KEY_BLOCK": block_of(layout.key_dim)}
     attend_packed[grid](
         q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs, *numbers,
-        *(q if x is None else rows_of(x) for x in given), *settings,
+        *(q if x is None else rows_of(x) for x in given), *turning, *settings,
         **side_constants("K", layout.key, layout.key_offsets, layout.key_dim),
         **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
         PAGE_BYTES=layout.page_bytes, DOT=dot, BLOCK=RUN, HAS_CHANNELS=packed.channels is not None,
-        HAS_BALANCE=packed.balance is not None, HAS_MASSES=pages.masses, **page_logs(pages), **flags,
-        num_warps=4, num_stages=2,
+        HAS_BALANCE=packed.balance is not None, HAS_ROPE=rope is not None, HAS_MASSES=pages.masses, **page_logs(pages),
+        **flags, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -7,27 +7,33 @@ import triton
 import triton.language as tl
 
 from millpond.kernels.gpu.attend import store_part, take_in
-from millpond.kernels.gpu.codes import LANES, numbers_at
+from millpond.kernels.gpu.codes import LANES, beside_at, numbers_at
 from millpond.kernels.gpu.common import INF, KEYS, LOG2_E, LOG_MASSES, POSITIONS, logit2, tile_rows
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "n_turns", "window"])
 def attend_packed(
     q, q_s, q_h, bases, n_arenas, table, table_stride, lens, q_pos, part_out, part_max, part_sum, logits, n_splits,
-    first_split, key_numbers, value_numbers, key_scales, key_zeros, channels, balance, scale, softcap, window,
+    first_split, key_numbers, value_numbers, key_scales, key_zeros, channels, balance, turns, turn_cos, turn_sin,
+    n_turns, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     K_FORMAT: tl.constexpr, K_BITS: tl.constexpr, K_CODES: tl.constexpr, K_TOP: tl.constexpr, K_SCALES: tl.constexpr,
     K_ZEROS: tl.constexpr, K_GROUP: tl.constexpr, K_BY_CHANNEL: tl.constexpr, K_FIXED: tl.constexpr,
+    K_EXTRA: tl.constexpr, K_N_EXTRA: tl.constexpr,
     V_FORMAT: tl.constexpr, V_BITS: tl.constexpr, V_CODES: tl.constexpr, V_TOP: tl.constexpr, V_SCALES: tl.constexpr,
     V_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_BY_CHANNEL: tl.constexpr, V_FIXED: tl.constexpr,
+    V_EXTRA: tl.constexpr, V_N_EXTRA: tl.constexpr,
     PAGE_BYTES: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, DOT: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_CHANNELS: tl.constexpr, HAS_BALANCE: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr, KEEP_LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum and sum of one split for all query heads of a region, as split first_split + it of n_splits.
 
-    BLOCK slots lie in one page. A slot at position -1 holds nothing.
+    BLOCK slots lie in one page. A slot at position -1 holds nothing. Where keys are stored before RoPE, one of them
+    meets the query twice: times the cosines of its position as it is, and times the sines with the channels of each
+    pair of the query exchanged.
     """
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     r = tl.program_id(0).to(tl.int64)
@@ -52,6 +58,13 @@ def attend_packed(
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
     q_tile = q_tile.to(DOT)
+    if HAS_ROPE:
+        partner = tl.load(turns + d, mask=d < KEY_DIM, other=-1)
+        pair = tl.load(turns + KEY_DIM + d, mask=d < KEY_DIM, other=0)
+        sign = tl.load(turns + 2 * KEY_DIM + d, mask=d < KEY_DIM, other=0).to(tl.float32)
+        turns_mask = (g < GROUP)[:, None] & (partner >= 0)[None, :]
+        exchanged = tl.load(q + s * q_s + head[:, None] * q_h + partner[None, :], mask=turns_mask, other=0.0)
+        exchanged = (exchanged.to(tl.float32) * sign[None, :]).to(DOT)
     fixed = (r % HEADS) * KEY_DIM
     top = tl.full([GROUP_BLOCK], -INF, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
@@ -84,7 +97,19 @@ def attend_packed(
             V_FORMAT, V_BITS, V_CODES, V_TOP, V_SCALES, V_ZEROS, V_GROUP, V_BY_CHANNEL, V_FIXED, VALUE_DIM, SLOTS,
             SLOTS,
         )  # (BLOCK, V)
-        x = logit2(tl.dot(q_tile, tl.trans(k.to(DOT)), input_precision="ieee"), scale, softcap, HAS_CAP)
+        if K_N_EXTRA > 0:
+            k += beside_at(page, slot & (SLOTS - 1), d, K_EXTRA, K_N_EXTRA, KEY_BLOCK, BLOCK)
+        if V_N_EXTRA > 0:
+            v += beside_at(page, slot & (SLOTS - 1), e, V_EXTRA, V_N_EXTRA, VALUE_BLOCK, BLOCK)
+        if HAS_ROPE:
+            at_turn = tl.maximum(position, 0).to(tl.int64)[:, None] * n_turns + pair[None, :]
+            turning = ok[:, None] & (partner >= 0)[None, :]
+            across = k * tl.load(turn_sin + at_turn, mask=turning, other=0.0)
+            k = k * tl.load(turn_cos + at_turn, mask=turning, other=1.0)
+        product = tl.dot(q_tile, tl.trans(k.to(DOT)), input_precision="ieee")
+        if HAS_ROPE:
+            product += tl.dot(exchanged, tl.trans(across.to(DOT)), input_precision="ieee")
+        x = logit2(product, scale, softcap, HAS_CAP)
         if HAS_MASSES:
             at = tile_rows(
                 bases, n_arenas, LOG_MASSES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.float32

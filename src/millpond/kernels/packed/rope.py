@@ -28,6 +28,9 @@ class Rope:
             no pair names stay as they are.
         cos, sin: (positions, n) float32.
         near_cos, near_sin: (n, 32) float32: the same of the first 32 positions, without the scale.
+        by_channel: (3, D) int32: of each channel c its partner, its pair, and the sign s for which the dot product of a
+            query q with a key k turned to a position is the sum over c of k[c] (q[c] cos + s q[partner] sin); -1, 0, 0
+            for a channel that no pair names.
     """
 
     pairs: Tensor
@@ -35,6 +38,7 @@ class Rope:
     sin: Tensor
     near_cos: Tensor
     near_sin: Tensor
+    by_channel: Tensor
 
     @classmethod
     def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
@@ -47,7 +51,7 @@ class Rope:
         cos, sin = turned[:, a].contiguous(), turned[:, b].contiguous()
         scale = (cos[:RUN].square() + sin[:RUN].square()).sqrt()
         near_cos, near_sin = ((t[:RUN] / scale).T.contiguous() for t in (cos, sin))
-        return cls(pairs, cos, sin, near_cos, near_sin)
+        return cls(pairs, cos, sin, near_cos, near_sin, _by_channel(pairs.cpu(), dim).to(device))
 
     @property
     def positions(self) -> int:
@@ -83,3 +87,13 @@ def _pairs(turn: Turn, dim: int, device: torch.device) -> Tensor:
     partner = mixed.argmax(1)
     first = [c for c in range(dim) if float(mixed[c, partner[c]]) > 0 and c < int(partner[c])]
     return torch.tensor([[c, int(partner[c])] for c in first], dtype=torch.int32).reshape(-1, 2).to(device)
+
+
+def _by_channel(pairs: Tensor, dim: int) -> Tensor:
+    """`Rope.by_channel` of pairs (n, 2), on the host."""
+    out = torch.tensor([[-1], [0], [0]], dtype=torch.int32).repeat(1, dim)
+    numbers = torch.arange(len(pairs), dtype=torch.int32)
+    for own, other, sign in ((0, 1, 1), (1, 0, -1)):
+        at = pairs[:, own].long()
+        out[0, at], out[1, at], out[2, at] = pairs[:, other], numbers, sign
+    return out
