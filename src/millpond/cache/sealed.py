@@ -17,6 +17,7 @@ from torch import Tensor
 from millpond.cache.by_sequence import BySequence
 from millpond.cache.counted import PageIds
 from millpond.cache.packed_pool import PackedPool
+from millpond.cache.page_rows import PageRows, Rows
 from millpond.cache.ropes import GrowingRope
 from millpond.cache.traits import Traits
 from millpond.codec.spec import Codec
@@ -26,8 +27,6 @@ from millpond.kernels.packed import ops
 from millpond.kernels.packed.regions import PackedRegions
 
 Ints = npt.NDArray[np.int32]
-#: Regions: neighbours, or any.
-Rows = slice | npt.NDArray[np.int64]
 
 
 class Sealed:
@@ -66,14 +65,12 @@ class Sealed:
         self.lens: Ints = np.zeros(n, dtype=np.int32)
         self._dead: Ints = np.zeros(n, dtype=np.int32)
         self._behind = False  # the device has buried more than `_dead` counts
-        self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
-        self._owned = np.zeros(n, dtype=np.int64)
+        self._pages = PageRows(pool, n)
         kept = pool.arrays.layout.key_dim
         self._channels = torch.zeros(n, kept, dtype=torch.int32, device=device) if codec.prune else None
         self._balance = torch.ones(n, kept, device=device) if codec.balanced else None
         self._traits: BySequence[Traits] = BySequence()
         self._decided: BySequence[bool] = BySequence()
-        self._may_share = False
         self.quiet = 0
         self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
 
@@ -101,11 +98,11 @@ class Sealed:
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
         beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
-        return self._ids.nbytes + self.lens.nbytes + self.dead.nbytes + beside
+        return self._pages.ids.nbytes + self.lens.nbytes + self.dead.nbytes + beside
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
         """(n_seq,) bytes of keys and values in the pages of each sequence."""
-        pages: npt.NDArray[np.int64] = self._owned.reshape(self.n_seq, self.n_kv_heads).sum(1)
+        pages: npt.NDArray[np.int64] = self._pages.owned.reshape(self.n_seq, self.n_kv_heads).sum(1)
         return pages * self.pool.kv_bytes_per_page
 
     def rows(self, sequence: int) -> slice:
@@ -116,7 +113,7 @@ class Sealed:
         """What the kernels see of some regions; None: of all."""
         rope = None if self._rope is None else self._rope.tables
         if self._view is None or self._view.rope is not rope:
-            ids, lens, dead = (self._there(x) for x in (self._ids, self.lens, self.dead))
+            ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.dead))
             scales, zeros = self._fixed or (None, None)
             self._view = PackedRegions(
                 self.pool.arrays, ids, lens, dead, self._channels, self._balance, scales, zeros, rope
@@ -125,16 +122,16 @@ class Sealed:
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
-        return np.concatenate([self.held_by(row) for row in range(len(self.lens))])
+        return self._pages.held()
 
     def held_by(self, row: int) -> PageIds:
         """Page ids of one region, in the order of its slots."""
-        return self._ids[row, : self._owned[row]]
+        return self._pages.held(slice(row, row + 1))
 
     @property
     def n_shared(self) -> int:
         """Pages that a write copies first, because others hold them too."""
-        return int((self.pool.refs(self.held()) > 1).sum()) if self._may_share else 0
+        return self._pages.n_shared()
 
     def width(self, sequence: int) -> int:
         """Slots of the longest region of a sequence."""
@@ -149,7 +146,7 @@ class Sealed:
         width = int(self.lens[rows].max(initial=0))
         slot = torch.arange(max(width, self.slots), device=self._device)
         used = slot[:width] < self._there(self.lens[rows])[:, None]
-        pages = self._there(self._ids[rows, : -(-width // self.slots)]).long()
+        pages = self._there(self._pages.ids[rows, : -(-width // self.slots)]).long()
         ids = (pages[:, :, None] * self.slots + slot[: self.slots]).flatten(1)[:, :width]
         return torch.where(used, ids, 0), used
 
@@ -205,10 +202,7 @@ class Sealed:
         """Undo a `write` of count (H,) entries: nothing else was written since."""
         rows = self.rows(sequence)
         self.lens[rows] -= count.cpu().numpy().astype(np.int32)
-        for row in range(rows.start, rows.stop):
-            keep = -(-int(self.lens[row]) // self.slots)
-            self.pool.release(self._ids[row, keep : self._owned[row]])
-            self._owned[row] = keep
+        self._pages.cut(rows, -(-self.lens[rows] // self.slots))
         self._changed()
 
     def bury(self, rows: Rows, leave: Tensor) -> None:
@@ -252,7 +246,7 @@ class Sealed:
         lens = np.zeros(len(chosen), dtype=np.int32)
         for r in np.flatnonzero(chosen.any(1)).tolist():
             columns = np.flatnonzero(chosen[r])
-            some[r, : len(columns)] = self._ids[rows.start + r, columns]
+            some[r, : len(columns)] = self._pages.ids[rows.start + r, columns]
             lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
         regions = self.regions(rows)
         part = replace(regions, table=self._there(some), lens=self._there(lens))
@@ -269,20 +263,14 @@ class Sealed:
                 part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
                 self.dead[row] -= int((positions[r, part] < 0).sum())
             self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
-            own = self._ids[row, : self._owned[row]].copy()
-            keep = np.ones(len(own), dtype=bool)
-            keep[columns] = False
-            self.pool.release(own[~keep])
-            self._owned[row] = keep.sum()
-            self._ids[row, : self._owned[row]] = own[keep]
+        self._pages.drop(rows, chosen)
         self._changed()
 
     def forget(self, sequence: int) -> None:
         """Give back all pages of a sequence."""
         rows = self.rows(sequence)
-        for row in range(rows.start, rows.stop):
-            self.pool.release(self._ids[row, : self._owned[row]])
-        self._owned[rows], self.lens[rows], self.dead[rows] = 0, 0, 0
+        self._pages.cut(rows, 0)
+        self.lens[rows], self.dead[rows] = 0, 0
         self._changed()
 
     def stepped(self, buries: bool) -> None:
@@ -295,29 +283,23 @@ class Sealed:
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order; one may be named many times: pages are shared."""
         regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
-        before = self.held()
-        self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
+        self._pages.select(regions)
         self.lens, self._dead = self.lens[regions], self.dead[regions]
         chosen = self._there(regions)
         self._channels, self._balance = (None if t is None else t[chosen] for t in (self._channels, self._balance))
         self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
         self.n_seq, self.quiet = len(sequences), 0
         self._changed()
-        self.pool.retain(self.held())
-        self.pool.release(before)
-        self._may_share = True
 
     def fork(self) -> Sealed:
         """The same entries once more: pages are shared until one of the two writes."""
         other = Sealed(
             self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope
         )
-        other._ids, other._owned = self._ids.copy(), self._owned.copy()
+        other._pages = self._pages.fork()
         other.lens, other._dead = self.lens.copy(), self.dead.copy()
         other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
         other._traits, other._decided = self._traits.copy(), self._decided.copy()
-        self.pool.retain(self.held())
-        self._may_share = other._may_share = True
         return other
 
     def privatise(self) -> None:
@@ -326,26 +308,20 @@ class Sealed:
         Raises:
             PoolFullError: no room for the copies; nothing was changed.
         """
-        if self._may_share:
-            mine = np.arange(self._ids.shape[1])[None, :] < self._owned[:, None]
-            self._ids[mine] = self.pool.privatise(self._ids[mine])
-            self._may_share = False
+        if self._pages.may_share and self._pages.privatise():
             self._changed()
 
     def clear(self) -> None:
         """Give every page back."""
-        self.pool.release(self.held())
-        self._owned[:], self.lens[:], self.dead[:] = 0, 0, 0
+        self._pages.clear()
+        self.lens[:], self.dead[:] = 0, 0
         self._changed()
 
     def join(self, other: Sealed) -> None:
         """Take over the sequences of another packed part of this pool, behind these; it holds nothing afterwards."""
-        assert other.pool is self.pool, "pages stay in their pool"
-        width = max(self._ids.shape[1], other._ids.shape[1])
-        self._ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self._ids, other._ids)])
+        self._pages.join(other._pages)
         self._dead = np.concatenate([self.dead, other.dead])
-        for name in ("_owned", "lens"):
-            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        self.lens = np.concatenate([self.lens, other.lens])
         for name in ("_channels", "_balance"):
             if getattr(self, name) is not None:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
@@ -353,28 +329,20 @@ class Sealed:
         self._decided.join(other._decided, self.n_seq)
         self.n_seq, self.quiet = self.n_seq + other.n_seq, 0
         self._changed()
-        self._may_share |= other._may_share
-        other._owned[:] = 0
         other.clear()
 
-    def give_up(self) -> Ints:
+    def give_up(self) -> npt.NDArray[np.int64]:
         """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
-        owned: Ints = self._owned.astype(np.int32)
-        self.pool.release(self.held())
-        self._owned[:] = 0
-        return owned
+        return self._pages.give_up()
 
-    def take_back(self, ids: PageIds, owned: Ints) -> None:
+    def take_back(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
         """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `give_up` told."""
-        ends = owned.cumsum()
-        for row, (begin, end) in enumerate(zip(ends - owned, ends, strict=True)):
-            self._ids[row, : owned[row]] = ids[begin:end]
-        self._owned[:], self._may_share = owned, False
+        self._pages.take_back(ids, owned)
         self._changed()
 
     def numbers(self) -> dict[str, Tensor]:
         """All about the pages but what lies in them, for `adopt`."""
-        counts = {"owned": self._owned, "lens": self.lens, "dead": self.dead}
+        counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.dead}
         found = {name: torch.from_numpy(n) for name, n in counts.items()}
         reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
         sides = {"channels": self._channels, "balance": self._balance, "reach": reach}
@@ -421,17 +389,5 @@ class Sealed:
             self._balance[rows] = balance
 
     def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
-        need = np.maximum(-(-lens // self.slots) - self._owned[rows], 0)
-        ids = self.pool.allocate(int(need.sum()))
-        most = int((self._owned[rows] + need).max(initial=0))
-        if most > self._ids.shape[1]:
-            grown = np.zeros((len(self.lens), max(most, self._ids.shape[1] * 5 // 4)), dtype=np.int32)
-            grown[:, : self._ids.shape[1]] = self._ids
-            self._ids = grown
-        begin = 0
-        for row, n in zip(rows.tolist(), need.tolist(), strict=True):
-            own = int(self._owned[row])
-            self._ids[row, own : own + n] = ids[begin : begin + n]
-            self._owned[row] += n
-            begin += n
+        self._pages.grow(rows, np.maximum(-(-lens // self.slots) - self._pages.owned[rows], 0))
         self._changed()

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.page_rows import Mask, PageRows
 from millpond.cache.pool import PageIds, PagePool
 from millpond.cache.sealed import Sealed
 from millpond.cache.shared_runs import SharedRuns
@@ -34,15 +35,13 @@ class RegionTable:
         self.sealed = sealed
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
-        self._ids: Ints = np.zeros((n, 1), dtype=np.int32)
-        self._owned = np.zeros(n, dtype=np.int64)  # pages per region
+        self._rows = PageRows(pool, n)
         self._behind = False  # the device's lengths are newer than the host's
         self._lens = np.zeros(n, dtype=np.int32)
         self._caps: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
         self._recent: Ints = np.zeros(n, dtype=np.int32)
         self._kinds = np.zeros(n, dtype=np.int64)
         self._slack = 0  # decoding steps until some region may need a page
-        self._may_share = False  # some page may have another holder
         self._runs: SharedRuns | None = None
         self._runs_known = True
         self._publish()
@@ -51,11 +50,8 @@ class RegionTable:
     def of_pages(cls, pool: PagePool, pages: PageIds) -> RegionTable:
         """A table of one sequence that holds full pages (n_kv_heads, n), which others hold too."""
         table = cls(pool, 1, len(pages))
-        pool.retain(pages.ravel())
-        table._ids = pages.copy()
-        table._owned[:] = pages.shape[1]
+        table._rows = PageRows.of_held(pool, pages)
         table._lens[:] = pages.shape[1] * pool.slots
-        table._may_share = True
         table._publish()
         return table
 
@@ -63,7 +59,7 @@ class RegionTable:
 
     @property
     def n_regions(self) -> int:
-        return len(self._owned)
+        return len(self._rows.owned)
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
@@ -84,11 +80,11 @@ class RegionTable:
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
-        return np.concatenate([row[:n] for row, n in zip(self._ids, self._owned, strict=True)]).astype(np.int32)
+        return self._rows.held()
 
     def page_column(self, number: int) -> PageIds:
         """(R,) the ids of one page of each region, the `number`-th."""
-        return self._ids[:, number].copy()
+        return self._rows.ids[:, number].copy()
 
     @property
     def nbytes(self) -> int:
@@ -141,16 +137,8 @@ class RegionTable:
         Raises:
             PoolFullError: the pool is full; nothing was changed.
         """
-        first = self.rows(sequence).start
-        need = np.maximum(-(-lens // self.pool.slots) - self._owned[self.rows(sequence)], 0)
-        ids = self.pool.allocate(int(need.sum()))
-        self._widen(int((self._owned[self.rows(sequence)] + need).max(initial=0)))
-        begin = 0
-        for head, n in enumerate(need.tolist()):
-            row, own = first + head, int(self._owned[first + head])
-            self._ids[row, own : own + n] = ids[begin : begin + n]
-            self._owned[row] += n
-            begin += n
+        rows = self.rows(sequence)
+        self._rows.grow(np.arange(rows.start, rows.stop), self._more_pages(rows, lens))
         self._publish(lens=False)
 
     def make_room(self, grows_always: bool) -> None:
@@ -164,13 +152,10 @@ class RegionTable:
         growing = np.full(self.n_regions, True) if grows_always else self._lens < self._caps
         if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
             growing |= self.sealed.live.ravel() > 0
-        spare = self._owned * self.pool.slots - self._lens
+        spare = self._rows.owned * self.pool.slots - self._lens
         needy = np.flatnonzero(growing & (spare == 0))
         if len(needy):
-            ids = self.pool.allocate(len(needy))
-            self._widen(int(self._owned[needy].max()) + 1)
-            self._ids[needy, self._owned[needy]] = ids
-            self._owned[needy] += 1
+            self._rows.grow(needy, np.ones(len(needy), dtype=np.int64))
             spare[needy] = self.pool.slots
             self._publish(lens=False)
         self._slack = int(spare[growing].min()) if growing.any() else 2**30
@@ -180,23 +165,19 @@ class RegionTable:
 
         whole: the step writes to every page of a region, not only to its last.
         """
-        if self._slack > 0 and not self._may_share:
+        if self._slack > 0 and not self._rows.may_share:
             return 0
-        full = self._owned * self.pool.slots == self._lens
+        full = self._rows.owned * self.pool.slots == self._lens
         growing = int((full if grows_always else full & (self._lens < self._caps)).sum())
-        if not self._may_share:
-            return growing
-        return growing + int((self.pool.refs(self._ids[self._written(whole)]) > 1).sum())
+        return growing + self._rows.n_shared(self._written(whole))
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
 
         whole: all entries are written anew, not only the new ones.
         """
-        need = int(np.maximum(-(-(self._lens + n_tokens) // self.pool.slots) - self._owned, 0).sum())
-        if self._may_share:
-            need += int((self.pool.refs(self._ids[self._written(whole)]) > 1).sum())
-        return need
+        need = int(self._more_pages(slice(None), self._lens + n_tokens).sum())
+        return need + self._rows.n_shared(self._written(whole))
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
@@ -219,10 +200,9 @@ class RegionTable:
         if self.lens.device.type != "cpu":
             self._lens -= gone
         keep = -(-self._lens // self.pool.slots)
-        spare = np.flatnonzero((self._owned > keep) & (gone > 0))
+        spare = np.flatnonzero((self._rows.owned > keep) & (gone > 0))
         if len(spare):
-            self.pool.release(np.concatenate([self._ids[row, keep[row] : self._owned[row]] for row in spare]))
-            self._owned[spare] = keep[spare]
+            self._rows.cut(spare, keep[spare])
             self._slack = 0
         else:
             self._slack += int(gone.min())
@@ -231,10 +211,7 @@ class RegionTable:
         """Entries now held by each head of a sequence; pages beyond them return to the pool."""
         rows = self.rows(sequence)
         self._lens[rows] = lens
-        for row, length in zip(range(rows.start, rows.stop), lens.tolist(), strict=True):
-            keep = -(-length // self.pool.slots)
-            self.pool.release(self._ids[row, keep : self._owned[row]])
-            self._owned[row] = keep
+        self._rows.cut(rows, -(-lens // self.pool.slots))
         self._slack = 0
         if self.sealed is not None:
             self.sealed.quiet = 0
@@ -242,15 +219,8 @@ class RegionTable:
 
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
-        slots = self.pool.slots
-        gone = []
-        for row, n in zip(rows.tolist(), pages.tolist(), strict=True):
-            own = int(self._owned[row])
-            gone.append(self._ids[row, :n].copy())
-            self._ids[row, : own - n] = self._ids[row, n:own].copy()
-        self.pool.release(np.concatenate(gone))
-        self._owned[rows] -= pages
-        self._lens[rows] -= (pages * slots).astype(np.int32)
+        self._rows.drop(rows, self._rows.columns < pages[:, None])
+        self._lens[rows] -= (pages * self.pool.slots).astype(np.int32)
         self._slack = 0
         self._publish()
 
@@ -265,12 +235,9 @@ class RegionTable:
     def trim(self) -> None:
         """Give back the pages that no entry needs, after lengths fell."""
         slots = self.pool.slots
-        spare = self._lens <= (self._owned - 1) * slots
-        if spare.any():
-            keep = -(-self._lens // slots)
-            for row in np.flatnonzero(spare):
-                self.pool.release(self._ids[row, keep[row] : self._owned[row]])
-                self._owned[row] = keep[row]
+        spare = np.flatnonzero(self._lens <= (self._rows.owned - 1) * slots)
+        if len(spare):
+            self._rows.cut(spare, -(-self._lens[spare] // slots))
             self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
@@ -281,16 +248,14 @@ class RegionTable:
         """
         rows = self.rows(sequence)
         need = int((-(-lens // self.pool.slots)).sum())
-        old = np.concatenate([self._ids[r, : self._owned[r]] for r in range(rows.start, rows.stop)]).astype(np.int32)
-        freed = int((self.pool.refs(old) == 1).sum())
+        freed = int((self.pool.refs(self._rows.held(rows)) == 1).sum())
         if not self.pool.can_allocate(need - freed):
             raise PoolFullError(
                 f"the page pool is full: {need} pages are needed for a sequence that frees {freed}, "
                 f"{self.pool.n_live} of at most {self.pool.max_pages} are in use; what is cached stays readable. "
                 "Raise memory_limit or lower the budget"
             )
-        self.pool.release(old)
-        self._owned[rows] = 0
+        self._rows.cut(rows, 0)
         self._lens[rows] = 0
         self.reserve(sequence, lens)
 
@@ -299,52 +264,40 @@ class RegionTable:
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
         regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
-        before = self.held()
-        self._ids, self._owned = self._ids[regions].copy(), self._owned[regions].copy()
+        self._rows.select(regions)
         self._lens, self._caps, self._recent = self._lens[regions], self._caps[regions], self._recent[regions]
         self._kinds = self._kinds[regions]
         self.n_seq = len(sequences)
-        self.pool.retain(self.held())
-        self.pool.release(before)
         if self.sealed is not None:
             self.sealed.select(sequences)
-        self._may_share, self._slack = True, 0
+        self._slack = 0
         self._publish()
 
     def join(self, other: RegionTable) -> None:
         """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
-        assert other.pool is self.pool, "pages stay in their pool"
         assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
-        width = max(self._ids.shape[1], other._ids.shape[1])
-        self._widen(width)
-        wide = np.zeros((other.n_regions, self._ids.shape[1]), dtype=np.int32)
-        wide[:, : other._ids.shape[1]] = other._ids
-        self._ids = np.concatenate([self._ids, wide])
-        for name in ("_owned", "_lens", "_caps", "_recent", "_kinds"):
+        self._rows.join(other._rows)
+        for name in ("_lens", "_caps", "_recent", "_kinds"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         self.n_seq += other.n_seq
         if self.sealed is not None and other.sealed is not None:
             self.sealed.join(other.sealed)
-        self._may_share |= other._may_share
         self._slack = 0
-        other._owned[:] = 0
         other.clear()
         self._publish()
 
     def fork(self) -> RegionTable:
         """Another table of the same entries: pages are shared until one of the two writes."""
         other = RegionTable(self.pool, self.n_seq, self.n_kv_heads, None if self.sealed is None else self.sealed.fork())
-        other._ids, other._owned = self._ids.copy(), self._owned.copy()
+        other._rows = self._rows.fork()
         other._lens, other._caps, other._recent = self._lens.copy(), self._caps.copy(), self._recent.copy()
         other._kinds = self._kinds.copy()
-        self.pool.retain(self.held())
-        self._may_share = other._may_share = True
         other._publish()
         return other
 
     def share(self) -> None:
         """Somebody else holds some of these pages too, from now on."""
-        self._may_share = True
+        self._rows.may_share = True
 
     def privatise(self, whole: bool) -> None:
         """Before a write: copy the shared pages that will be written, all of a region's or only its last.
@@ -354,48 +307,35 @@ class RegionTable:
         """
         if whole and self.sealed is not None:
             self.sealed.privatise()
-        if not self._may_share:
-            return
-        if not (self.pool.refs(self.held()) > 1).any():
-            self._may_share = False
-            return
-        mine = self._written(whole)
-        self._ids[mine] = self.pool.privatise(self._ids[mine])
-        self._may_share = not whole
-        self._publish(lens=False)
+        if self._rows.may_share and self._rows.privatise(self._written(whole)):
+            self._publish(lens=False)
 
     def shared_runs(self) -> SharedRuns | None:
         """The runs of full pages that sequences begin with together; None where none is worth a look."""
-        if not self._may_share or self.n_seq < 2:
+        if not self._rows.may_share or self.n_seq < 2:
             return None
         if not self._runs_known:
             by_sequence = (self.n_seq, self.n_kv_heads, -1)
             full = (self._lens // self.pool.slots).reshape(by_sequence).min((1, 2))
-            self._runs = SharedRuns.of(self._ids.reshape(by_sequence), full, self.pool.arrays)
+            self._runs = SharedRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
             self._runs_known = True
         return self._runs
 
     def give_up(self) -> npt.NDArray[np.int64]:
         """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
-        owned = self._owned.copy()
-        self.pool.release(self.held())
-        self._owned[:] = 0
-        return owned
+        return self._rows.give_up()
 
     def take_back(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
         """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `give_up` told."""
-        ends = owned.cumsum()
-        for row, (begin, end) in enumerate(zip(ends - owned, ends, strict=True)):
-            self._ids[row, : owned[row]] = ids[begin:end]
-        self._owned, self._slack, self._may_share = owned.copy(), 0, False
+        self._rows.take_back(ids, owned)
+        self._slack = 0
         self._publish()
 
     def clear(self) -> None:
         """Give every page back."""
         if self.sealed is not None:
             self.sealed.clear()
-        self.pool.release(self.held())
-        self._owned[:] = 0
+        self._rows.clear()
         self._lens[:] = 0
         self._slack = 0
         self._publish()
@@ -413,24 +353,20 @@ class RegionTable:
     def _lens(self, lens: Ints) -> None:
         self._host_lens: Ints = lens
 
-    def _written(self, whole: bool) -> npt.NDArray[np.bool_]:
-        """(R, n) which columns of `_ids` a step writes to: all pages, or the one that takes the next entry."""
-        column = np.arange(self._ids.shape[1])[None, :]
-        mine = column < self._owned[:, None]
-        return mine if whole else mine & (column == (self._lens // self.pool.slots)[:, None])
+    def _more_pages(self, rows: slice, lens: Ints) -> npt.NDArray[np.int64]:
+        """(n,) pages that some regions lack for `lens` entries."""
+        more: npt.NDArray[np.int64] = np.maximum(-(-lens // self.pool.slots) - self._rows.owned[rows], 0)
+        return more
 
-    def _widen(self, columns: int) -> None:
-        if columns > self._ids.shape[1]:
-            width = max(columns, self._ids.shape[1] + self._ids.shape[1] // 4)
-            grown = np.zeros((self.n_regions, width), dtype=np.int32)
-            grown[:, : self._ids.shape[1]] = self._ids
-            self._ids = grown
+    def _written(self, whole: bool) -> Mask | None:
+        """(R, n) which pages a step writes to: None for all, or the one that takes the next entry."""
+        return None if whole else self._rows.columns == (self._lens // self.pool.slots)[:, None]
 
     def _publish(self, ids: bool = True, lens: bool = True) -> None:
         """Make the host's numbers visible to the kernels."""
         device = self.pool.arrays.device
         if ids:
-            self.pages: Tensor = torch.from_numpy(self._ids).to(device)
+            self.pages: Tensor = torch.from_numpy(self._rows.ids).to(device)
             self._runs_known = False
         if lens:
             self.lens: Tensor = torch.from_numpy(self._lens).to(device)
