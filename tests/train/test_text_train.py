@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millpond.errors import OptionError
+from millpond.errors import DataError, OptionError
 from millpond.train import text_card
 from millpond.train.text import CHECKPOINT, LOG, train_text
 from millpond.train.text_data import TokenFile
@@ -61,7 +62,7 @@ def test_the_schedule() -> None:
     assert TINY.first_mark == 0.4
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("cpu", 5e6, 7e6), ("gpu", 20e6, 32e6)])
+@pytest.mark.parametrize(("name", "least", "most"), [("cpu", 5e6, 7e6), ("cpu-long", 5e6, 7e6), ("gpu", 20e6, 32e6)])
 def test_presets_have_the_size_that_they_are_meant_to_have(name: str, least: float, most: float) -> None:
     with torch.device("meta"):
         model = build_text_model(preset(name), PRESETS[name].vocab_size, seed=0)
@@ -170,20 +171,70 @@ def test_a_passage_told_again(done: tuple[TextRun, TokenFile], corpus: Path) -> 
     assert twice == pytest.approx(0.0, abs=1e-6)
 
 
+def _few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of a tiny model in a moment."""
+    few = {"LENGTHS": (32, 64), "WINDOWS": 2, "RECALL_LENGTHS": (128,), "RECALL_CONTEXTS": 2, "RECALL_FACTS": 1}
+    for name, value in (few | {"AGAIN_GAPS": (8,), "ATTENTION_LENGTH": 64}).items():
+        monkeypatch.setattr(text_card, name, value)
+
+
 def test_the_card_comes_from_the_run(
     done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, text = done
-    for name, value in {"LENGTHS": (32, 64), "WINDOWS": 2, "RECALL_LENGTHS": (128,), "RECALL_CONTEXTS": 2}.items():
-        monkeypatch.setattr(text_card, name, value)
-    monkeypatch.setattr(text_card, "RECALL_FACTS", 1)
-    monkeypatch.setattr(text_card, "AGAIN_GAPS", (8,))
-    monkeypatch.setattr(text_card, "ATTENTION_LENGTH", 64)
+    _few_measurements(monkeypatch)
     card = text_card.write_card(run, text, folder, corpus, hardware="a machine of the tests")
     assert (folder / "MODEL_CARD.md").read_text(encoding="utf-8") == card
     assert f"A Llama of {run.model.num_parameters():,} parameters" in card
-    assert f"{run.step:,} steps, {run.tokens:,} tokens" in card
+    assert f"{run.step:,} steps,\n{run.tokens:,} tokens" in card
     assert "on a machine of the tests" in card
     assert "| great_expectations.txt | 64 | 128 |" in card
     assert "novel, plain" in card
     assert f"| {run.step:,} | {run.tokens:,} |" in card
+
+
+def test_a_second_term_starts_from_what_the_first_saved(
+    done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(folder, first)
+    (first / "MODEL_CARD.md").write_text("# pond-text\n\n## Data\nold\n\n## Training\nhow it was\n", encoding="utf-8")
+    out = tmp_path / "second"
+    begun, _ = train_text(out, corpus, TINY, seed=1, start=first, max_steps=0, **QUIET)
+    saved = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in begun.model.state_dict().items())
+    assert begun.history == "how it was\n"
+    run, text = train_text(out, corpus, TINY, seed=1, **QUIET)  # goes on from its own checkpoint
+    assert (run.finished, run.history) == (True, begun.history)
+    _few_measurements(monkeypatch)
+    card = text_card.write_card(run, text, out, corpus, hardware="a machine of the tests")
+    assert "### First term\nhow it was\n\n### Second term, from there\n`millpond train text" in card
+    assert "--start FIRST_TERM`" in card
+
+
+def test_what_cannot_be_started_from(corpus: Path, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no pond-text to start from"):
+        train_text(tmp_path / "a", corpus, TINY, start=tmp_path / "nothing", **QUIET)
+    with pytest.raises(DataError, match=r"its shape is .*'num_attention_heads': 2.*, that of the recipe .*: 4"):
+        train_text(tmp_path / "b", corpus, replace(TINY, heads=4), start=folder, **QUIET)
+    with pytest.raises(DataError, match=r"'intermediate_size': 32.*, that of the recipe .*'intermediate_size': 48"):
+        train_text(tmp_path / "c", corpus, replace(TINY, ffn=48), start=folder, **QUIET)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    a, b = list(words)[-2:]
+    words[a], words[b] = words[b], words[a]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(DataError, match="another vocabulary"):
+        train_text(tmp_path / "d", corpus, TINY, start=other, **QUIET)
+
+
+def test_precision(done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path) -> None:
+    run, _ = train_text(tmp_path, corpus, TINY, precision="fp32", max_steps=10, **QUIET)
+    assert run.log[0].loss == pytest.approx(done[0].log[0].loss, rel=0.02)
+    assert run.log[0].loss != done[0].log[0].loss
+    with pytest.raises(OptionError, match="precision bf16, not fp32"):
+        train_text(folder, corpus, TINY, precision="fp32", **QUIET)
+    with pytest.raises(OptionError, match="precision"):
+        train_text(tmp_path, corpus, TINY, precision="fp16", **QUIET)

@@ -48,7 +48,7 @@ def recall(
 def text(
     out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint, a log and the documents as tokens.")],
     data: Annotated[Path, typer.Option(help="Folder with *.txt and gutenberg/*.txt.")],
-    preset: Annotated[str, typer.Option(help="cpu: about 5 million parameters; gpu: about 25 million.")] = "cpu",
+    preset: Annotated[str, typer.Option(help="cpu, its second term cpu-long, or gpu, five times as large.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     tokens: Annotated[int | None, optional(min=1, help="Read in the whole run. Default: the preset's.")] = None,
     max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
@@ -56,15 +56,17 @@ def text(
     threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
     device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile the forward pass; needs a compiler.")] = False,
+    precision: Annotated[str, typer.Option(help="bf16, or fp32 where a CPU has no units for bf16.")] = "bf16",
+    start: Annotated[Path | None, optional(help="Folder of the model to begin with. Default: fresh weights.")] = None,
     card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
 ) -> None:
-    """Train pond-text, the small language model, from nothing."""
+    """Train pond-text, the small language model, from nothing or from an earlier run's."""
     from millpond.train.text import train_text
     from millpond.train.text_recipe import preset as recipe_of
 
     run, documents = train_text(
         out, data, recipe_of(preset), seed=seed, tokens=tokens, max_minutes=max_minutes, max_steps=max_steps,
-        threads=threads, device=device, compiled=compiled,
+        threads=threads, device=device, compiled=compiled, precision=precision, start=start,
     )  # fmt: skip
     if card:
         from millpond.bench.machine import describe_machine

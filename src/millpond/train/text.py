@@ -1,4 +1,4 @@
-"""The recipe of `pond-text`: `train_text(folder, data)` grows it from nothing, on a CPU or a GPU.
+"""The recipe of `pond-text`: `train_text(folder, data)` grows it, from nothing or from a grown one, on a CPU or a GPU.
 
 Every step is a function of (seed, step, state), and the state lies in one checkpoint file, so a run that was cut off
 and called again ends with the weights of a run that was not (same machine, same threads).
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from millpond.errors import unknown
 from millpond.train.keep import cpu_threads, save_curve
 from millpond.train.optimizer import muon_and_adamw
 from millpond.train.text_data import TokenFile, draw_batch, open_tokens
@@ -24,8 +25,10 @@ from millpond.train.text_model import build_text_model, save_text_model
 from millpond.train.text_progress import training_progress
 from millpond.train.text_recipe import TextRecipe
 from millpond.train.text_run import LogLine, TextRun
+from millpond.train.text_start import begin_with
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+PRECISIONS = ("bf16", "fp32")
 LOG_EVERY = 10  # steps
 CHECKPOINT_EVERY_S = 180.0
 PASS_TOKENS = 32_768  # in one forward pass at most; a step of more gathers gradients
@@ -53,9 +56,14 @@ def train_text(
     threads: int | None = None,
     device: str | None = None,
     compiled: bool = False,
+    precision: str = "bf16",
+    start: str | Path | None = None,
     show_progress: bool = True,
 ) -> tuple[TextRun, TokenFile]:
     """Train `pond-text` into `out_dir`, going on from its checkpoint if there is one.
+
+    A run is one term of training: its own schedule, optimisers that begin anew. A second term starts from the model
+    that a first one saved.
 
     Args:
         out_dir: gets the model folder, `checkpoint.pt`, `log.jsonl`, and the documents as tokens.
@@ -68,20 +76,28 @@ def train_text(
         threads: CPU threads of torch; None leaves them as they are.
         device: None takes CUDA when there is one, else the CPU.
         compiled: let torch compile the forward pass: some minutes once for faster steps. Needs a C++ compiler.
+        precision: `bf16` (autocast) or `fp32` of the passes; float32 is the faster one on a CPU without bf16 units.
+        start: folder of the model that the run begins with; None begins with fresh weights.
         show_progress: draw a progress bar.
 
     Returns:
         The run as it stands, its model on `device`, and the tokens that it reads.
 
     Raises:
-        DataError: no documents in `data`, or `out_dir` holds the tokens of others.
-        OptionError: `out_dir` holds a checkpoint of another seed or recipe, or of a plan that cannot be changed.
+        DataError: no documents in `data`, `out_dir` holds the tokens of others, or `start` holds a model of another
+            shape or vocabulary.
+        OptionError: unknown precision, or `out_dir` holds a checkpoint of another seed, recipe or precision, or of a
+            plan that cannot be changed.
     """
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
     folder = Path(out_dir)
     begun = time.monotonic()
     text = open_tokens(Path(data), folder, recipe.vocab_size)
     with cpu_threads(threads):
-        run = _start(folder, recipe, seed, tokens or recipe.tokens, device, text)
+        run = _new_run(recipe, seed, tokens or recipe.tokens, precision, device, text, start)
+        if (folder / CHECKPOINT).exists():
+            run.load(folder / CHECKPOINT)
         loss_of = _loss_of(run.model, compiled)
         mixer = Mixer(text.tokenizer)
         with training_progress(run, show_progress) as show:
@@ -106,17 +122,24 @@ def train_text(
     return run, text
 
 
-def _start(folder: Path, recipe: TextRecipe, seed: int, planned: int, device: str | None, text: TokenFile) -> TextRun:
-    """A new run, or the one whose checkpoint lies in `folder`."""
-    model = build_text_model(recipe, text.tokenizer.get_vocab_size(), seed)
+def _new_run(
+    recipe: TextRecipe,
+    seed: int,
+    planned: int,
+    precision: str,
+    device: str | None,
+    text: TokenFile,
+    start: str | Path | None,
+) -> TextRun:
+    """A run before its first step."""
+    model, history = build_text_model(recipe, text.tokenizer.get_vocab_size(), seed), ""
+    if start is not None:
+        history = begin_with(model, text.tokenizer, Path(start))
     model.to(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))  # type: ignore[arg-type]
     optimizers = muon_and_adamw(
         model, muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    run = TextRun(model, optimizers, recipe, seed, planned)
-    if (folder / CHECKPOINT).exists():
-        run.load(folder / CHECKPOINT)
-    return run
+    return TextRun(model, optimizers, recipe, seed, planned, precision, history)
 
 
 def _step(run: TextRun, text: TokenFile, mixer: Mixer, loss_of: Loss) -> _Step:
@@ -134,7 +157,7 @@ def _step(run: TextRun, text: TokenFile, mixer: Mixer, loss_of: Loss) -> _Step:
     total = 0.0
     for begin in range(0, windows, size):
         x, y = inputs[begin : begin + size], targets[begin : begin + size]
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16"):
             loss = loss_of(x.to(device), y.to(device)) * (len(x) / windows)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())

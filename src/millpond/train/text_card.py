@@ -29,6 +29,7 @@ PARTS, PLACE_WINDOWS = 8, 16
 ATTENTION_LENGTH, ATTENTION_WINDOWS = 1024, 4
 AGAIN_GAPS, AGAIN_WINDOWS = (64, 256, 1024, 3072), 32
 CURVE_ROWS = 12
+_PRECISIONS = {"bf16": "bf16 autocast over float32 weights", "fp32": "float32 arithmetic"}
 
 
 def write_card(run: TextRun, text: TokenFile, folder: Path, data: Path, *, hardware: str) -> str:
@@ -135,14 +136,18 @@ def _data(run: TextRun, text: TokenFile) -> dict[str, object]:
         "corpus": len(text),
         "names": ", ".join(name.removesuffix(".txt") for name in text.documents),
         "held_out": ", ".join(name.removesuffix(".txt") for name in HELD_OUT),
-        "stages": stage_table(run.recipe),
         "epochs": run.tokens / len(text),
     }
 
 
 def _training(run: TextRun) -> dict[str, object]:
     recipe = run.recipe
+    options = " --precision fp32" if run.precision == "fp32" else ""
     return {
+        "history": f"### First term\n{run.history.strip()}\n\n### Second term, from there\n" if run.history else "",
+        "options": f"{options} --start FIRST_TERM" if run.history else options,
+        "precision": _PRECISIONS[run.precision],
+        "stages": stage_table(recipe),
         "preset": recipe.name,
         "seed": run.seed,
         "planned": run.planned,

@@ -74,17 +74,18 @@ Some windows carry tasks: facts hidden in the text and asked for later, passages
 (passages of text, or of its tokens in random order, that come again at once or a little later), which grow the
 induction heads that recall needs. The loss is taken on all tokens.
 
+## Training
+{history}`millpond train text --preset {preset} --seed {seed} --tokens {planned}{options}`: {steps:,} steps,
+{tokens:,} tokens ({epochs:.2f} of the corpus) in {minutes:.0f} minutes of training on {hardware}. Muon
+(learning rate {muon:g}, scaled to AdamW's update size) for the matrices, AdamW ({adamw:g}, betas {betas}) for
+embeddings and norms, weight decay
+{decay:g}, clip {clip:g}, {per_step:,} tokens a step, {warmup} steps of warm-up, level until {level:.0%} of the tokens,
+then in a straight line to zero (the last step had {last_rate:.4f} of the highest rate); {precision}.
+torch {torch}, transformers {transformers}.
+
 | from share of the tokens | window | with facts | with passages told again | drills |
 |---|---|---|---|---|
 {stages}
-
-## Training
-`millpond train text --preset {preset} --seed {seed} --tokens {planned}`: {steps:,} steps, {tokens:,} tokens
-({epochs:.2f} of the corpus) in {minutes:.0f} minutes of training on {hardware}. Muon (learning rate {muon:g}, scaled
-to AdamW's update size) for the matrices, AdamW ({adamw:g}, betas {betas}) for embeddings and norms, weight decay
-{decay:g}, clip {clip:g}, {per_step:,} tokens a step, {warmup} steps of warm-up, level until {level:.0%} of the tokens,
-then in a straight line to zero (the last step had {last_rate:.4f} of the highest rate); bf16 autocast over float32
-weights. torch {torch}, transformers {transformers}.
 
 | step | tokens | minute | window | rate | loss (nats, with the tasks) |
 |---|---|---|---|---|---|

@@ -1,8 +1,8 @@
-"""The numbers of `pond-text`: its shapes, its schedule, and the two sizes that are meant to be trained."""
+"""The numbers of `pond-text`: its shapes, its schedules, and the two sizes that are meant to be trained."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from millpond.errors import unknown
@@ -81,7 +81,12 @@ _GPU = TextRecipe(
     lengths=((0.0, 128), (0.1, 512), (0.7, 2048), (0.95, 4096)),
     tasks=((0.0, Tasks(0.0, 0.0, 0.5)), (0.1, Tasks(0.15, 0.08, 0.05))),
 )  # fmt: skip
-PRESETS = {recipe.name: recipe for recipe in (_CPU, _GPU)}
+#: For a model that the preset `cpu` has grown: as many tokens again, all of them in long windows.
+_CPU_LONG = replace(
+    _CPU, name="cpu-long", tokens=11_000_000, tokens_per_step=8192, muon_lr=2.4e-3, adamw_lr=1.8e-3, decay_from=0.2,
+    lengths=((0.0, 1024), (0.4, 2048), (0.75, 4096)), tasks=((0.0, Tasks(0.15, 0.08, 0.03)),),
+)  # fmt: skip
+PRESETS = {recipe.name: recipe for recipe in (_CPU, _CPU_LONG, _GPU)}
 
 
 def preset(name: str) -> TextRecipe:

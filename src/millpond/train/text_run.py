@@ -32,6 +32,8 @@ class TextRun:
 
     Attributes:
         planned: tokens of the whole run; the schedule is a function of `tokens / planned`.
+        precision: of the forward and backward passes, bf16 or fp32; the weights are float32.
+        history: what the card of the model that the run started from says of its training; empty from nothing.
         windows: windows read so far; names the place in the data.
     """
 
@@ -40,6 +42,8 @@ class TextRun:
     recipe: TextRecipe
     seed: int
     planned: int
+    precision: str = "bf16"
+    history: str = ""
     step: int = 0
     tokens: int = 0
     windows: int = 0
@@ -58,7 +62,7 @@ class TextRun:
 
     def save(self, file: Path) -> None:
         """Write the run to `file`; a crash while writing leaves the older file whole."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _KEPT}
         state["recipe"] = self.recipe.name
         state["log"] = [tuple(line) for line in self.log]
         state["model"] = self.model.state_dict()
@@ -74,7 +78,7 @@ class TextRun:
             OptionError: the checkpoint was begun with another seed or recipe, or another plan that already counts.
         """
         state = torch.load(file, map_location=self.model.device, weights_only=True)
-        for name, own in (("seed", self.seed), ("recipe", self.recipe.name)):
+        for name, own in (("seed", self.seed), ("recipe", self.recipe.name), ("precision", self.precision)):
             if state[name] != own:
                 raise OptionError(f"{file} was begun with {name} {state[name]}, not {own}; use another folder")
         settled = self.recipe.first_mark * min(state["planned"], self.planned)
@@ -85,9 +89,9 @@ class TextRun:
             )
         self.model.load_state_dict(state["model"])
         self.optimizers.load_state_dict(state["optimizers"])
-        for name in ("step", "tokens", "windows", "time_s"):
+        for name in ("history", "step", "tokens", "windows", "time_s"):
             setattr(self, name, state[name])
         self.log = [LogLine(*line) for line in state["log"]]
 
 
-_NUMBERS = ("seed", "planned", "step", "tokens", "windows", "time_s")
+_KEPT = ("seed", "planned", "precision", "history", "step", "tokens", "windows", "time_s")
