@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from gpu_machine import SCORE_TOLERANCE, Machine, Row
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +32,6 @@ from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 
-Row = dict[str, Any]
 Pages = TypeVar("Pages", PageArrays, PackedArrays)
 
 CODECS = (
@@ -43,22 +43,10 @@ RULES = (
     DecodeRule(Signal.LAST, Reduce.MAX, Evict.OLDEST),
 )
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
-SCORE_TOLERANCE = 1e-4
 PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
 CPU = torch.device("cpu")
 GENERATED = ("int4", "kivi2", "fp8", "rotated4", "kvquant4")
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (("full", {}), ("h2o", {"budget": 160, "sinks": 2}))
-
-
-class Machine(Protocol):
-    """Where the script runs, and how it measures time there: see gpu_check.py."""
-
-    device: torch.device
-    tiny: bool
-
-    def ms(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float: ...
-
-    def graphed(self, run: Callable[[], object]) -> Callable[[], object]: ...
 
 
 def int32(*shape: int, value: int = 0, device: torch.device = CPU) -> Tensor:

@@ -22,10 +22,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import gpu_check
 import gpu_codes
+import gpu_ops
 import torch
 import triton
+from gpu_machine import Machine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -97,11 +98,11 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     """Every kernel in every variant that gpu_check.py calls for."""
     found = compile_instead_of_launch()
     # nothing is computed, so there is nothing to compare with
-    gpu_check.reference = gpu_check.gpu  # type: ignore[assignment]
+    gpu_ops.reference = gpu_ops.gpu  # type: ignore[assignment]
     gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write=reference.write)  # type: ignore[assignment]
-    machine = gpu_check.Machine(interpret=True, tiny=tiny)
+    machine = Machine(interpret=True, tiny=tiny)
     calls = itertools.chain(
-        gpu_check.check_copies(machine), gpu_check.check_decode(machine), gpu_check.check_prefill(machine),
+        gpu_ops.check_copies(machine), gpu_ops.check_decode(machine), gpu_ops.check_prefill(machine),
         *(gpu_codes.checked(machine, codec) for codec in gpu_codes.CODECS),
     )  # fmt: skip
     for _ in track(calls, description="compiling", console=Console(stderr=True)):

@@ -1,0 +1,179 @@
+"""Every op on a CUDA GPU against the reference there: the sections `check` and `graph` of gpu_check.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, Row, error, ints, page_error
+from torch import Tensor
+
+from millpond.kernels import gpu, reference
+from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+
+HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
+
+DECODE_SHAPES: list[tuple[int, int, tuple[int, int], int, int]] = [
+    # KV heads, group, dims, slots, stored
+    (8, 4, (128, 128), 16, 1500),
+    (2, 1, (64, 64), 32, 700),
+    (3, 7, (80, 96), 64, 300),
+    (1, 16, (256, 256), 64, 900),
+    (2, 8, (40, 128), 256, 1100),
+    (1, 16, (576, 512), 64, 520),
+]
+DECODE_RULES = [
+    (KEEP_ALL, 0.0, 0, False),
+    (DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4), 0.0, 0, False),
+    (DecodeRule(Signal.SUM, Reduce.MAX, Evict.ACC_MEAN, decay=0.9, shared=True), 5.0, 0, True),
+    (DecodeRule(Signal.LAST, Reduce.SUM, Evict.OLDEST, sinks=2), 0.0, 200, False),
+    (DecodeRule(Signal.NONE, evict=Evict.RANDOM, seed=77), 0.0, 0, True),
+    (DecodeRule(Signal.NONE, evict=Evict.ACC, shared=True), 3.0, 100, True),
+]
+
+
+def check_decode(machine: Machine) -> Iterator[Row]:
+    dtypes = (torch.bfloat16,) if machine.tiny else (torch.bfloat16, torch.float16, torch.float32)
+    shapes = DECODE_SHAPES[1:3] if machine.tiny else DECODE_SHAPES
+    for dtype, shape, (rule, softcap, window, has_sink) in itertools.product(dtypes, shapes, DECODE_RULES):
+        heads, group, dims, slots, stored = shape
+        stored = stored // 8 if machine.tiny else stored
+        lens = [stored, stored, stored // 2, 0]
+        regions = len(lens) * heads
+        layer = Layer(machine, dtype, dims, slots, regions, stored + 1, [n for n in lens for _ in range(heads)])
+        twin, device = layer.twin(), machine.device
+        caps = ints([n for n in (stored, stored + 1, stored // 2, 5) for _ in range(heads)], device)
+        recent = ints([3] * regions, device)
+        at = layer.table.shape[1] * slots
+        q_pos = ints([at, at + 5, at, at], device)
+        if stored % 2:
+            q_pos[2] = -1
+        q = torch.randn(len(lens), heads * group, dims[0], device=device).to(dtype)
+        k = torch.randn(len(lens), heads, dims[0], device=device).to(dtype)
+        v = torch.randn(len(lens), heads, dims[1], device=device).to(dtype)
+        sink = torch.randn(heads * group, device=device) if has_sink else None
+        results = []
+        for implementation, place in ((reference, layer), (gpu, twin)):
+            results.append(
+                implementation.decode(
+                    q, k, v, place.pages, place.table, place.lens, caps, recent, q_pos, rule,
+                    scale=dims[0] ** -0.5, softcap=softcap, window=window, sink_logits=sink,
+                )
+            )  # fmt: skip
+        (out, lse, gone), (out2, lse2, gone2) = results
+        yield {
+            "op": "decode", "dtype": str(dtype), "shape": str(shape), "rule": f"{rule.signal.name} {rule.evict.name}",
+            "out": error(out2, out), "lse": error(lse2, lse), "pages": page_error(twin.pages, layer.pages),
+            "exact": torch.equal(gone, gone2) and torch.equal(layer.lens, twin.lens), "limit": TOLERANCE[dtype],
+        }  # fmt: skip
+
+
+PREFILL_SHAPES: list[tuple[int, int, tuple[int, int], int, int]] = [
+    # KV heads, group, dims, rows, past
+    (8, 4, (128, 128), 1000, 0),
+    (2, 1, (64, 64), 700, 130),
+    (1, 7, (80, 96), 333, 64),
+    (2, 2, (256, 256), 515, 33),
+    (1, 16, (192, 128), 260, 0),
+]
+
+
+def check_prefill(machine: Machine) -> Iterator[Row]:
+    settings = [
+        (None, 0.0, 0, False), (Reduce.MEAN, 0.0, 0, False), (Reduce.MAX, 5.0, 100, True), (Reduce.SUM, 0.0, 0, True),
+    ]  # fmt: skip
+    shapes = PREFILL_SHAPES[1:3] if machine.tiny else PREFILL_SHAPES
+    for dtype, shape, (colsum, softcap, window, has_sink) in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), shapes, settings
+    ):
+        heads, group, dims, rows, past = shape
+        rows = rows // 8 if machine.tiny else rows
+        torch.manual_seed(0)
+        device = machine.device
+        q = torch.randn(rows, heads * group, dims[0], device=device).to(dtype).transpose(0, 1)
+        k = torch.randn(heads, past + rows, dims[0], device=device).to(dtype)
+        v = torch.randn(heads, past + rows, dims[1], device=device).to(dtype)
+        past_pos = torch.randint(-1, 50, (heads, past), device=device).int() if past else None
+        args = (q, k, v, ints(range(50, 50 + rows), device), past_pos)
+        sink = torch.randn(heads * group, device=device) if has_sink else None
+        options: Row = {"scale": dims[0] ** -0.5, "softcap": softcap, "window": window, "sink_logits": sink}
+        out, lse, sums = reference.prefill(*args, **options, colsum=colsum)
+        out2, lse2, sums2 = gpu.prefill(*args, **options, colsum=colsum)
+        yield {
+            "op": "prefill", "dtype": str(dtype), "shape": str(shape), "rule": str(colsum and colsum.name),
+            "out": error(out2, out), "lse": error(lse2, lse), "exact": True, "limit": TOLERANCE[dtype],
+            "pages": error(sums2, sums) if sums is not None and sums2 is not None else 0.0,
+        }  # fmt: skip
+
+
+def check_copies(machine: Machine) -> Iterator[Row]:
+    device = machine.device
+    for dtype, dims, slots in itertools.product((torch.bfloat16, torch.float32), ((128, 128), (80, 33)), (16, 256)):
+        width = 40 if machine.tiny else 700
+        layer = Layer(machine, dtype, dims, slots, 6, width + 7, [0] * 6)
+        twin = layer.twin()
+        start, count = ints([0, 1, 7, 0, 3, 2], device), ints([width, width - 1, 0, 5, 1, width], device)
+        index = torch.randint(0, width, (6, width), device=device).int()
+        keys, values = torch.randn(6, width, dims[0], device=device), torch.randn(6, width, dims[1], device=device)
+        positions, scores = torch.arange(width, device=device).int().expand(6, -1), torch.rand(6, width, device=device)
+        for implementation, place in ((reference, layer), (gpu, twin)):
+            implementation.write(place.pages, place.table, start, count, index, keys, values, positions, scores)
+        want = reference.read(layer.pages, layer.table, count, width)
+        got = gpu.read(twin.pages, twin.table, count, width)
+        same = all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        yield {
+            "op": "write, read", "dtype": str(dtype), "shape": f"{dims} {slots}", "rule": "", "out": 0.0, "lse": 0.0,
+            "pages": page_error(twin.pages, layer.pages), "exact": same, "limit": 0.0,
+        }  # fmt: skip
+
+
+def run_check(machine: Machine) -> list[Row]:
+    rows = []
+    for row in itertools.chain(check_copies(machine), check_decode(machine), check_prefill(machine)):
+        # the log-sum-exp and the scores never pass through half precision, whatever the dtype
+        sharp = max(row["lse"], row["pages"]) <= SCORE_TOLERANCE
+        row["ok"] = bool(row["exact"] and sharp and row["out"] <= row["limit"])
+        rows.append(row)
+        if not row["ok"]:
+            print("MISMATCH", row, flush=True)
+    for op, dtype in sorted({(r["op"], r["dtype"]) for r in rows}):
+        same = [r for r in rows if (r["op"], r["dtype"]) == (op, dtype)]
+        worst_by = {name: max(r[name] for r in same) for name in ("out", "lse", "pages")}
+        passed = sum(r["ok"] for r in same)
+        print(f"{op:12} {dtype:15} {passed}/{len(same)} ok, max error", *(f"{k} {v:.1e}" for k, v in worst_by.items()))
+    return rows
+
+
+def run_graph(machine: Machine) -> list[Row]:
+    """Steps through static buffers: the host writes q, k, v and the positions, the graph does the rest."""
+    n_seq, stored, steps, device = 4, 40 if machine.tiny else 600, 3 if machine.tiny else 20, machine.device
+    regions, rule = n_seq * KV_HEADS, DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4)
+    layer = Layer(machine, torch.bfloat16, (DIM, DIM), 64, regions, stored + 2, [stored] * regions)
+    twin = layer.twin()
+    q = torch.zeros(n_seq, HEADS, DIM, dtype=torch.bfloat16, device=device)
+    k, v = (torch.zeros(n_seq, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
+    caps, recent, q_pos = ints([stored + 2] * regions, device), ints([5] * regions, device), ints([-1] * n_seq, device)
+    results: list[tuple[Tensor, ...]] = []
+
+    def step() -> None:
+        where = (twin.pages, twin.table, twin.lens)
+        results[:] = [gpu.decode(q, k, v, *where, caps, recent, q_pos, rule, scale=DIM**-0.5)]
+
+    replay = machine.graphed(step)  # with all sequences inactive: nothing is stored meanwhile
+    worst, exact = 0.0, True
+    for n in range(steps):
+        torch.manual_seed(n)
+        for tensor in (q, k, v):
+            tensor.normal_()
+        q_pos.copy_(ints([10_000 + n, 20_000 + n, -1 if n % 3 == 0 else 10_000 + n, 10_000 + n], device))
+        replay()
+        want = reference.decode(
+            q, k, v, layer.pages, layer.table, layer.lens, caps, recent, q_pos, rule, scale=DIM**-0.5
+        )
+        worst = max(worst, error(results[0][0], want[0]))
+        exact = exact and torch.equal(results[0][2], want[2]) and torch.equal(layer.lens, twin.lens)
+    row = {"steps": steps, "captured": machine.cuda, "out": worst, "exact": exact}
+    row["ok"] = bool(exact and worst <= TOLERANCE[torch.bfloat16] and page_error(twin.pages, layer.pages) < 1e-3)
+    print("graph", row, flush=True)
+    return [row]
