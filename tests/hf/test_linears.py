@@ -11,7 +11,8 @@ from torch import nn
 import millpond as mp
 from hf.families import NAMES, family, generate, left_padded, one, shared_model
 from millpond.hf.linears import use_native_linears
-from millpond.kernels import native, ops
+from millpond.kernels import native
+from millpond.kernels.linear import FEW_ROWS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
@@ -158,7 +159,7 @@ def test_many_rows_go_to_torch(native_calls):
     layer = nn.Sequential(nn.Linear(8, 3))
     undo = use_native_linears(layer)
     with torch.no_grad():
-        x = torch.randn(ops.FEW_ROWS + 1, 8)
+        x = torch.randn(FEW_ROWS + 1, 8)
         found = layer(x)
         assert not native_calls
         layer(x[:-1])

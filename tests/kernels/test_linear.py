@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from millpond.kernels import native, ops
+from millpond.kernels import native
+from millpond.kernels.linear import linear
 from millpond.kernels.native import library
 
 pytestmark = [
@@ -125,7 +126,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 def test_few_rows_run_native_and_agree_with_torch(spy: Spy) -> None:
     x, w, b = draw(16, 60, 64, torch.float32, True)
     for rows in (x, x[:1], x[0], x.view(4, 4, 64)):
-        torch.testing.assert_close(ops.linear(rows, w, b), torch_linear(rows, w, b))
+        torch.testing.assert_close(linear(rows, w, b), torch_linear(rows, w, b))
     assert spy.calls == 4
 
 
@@ -144,7 +145,7 @@ FALLBACKS = {
 @torch.no_grad()
 def test_what_does_not_fit_goes_to_torch(name: str, spy: Spy) -> None:
     x, w, b = FALLBACKS[name](*draw(16, 60, 64, torch.float32, True))
-    assert torch.equal(ops.linear(x, w, b), torch_linear(x, w, b))
+    assert torch.equal(linear(x, w, b), torch_linear(x, w, b))
     assert spy.calls == 0
 
 
@@ -152,9 +153,9 @@ def test_what_does_not_fit_goes_to_torch(name: str, spy: Spy) -> None:
 def test_torch_makes_the_errors(spy: Spy) -> None:
     x, w, b = draw(2, 60, 64, torch.float32, True)
     with pytest.raises(RuntimeError):
-        ops.linear(x[:, :63], w, b)
+        linear(x[:, :63], w, b)
     with pytest.raises(RuntimeError):
-        ops.linear(x.half(), w, b)
+        linear(x.half(), w, b)
     assert spy.calls == 0
 
 
@@ -162,11 +163,11 @@ def test_torch_makes_the_errors(spy: Spy) -> None:
 def test_gradients_go_to_torch(which: int, spy: Spy) -> None:
     leaves = draw(2, 5, 8, torch.float32, True)
     leaves[which].requires_grad_()
-    ops.linear(*leaves).sum().backward()
+    linear(*leaves).sum().backward()
     assert leaves[which].grad is not None
     assert spy.calls == 0
     with torch.no_grad():
-        ops.linear(*leaves)
+        linear(*leaves)
     assert spy.calls == 1
 
 
@@ -174,7 +175,7 @@ def test_gradients_go_to_torch(which: int, spy: Spy) -> None:
 def test_autocast_goes_to_torch(spy: Spy) -> None:
     x, w, b = draw(2, 5, 8, torch.float32, True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ops.linear(x, w, b).dtype == torch.bfloat16
+        assert linear(x, w, b).dtype == torch.bfloat16
     assert spy.calls == 0
 
 
@@ -182,14 +183,14 @@ def test_autocast_goes_to_torch(spy: Spy) -> None:
 def test_the_reference_can_be_forced(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_KERNELS", "reference")
     x, w, b = draw(2, 5, 8, torch.float32, True)
-    assert torch.equal(ops.linear(x, w, b), torch_linear(x, w, b))
+    assert torch.equal(linear(x, w, b), torch_linear(x, w, b))
     assert spy.calls == 0
 
 
 @torch.inference_mode()
 def test_inference_mode(spy: Spy) -> None:
     x, w, b = draw(2, 5, 8, torch.float32, True)
-    assert ops.linear(x, w, b).is_inference()
+    assert linear(x, w, b).is_inference()
     assert spy.calls == 1
 
 
@@ -210,7 +211,7 @@ def test_compiles_without_graph_breaks() -> None:
     x, w, b = draw(3, 50, 64, torch.bfloat16, True)
 
     def step(x: Tensor) -> Tensor:
-        return ops.linear(x * 2, w, b) + 1
+        return linear(x * 2, w, b) + 1
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), step(x))

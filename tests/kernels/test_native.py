@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.make import Call, Case, clone_pages
 from millpond.errors import OptionError
-from millpond.kernels import native, ops, reference
+from millpond.kernels import backends, native, ops, reference
 from millpond.kernels.native import calls, library
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
@@ -291,13 +291,13 @@ def test_without_libraries_one_warning_and_the_reference() -> None:
 import warnings
 from millpond.kernels.native import library
 library._folders = lambda: []
-from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels import backends, blockwise, native, reference
 import torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        assert ops.backend(torch.float32, torch.device("cpu")) is reference
-        assert ops._dense_backend(torch.zeros(1)) is blockwise
+        assert backends.backend(torch.float32, torch.device("cpu")) is reference
+        assert backends.dense_backend(torch.zeros(1)) is blockwise
 assert [w.category for w in caught] == [native.NativeKernelsWarning], caught
 assert native.isa() == "none"
 """
@@ -306,7 +306,7 @@ assert native.isa() == "none"
 
 
 def test_float64_pages_go_to_the_reference() -> None:
-    assert ops.backend(torch.float64, torch.device("cpu")) is reference
+    assert backends.backend(torch.float64, torch.device("cpu")) is reference
 
 
 def test_wrong_index_dtype_is_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels import ops, reference
+from millpond.kernels import backends, ops, reference, victims
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 
@@ -204,7 +204,7 @@ def test_ties_leave_oldest_first(recent: int) -> None:
 
 
 def test_hash_is_exact() -> None:
-    """The victim of RANDOM is the lowest of `reference.hash_priority`, over many seeds and large positions."""
+    """The victim of RANDOM is the lowest of `victims.hash_priority`, over many seeds and large positions."""
     for seed in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, -5):
         g = torch.Generator().manual_seed(7)
         table, n_arenas = random_table(3, 4, g)
@@ -216,7 +216,7 @@ def test_hash_is_exact() -> None:
         lens = ints([64] * 3)
         gone = gpu.decode(q, q, q, pages, table, lens, ints([64] * 3), ints([0] * 3), ints([last]), rule, scale=1.0)[2]
         seen = torch.cat([positions, ints([[last]] * 3)], 1)
-        value = reference.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
+        value = victims.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
         assert gone.tolist() == seen.gather(1, value.argmin(1, keepdim=True))[:, 0].tolist()
 
 
@@ -392,7 +392,7 @@ def test_prefill_with_masses(
 
 def test_ops_reach_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
-    assert ops.backend(torch.bfloat16, DEVICE) is gpu
+    assert backends.backend(torch.bfloat16, DEVICE) is gpu
     q = torch.ones(1, 4, 16, device=DEVICE)
     sums = ops.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0, colsum=Reduce.SUM)[2]
     assert sums is not None

@@ -14,6 +14,7 @@ from millpond.cache.timeline import Span
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops, reference
 from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.victims import choose_victims
 
 
 class Expansion:
@@ -161,7 +162,7 @@ class ExpandedAttention(Attention):
         new = {Signal.NONE: old, Signal.SUM: rule.decay * old + received, Signal.LAST: received}[rule.signal]
         scores = torch.where(active[:, None], new, old)
         grows = active & ((lens < table.caps) | (rule.evict is Evict.NEVER))
-        victim = reference.choose_victims(rule, scores, positions, q_pos, table.recent, self.shape.window, 1)
+        victim = choose_victims(rule, scores, positions, q_pos, table.recent, self.shape.window, 1)
         stores = grows | (active & (victim < stored))
         slot = torch.where(grows, lens.long(), victim)
         if rule.signal is Signal.NONE:  # nothing but the new entry changes

@@ -11,8 +11,8 @@ from torch import Tensor
 from millpond.cache.slots import Slots
 from millpond.cache.table import RegionTable
 from millpond.errors import PoolFullError
-from millpond.kernels import reference
 from millpond.kernels.rules import DecodeRule
+from millpond.kernels.victims import INF, eviction_value
 from millpond.policy.allocate import HeadAllocation, weakest
 
 
@@ -63,9 +63,9 @@ class Rivals:
         slots = Slots.of(table, rows)
         positions, valid = slots.positions, slots.valid
         query = q_pos[torch.from_numpy(self.sequences).to(q_pos.device)].repeat_interleave(n_heads)[:, None]
-        value = reference.eviction_value(rule, slots.scores, positions, query, n_heads)
+        value = eviction_value(rule, slots.scores, positions, query, n_heads)
         if window:
-            value = value.masked_fill(query + 1 - positions >= window, -reference.INF)
+            value = value.masked_fill(query + 1 - positions >= window, -INF)
         recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
         pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
         caps = table.budgets()

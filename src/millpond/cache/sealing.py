@@ -16,9 +16,10 @@ from millpond.cache.plain import hold
 from millpond.cache.sealed import Sealed
 from millpond.cache.table import RegionTable
 from millpond.errors import PoolFullError
-from millpond.kernels import ops, reference
+from millpond.kernels import ops
 from millpond.kernels.ops import Dense
 from millpond.kernels.rules import DecodeRule
+from millpond.kernels.victims import eviction_value
 
 
 def before(sealed: Sealed, sequence: int, plain: Candidates) -> Candidates:
@@ -113,7 +114,7 @@ def demote_due(table: RegionTable, rule: DecodeRule, at: np.ndarray) -> None:
         found = _plain(table, sequence)
         positions = found.positions
         query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
-        value = reference.eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
+        value = eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
         pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
         value = value.masked_fill(pinned, torch.inf)
         by_age = by_position(positions)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from millpond.hf.stand_in import StandIn
-from millpond.kernels import native, ops
+from millpond.kernels import native
+from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.linear import linear
 
 #: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
 LEAST_BYTES = 2**19
@@ -22,14 +24,14 @@ _advised: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
     """Stands in for torch.nn.Linear.forward."""
-    return ops.linear(input, self.weight, self.bias)
+    return linear(input, self.weight, self.bias)
 
 
 STAND_IN = StandIn(forward)
 
 
 def use_native_linears(model: nn.Module) -> Callable[[], None]:
-    """Let the model's linear layers on the CPU multiply few rows (decoding) with `ops.linear`; torch does the rest.
+    """Let the model's linear layers on the CPU multiply few rows (decoding) with `kernels.linear`; torch does the rest.
 
     Weights are read when they are needed; those of larger models move to huge pages once, where the system has them.
     A module of a subclass, or with a forward of its own, is left alone.
@@ -46,11 +48,11 @@ def use_native_linears(model: nn.Module) -> Callable[[], None]:
 
 
 def _fits(module: nn.Linear) -> bool:
-    """Whether the layer is of a kind that `ops.linear` reads fast, and has torch's forward or already ours."""
+    """Whether the layer is of a kind that `kernels.linear` reads fast, and has torch's forward or already ours."""
     weight = module.weight
     return (
         STAND_IN.may_serve(module)
         and weight.is_cpu
-        and weight.dtype in ops.NATIVE_DTYPES
+        and weight.dtype in NATIVE_DTYPES
         and weight.nbytes >= LEAST_BYTES
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from millpond.kernels import native
-from millpond.kernels.ops import FEW_ROWS, NATIVE_DTYPES
+from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.linear import FEW_ROWS
 from millpond.kernels.rows import Gate
 
 #: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.kernels import ops, reference
+from millpond.kernels import reference
+from millpond.kernels.backends import native_for
 
 #: How alike the entries in columns (H, a) and (H, b) are: (H, a, b).
 Likeness = Callable[[Tensor, Tensor], Tensor]
@@ -53,7 +54,7 @@ def mean(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
     Returns:
         (H, N, D) float32 or wider.
     """
-    native = ops.native_for(x.dtype, x.device)
+    native = native_for(x.dtype, x.device)
     return mean_in_torch(x, weight, own, links) if native is None else native.mean_rows(x, weight, own, *links)
 
 
@@ -122,7 +123,7 @@ def nearest(
         columns (H, N) int64 and likeness (H, N) float64; where there is no source, or no target for it, the own column
         and -inf.
     """
-    native = ops.native_for(keys.dtype, keys.device)
+    native = native_for(keys.dtype, keys.device)
     if native is not None:
         found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
         return found

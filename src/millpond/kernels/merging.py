@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from millpond.kernels.flow import flow
 from millpond.kernels.links import Links, mean, nearest, sums
 from millpond.kernels.merge_rule import ROUNDING, MergeRule, Over, Weigh
-from millpond.kernels.reference import hash_priority, wide
+from millpond.kernels.reference import wide
+from millpond.kernels.victims import hash_priority
 
 
 class Entries(NamedTuple):

@@ -10,20 +10,17 @@ gpu chooses one by force; by default the fastest that can take the tensors runs.
 
 from __future__ import annotations
 
-import os
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels import blockwise, reference
+from millpond.kernels import reference
+from millpond.kernels.backends import backend, dense_backend, native_for
 from millpond.kernels.merge_rule import MergeRule
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Reduce
-
-NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Dense(NamedTuple):
@@ -34,53 +31,6 @@ class Dense(NamedTuple):
     positions: Tensor  #: (R, width) int32
     scores: Tensor  #: (R, width) float32
     log_masses: Tensor | None = None  #: (R, width) float32; None where the pages have no masses
-
-
-def _load_native() -> ModuleType | None:
-    from millpond.kernels import native
-
-    return native if native.is_available() else None
-
-
-def backend(pages_dtype: torch.dtype, device: torch.device) -> ModuleType:
-    """The implementation that serves page ops for this dtype and device.
-
-    Raises:
-        OptionError: MILLPOND_KERNELS names an implementation that does not exist or cannot run here.
-    """
-    forced = os.environ.get("MILLPOND_KERNELS", "auto")
-    if forced == "reference":
-        return reference
-    if forced == "gpu" or (forced == "auto" and device.type == "cuda"):
-        from millpond.kernels import gpu
-
-        return gpu if pages_dtype in NATIVE_DTYPES else reference
-    if forced not in ("auto", "native"):
-        raise OptionError(f"MILLPOND_KERNELS={forced!r}: use auto, reference, native or gpu")
-    fits = pages_dtype in NATIVE_DTYPES and device.type == "cpu"
-    if forced == "auto" and not fits:
-        return reference
-    native = _load_native()
-    if native is None and forced == "native":
-        raise OptionError("MILLPOND_KERNELS=native, but this install has no native kernels; reinstall with a compiler")
-    return native if native is not None and fits else reference
-
-
-def native_for(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """The native kernels where they serve this dtype and device; None elsewhere."""
-    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-    return _load_native() if wanted and dtype in NATIVE_DTYPES and device.type == "cpu" else None
-
-
-def _dense_backend(q: Tensor) -> ModuleType:
-    """The implementation that serves `prefill` and `window_signal`, which see no pages.
-
-    Where the page ops fall back to the reference (another dtype or device, no native kernels), these run in blocks
-    of torch operations, unless the reference is asked for by name.
-    """
-    impl = backend(q.dtype, q.device)
-    falls_back = impl is reference and os.environ.get("MILLPOND_KERNELS", "auto") != "reference"
-    return blockwise if falls_back else impl
 
 
 def decode(
@@ -171,7 +121,7 @@ def prefill(
         out (Hq, Q, value_dim) in q's dtype; lse (Hq, Q) float32; colsum (Hkv, N) float32 or None:
         colsum[g, j] = sum_i reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
     """
-    impl = _dense_backend(q)
+    impl = dense_backend(q)
     result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
         q, k, v, q_pos, past_pos,
         scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, colsum=colsum,
@@ -380,7 +330,7 @@ def window_signal(
     Returns:
         (Hkv, N) float32; a query that sees nothing adds nothing.
     """
-    signal: Tensor = _dense_backend(q).window_signal(
+    signal: Tensor = dense_backend(q).window_signal(
         q, k, q_pos, k_pos, scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, reduce=reduce,
         log_masses=log_masses, lse=lse,
     )  # fmt: skip
@@ -396,7 +346,7 @@ def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
     Returns:
         (H, N) float32.
     """
-    sums: Tensor = _dense_backend(x).absolute_sums(x, y)
+    sums: Tensor = dense_backend(x).absolute_sums(x, y)
     return sums
 
 
@@ -410,68 +360,5 @@ def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tup
         their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
         none.
     """
-    found: tuple[Tensor, Tensor] = _dense_backend(keys).newest_alike(keys, lens, threshold, most)
+    found: tuple[Tensor, Tensor] = dense_backend(keys).newest_alike(keys, lens, threshold, most)
     return found
-
-
-#: Rows of a `linear` that memory bounds; with more, torch's matrix product is the faster one.
-FEW_ROWS = 16
-
-
-def _reads_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the native `linear` may take these tensors: nobody asks for gradients or another implementation."""
-    dtype = x.dtype
-    return (
-        x.numel() <= FEW_ROWS * weight.shape[-1]
-        and weight.dtype is dtype
-        and dtype in NATIVE_DTYPES
-        and not (
-            torch.is_grad_enabled()
-            and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
-        )
-        and x.is_cpu
-        and weight.is_cpu
-        and type(x) is Tensor
-        and type(weight) in _PLAIN
-        and weight.ndim == 2
-        and weight.stride(1) == 1
-        and x.ndim > 0
-        and x.shape[-1] == weight.shape[1] > 0
-        and x.numel() > 0
-        and (bias is None or _is_bias(bias, weight))
-        and not torch.is_autocast_enabled("cpu")
-        and os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-    )
-
-
-_PLAIN = (torch.nn.Parameter, Tensor)
-
-
-def _is_bias(bias: Tensor, weight: Tensor) -> bool:
-    return (
-        bias.dtype is weight.dtype
-        and bias.is_cpu
-        and type(bias) in _PLAIN
-        and bias.shape == weight.shape[:1]
-        and bias.is_contiguous()
-    )
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
-
-    Products are summed in float32 in an order that depends neither on the threads nor on the other rows: a row of a
-    batch has the bits of the row alone. Torch does the work where more than FEW_ROWS rows, a gradient, autocast, or
-    another dtype, device or layout asks for it.
-
-    Args:
-        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it. bias: (n,) or None.
-
-    Returns:
-        (..., n) in x's dtype.
-    """
-    native = _load_native() if _reads_few_rows(x, weight, bias) else None
-    if native is not None:
-        result: Tensor = native.linear(x, weight, bias)
-        return result
-    return torch.nn.functional.linear(x, weight, bias)

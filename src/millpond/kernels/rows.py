@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from millpond.kernels.ops import FEW_ROWS, NATIVE_DTYPES
+from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.linear import FEW_ROWS
 
 
 class Gate(enum.IntEnum):

@@ -10,6 +10,7 @@ from millpond.kernels.links import rows
 from millpond.kernels.merge_rule import MergeRule, Weigh
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule
+from millpond.kernels.victims import eviction_value
 
 
 def merge_slots(
@@ -67,7 +68,7 @@ def leaving_value(
 ) -> Tensor:
     """(R, n): the value by which entries leave, lowest first. q_pos: (R, 1)."""
     if local is None:
-        return reference.eviction_value(leave, scores, positions, q_pos, n_kv_heads)
+        return eviction_value(leave, scores, positions, q_pos, n_kv_heads)
     return blend(scores.masked_fill(positions < 0, 0), local.masked_fill(positions < 0, 0))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.kernels.reference import hash_priority
 from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.victims import hash_priority
 from millpond.policy.view import View
 
 #: What a score wants of the queries at prefill: nothing; the attention of every one, of the last `window`, or of both

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millpond.kernels.reference import spaced_value
 from millpond.kernels.rules import Evict, Signal, Spacing
+from millpond.kernels.victims import spaced_value
 from millpond.policy.score import Queries
 from millpond.policy.select import rank_by_value
 from millpond.policy.view import View

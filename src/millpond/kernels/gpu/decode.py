@@ -27,7 +27,7 @@ from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Signal
 
-HASH_SEED = 0xC2B2AE3D  #: factor of the seed in `reference.hash_priority`
+HASH_SEED = 0xC2B2AE3D  #: factor of the seed in `victims.hash_priority`
 
 
 class Tuning(NamedTuple):

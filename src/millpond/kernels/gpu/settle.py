@@ -37,7 +37,7 @@ CHUNKS = tl.constexpr(64)  # chunk minima that `settle` loads at once
 
 @triton.jit
 def hash_priority(position, head, seed):
-    """`reference.hash_priority`: 32-bit arithmetic that wraps, then the upper 24 bits as float32."""
+    """`victims.hash_priority`: 32-bit arithmetic that wraps, then the upper 24 bits as float32."""
     x = tl.mul(position.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
     x = tl.add(x, tl.mul(head.to(tl.uint32), 0x85EBCA77, sanitize_overflow=False), sanitize_overflow=False)
     x = tl.add(x, seed.to(tl.uint32), sanitize_overflow=False)

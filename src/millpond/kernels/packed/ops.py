@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels import ops as plain_ops
+from millpond.kernels.backends import NATIVE_DTYPES, backend
 from millpond.kernels.ops import Dense
 from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import PackedLayout
@@ -27,7 +27,7 @@ from millpond.kernels.rules import DecodeRule
 
 def _backend(dtype: torch.dtype, device: torch.device) -> ModuleType:
     """The implementation that serves packed pages beside plain ones of this dtype."""
-    return _beside(plain_ops.backend(dtype, device).__name__)
+    return _beside(backend(dtype, device).__name__)
 
 
 @cache
@@ -125,7 +125,7 @@ def write(
     if log_masses is not None and not packed.pages.masses:
         raise OptionError("log_masses were given for packed pages that keep no masses; make the pool with masses=True")
     _check(packed, len(start), None)
-    dtype = keys.dtype if keys.dtype in plain_ops.NATIVE_DTYPES else torch.float32
+    dtype = keys.dtype if keys.dtype in NATIVE_DTYPES else torch.float32
     _backend(dtype, packed.table.device).write(packed, start, count, index, keys, values, positions, scores, log_masses)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from millpond.kernels import ops
 from millpond.kernels.dense import Norm, choose
+from millpond.kernels.linear import linear
 from millpond.models.lean.block import Attend, Block
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -52,7 +52,7 @@ class Decoder:
         """(N, width): what the first layer reads."""
         x = functional.embedding(ids, self.tokens)
         if self.project_in is not None:
-            x = ops.linear(x, self.project_in)
+            x = linear(x, self.project_in)
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -66,5 +66,5 @@ class Decoder:
         """(n, vocabulary) of rows (n, width) behind the last layer."""
         x = x if self.norm is None else choose(x).norm(x, self.norm)
         if self.project_out is not None:
-            x = ops.linear(x, self.project_out)
-        return ops.linear(x, *self.head)
+            x = linear(x, self.project_out)
+        return linear(x, *self.head)

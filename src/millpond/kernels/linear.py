@@ -1,0 +1,72 @@
+"""x @ weight^T + bias, at the speed of memory where x has few rows: a model's linear layers while it decodes."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.backends import NATIVE_DTYPES, load_native
+
+#: Rows of a `linear` that memory bounds; with more, torch's matrix product is the faster one.
+FEW_ROWS = 16
+
+
+def _reads_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the native `linear` may take these tensors: nobody asks for gradients or another implementation."""
+    dtype = x.dtype
+    return (
+        x.numel() <= FEW_ROWS * weight.shape[-1]
+        and weight.dtype is dtype
+        and dtype in NATIVE_DTYPES
+        and not (
+            torch.is_grad_enabled()
+            and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        )
+        and x.is_cpu
+        and weight.is_cpu
+        and type(x) is Tensor
+        and type(weight) in _PLAIN
+        and weight.ndim == 2
+        and weight.stride(1) == 1
+        and x.ndim > 0
+        and x.shape[-1] == weight.shape[1] > 0
+        and x.numel() > 0
+        and (bias is None or _is_bias(bias, weight))
+        and not torch.is_autocast_enabled("cpu")
+        and os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    )
+
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def _is_bias(bias: Tensor, weight: Tensor) -> bool:
+    return (
+        bias.dtype is weight.dtype
+        and bias.is_cpu
+        and type(bias) in _PLAIN
+        and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
+
+    Products are summed in float32 in an order that depends neither on the threads nor on the other rows: a row of a
+    batch has the bits of the row alone. Torch does the work where more than FEW_ROWS rows, a gradient, autocast, or
+    another dtype, device or layout asks for it.
+
+    Args:
+        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it. bias: (n,) or None.
+
+    Returns:
+        (..., n) in x's dtype.
+    """
+    native = load_native() if _reads_few_rows(x, weight, bias) else None
+    if native is not None:
+        result: Tensor = native.linear(x, weight, bias)
+        return result
+    return torch.nn.functional.linear(x, weight, bias)
