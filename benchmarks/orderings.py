@@ -1,6 +1,6 @@
 """What the papers' orderings and kvpress come to, on the samples of runs: DIR ... --out FILE. `make docs` shows it.
 
-Samples are not committed; what this writes is.
+Samples are not committed; what this writes is. With --renew, what FILE says of protocols without samples here stays.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from millpond.evals.findings import Runs, write_findings
+from millpond.evals.findings import Runs, read_findings, renewed, write_findings
 
 
 def main() -> None:
@@ -16,8 +16,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="what millpond eval wrote, with samples.jsonl")
     parser.add_argument("--out", required=True, type=Path, help="a JSON file")
+    parser.add_argument("--renew", action="store_true", help="keep what FILE says of other protocols")
     chosen = parser.parse_args()
     found = Runs(chosen.folders).findings()
+    if chosen.renew:
+        found = renewed(read_findings(chosen.out), found)
     write_findings(chosen.out, found)
     print(f"{len(found)} comparisons written to {chosen.out}")
 

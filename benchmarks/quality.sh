@@ -1,8 +1,8 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
 #   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text codecs codecs-text peers curves
-#                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings; then
-#                                     make docs
+#                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
+#                                     orderings-text; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
 # METHODS: of aware and agnostic, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
 # DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
@@ -180,9 +180,12 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       # shellcheck disable=SC2086  # one word for each folder
       "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
       ;;
+    orderings-text)
+      "$bin/python" benchmarks/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
+      ;;
     *)
       echo "no part called $part; there are: aware agnostic parts picture text codecs codecs-text peers curves" \
-        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings" >&2
+        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text" >&2
       exit 2
       ;;
   esac

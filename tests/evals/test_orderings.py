@@ -14,7 +14,7 @@ from evals.scored import row, save
 from millpond.errors import DataError
 from millpond.evals.claims import CLAIMS, PEERS
 from millpond.evals.counterparts import ALIKE, PRESSES
-from millpond.evals.findings import TEXT, Finding, Runs, read_findings, write_findings
+from millpond.evals.findings import TEXT, Finding, Runs, read_findings, renewed, write_findings
 from millpond.evals.orderings_page import MISSING, tables
 from millpond.evals.record import Record, Row
 from millpond.evals.results import cell_of
@@ -186,3 +186,13 @@ def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) ->
     theirs = made(tmp_path / "theirs", {PRESSES["h2o"]: [1.0, 0.0]}, peer="kvpress 0.5.5")
     found = {f.first: f.mean for f in Runs([ours, theirs]).findings() if f.budget == "all"}
     assert found == {"h2o": -0.5, each: 0.5, once: 0.0}
+
+
+def test_one_protocol_measured_anew() -> None:
+    def known(first: str, protocol: str, mean: float) -> Finding:
+        return replace(finding("heavy", first, "window", mean)[0], protocol=protocol)
+
+    before = [known("h2o", "aware", 0.1), known("h2o", TEXT, 0.2), known("ada", "aware", 0.3), known("ada", TEXT, 0.4)]
+    found = [known("ada", TEXT, 0.6), known("h2o", TEXT, 0.5), known("tova", TEXT, 0.7)]
+    assert renewed(before, found) == [before[0], found[1], before[2], found[0], found[2]]
+    assert renewed([], found) == found

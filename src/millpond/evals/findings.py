@@ -157,6 +157,24 @@ def _held(rows: Sequence[Row]) -> float:
     return sum(row.kv_bytes for row in rows) / whole if whole else 0.0
 
 
+def renewed(before: Sequence[Finding], found: Sequence[Finding]) -> list[Finding]:
+    """What is `found` in the place of what was known of the same protocols; the rest stays, all in the order before."""
+    measured = {finding.protocol for finding in found}
+    both = [*(finding for finding in before if finding.protocol not in measured), *found]
+    pairs, protocols = (
+        {key: place for place, key in enumerate(dict.fromkeys(map(of, [*before, *found])))} for of in (_pair, _protocol)
+    )
+    return sorted(both, key=lambda finding: (pairs[_pair(finding)], protocols[_protocol(finding)]))
+
+
+def _pair(finding: Finding) -> tuple[str, ...]:
+    return finding.claim, finding.first, finding.second, finding.peer
+
+
+def _protocol(finding: Finding) -> tuple[str, ...]:
+    return (finding.protocol,)
+
+
 def write_findings(path: Path, findings: Sequence[Finding]) -> None:
     """Keep them as JSON, a line each."""
     lines = ",\n ".join(json.dumps(_rounded(asdict(finding))) for finding in findings)
