@@ -19,6 +19,7 @@ from millpond.errors import (
     UnsupportedModelError,
 )
 from millpond.methods import METHODS as _METHODS  # here, so that the name `methods` stays the function below
+from millpond.named import preset
 
 if TYPE_CHECKING:
     from millpond.engine.async_llm import AsyncLLM
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "codecs",
     "compress",
     "methods",
+    "preset",
     "restore_document",
     "save_document",
 ]

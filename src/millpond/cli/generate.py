@@ -21,7 +21,9 @@ from millpond.cli.options import (
     MethodName,
     MethodOptions,
     ModelName,
+    PresetName,
     PromptFile,
+    kept_as,
     optional,
     parse_options,
 )
@@ -63,6 +65,7 @@ class Sampling:
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, optional(help="The prompt.")] = None,
     prompt_file: PromptFile = None,
     model: ModelName = "pond-recall",
@@ -70,6 +73,7 @@ def generate(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: CodecName = "auto",
+    preset: PresetName = None,
     calibration: CalibrationFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
@@ -94,6 +98,7 @@ def generate(
     sampling = Sampling(temperature, top_p, top_k, seed)
     text = read_prompt(prompt, prompt_file)
     options: dict[str, Any] = dict(parse_options(option or []))
+    kept = kept_as(context, preset, method, budget, codec)
     import torch
 
     from millpond.cache.pool import DEFAULT_SLOTS
@@ -108,8 +113,8 @@ def generate(
     torch.manual_seed(seed)
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
     with notes(), compress(
-        loaded, method, budget, codec, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
-        tokenizer=tokenizer, calibration=calibration, **options
+        loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
+        tokenizer=tokenizer, calibration=calibration, **kept, **options
     ) as cache:  # fmt: skip
         watch = TextStopwatch(tokenizer)
         loaded.generate(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from millpond.errors import OptionError
+from millpond.named import preset as preset_of
 
 #: A `typer.Option` whose default, None, needs no showing.
 optional = partial(typer.Option, show_default=False)
@@ -27,12 +28,33 @@ CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millp
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]
+PresetName = Annotated[
+    str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")
+]
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
 PromptFile = Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")]
 Chat = Annotated[
     bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
 ]
+
+
+def kept_as(
+    context: typer.Context, preset: str | None, method: str, budget: str | None, codec: str | None
+) -> dict[str, Any]:
+    """Method, budget and codec: those of the preset, or as given where there is none.
+
+    Raises:
+        OptionError: no such preset, or one beside an option that it decides.
+    """
+    if preset is None:
+        return {"method": method, "budget": budget, "codec": codec}
+    chosen = preset_of(preset)
+    for name in ("method", "budget", "codec"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise OptionError(f"--preset {preset} decides the {name} too; leave out --{name} or --preset")
+    return {"budget": None, **chosen}
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -17,6 +17,8 @@ from millpond.cli.options import (
     MethodName,
     MethodOptions,
     ModelName,
+    PresetName,
+    kept_as,
     optional,
     parse_options,
 )
@@ -27,6 +29,7 @@ KEYS_VARIABLE = "MILLPOND_API_KEYS"
 
 
 def serve(
+    context: typer.Context,
     model: ModelName = "pond-recall",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
@@ -35,6 +38,7 @@ def serve(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
+    preset: PresetName = None,
     calibration: CalibrationFile = None,
     kv_memory: Annotated[
         str | None, optional(help="Most memory for the caches of all requests together ('2GiB'). Default: no limit.")
@@ -87,10 +91,10 @@ def serve(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), timeout_s=timeout, drain_s=drain,
     )  # fmt: skip
-    kept: dict[str, Any] = {"method": method, "options": parse_options(option or []), "codec": codec}
-    kept["calibration"] = calibration
-    if budget is not None:
-        kept["budget"] = budget
+    kept = kept_as(context, preset, method, budget, codec)
+    kept |= {"options": parse_options(option or []), "calibration": calibration}
+    if kept["budget"] is None:
+        del kept["budget"]
     llm = AsyncLLM(
         model, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype, threads=threads,
         kv_memory=kv_memory, max_step_tokens=max_step_tokens,
