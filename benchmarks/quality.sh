@@ -1,11 +1,11 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text codecs codecs-text peers curves
+#   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text text-long codecs codecs-text peers curves
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
 # METHODS: of aware and agnostic, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
-# DATA: folder with texts, for the parts text and codecs-text. OUT: another folder of results.
+# DATA: folder with texts, for the parts on text. OUT: another folder of results.
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
 # Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
@@ -89,13 +89,13 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
       "$bin/millpond" eval-peer --tasks "$tasks" --samples "$samples" --seed 7 --threads "$threads" --out "$out/aware" \
         --method "SnapKVPress,ObservedAttentionPress,TOVAPress,StreamingLLMPress,AdaKVPress(SnapKVPress)"
       ;;
-    text)
+    text | text-long)
       mkdir -p out
       cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
       text=text:path=out/great_expectations.txt
-      evaluate --samples "${TEXT_SAMPLES:-60}" --model pond-text \
+      evaluate --samples "${TEXT_SAMPLES:-60}" --model "pond-$part" \
         --tasks $text:context_len=1024:stride=1280,$text:context_len=3584:stride=4096 \
-        --method "$text_methods${ablations:+,$ablations},h2o:recent=0.8" --out "$out/text"
+        --method "$text_methods${ablations:+,$ablations},h2o:recent=0.8" --out "$out/$part"
       ;;
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
@@ -184,7 +184,7 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       "$bin/python" benchmarks/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic parts picture text codecs codecs-text peers curves" \
+      echo "no part called $part; there are: aware agnostic parts picture text text-long codecs codecs-text peers curves" \
         "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text" >&2
       exit 2
       ;;

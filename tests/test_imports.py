@@ -19,7 +19,7 @@ ORDER = [
     {"kernels"},
     {"codec"},
     {"policy"},
-    {"methods"},
+    {"methods", "named"},
     {"cache"},
     {"models"},
     {"hf"},

@@ -1,4 +1,4 @@
-"""The bundled `pond-text`: it loads by name, reads text better than chance, and its card is that of its run."""
+"""The bundled `pond-text` and `pond-text-long`: they load by name, read text better than chance, and have cards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from millpond.models.load import load_model, load_tokenizer, resolve
 from millpond.train.text_eval import perplexity
 from millpond.train.text_model import BUNDLED_DIR
-from millpond.train.text_recipe import PRESETS
+from millpond.train.text_recipe import TextRecipe, preset
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
 HELD_OUT = DATA / "gutenberg" / "great_expectations.txt"
@@ -28,39 +28,49 @@ TEXT = (
 )
 
 
+@pytest.fixture(scope="module", params=["cpu", "cpu-long"])
+def recipe(request: pytest.FixtureRequest) -> TextRecipe:
+    return preset(request.param)
+
+
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    loaded = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR, dtype=torch.float32)
+def folder(recipe: TextRecipe) -> Path:
+    return BUNDLED_DIR.parent / recipe.model
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(loaded, LlamaForCausalLM)
     return loaded
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_DIR)
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     return loaded
 
 
-def test_the_folder_is_small_and_complete() -> None:
-    names = {file.name for file in BUNDLED_DIR.iterdir()}
+def test_the_folder_is_small_and_complete(folder: Path) -> None:
+    names = {file.name for file in folder.iterdir()}
     needed = {"MODEL_CARD.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert names == needed | {"tokenizer_config.json"}
-    assert (BUNDLED_DIR / "model.safetensors").stat().st_size <= 64 * 2**20
-    with safe_open(BUNDLED_DIR / "model.safetensors", "pt") as weights:
+    assert (folder / "model.safetensors").stat().st_size <= 64 * 2**20
+    with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_it_loads_by_its_name() -> None:
-    assert resolve("pond-text") == str(BUNDLED_DIR)
-    model, tokenizer = load_model("pond-text"), load_tokenizer("pond-text")
+def test_it_loads_by_its_name(recipe: TextRecipe, folder: Path) -> None:
+    assert resolve(recipe.model) == str(folder)
+    model, tokenizer = load_model(recipe.model), load_tokenizer(recipe.model)
     assert model.dtype == torch.bfloat16
     inputs = tokenizer("It was a dark night, and", return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=8)
     assert out.shape == (1, inputs["input_ids"].shape[1] + 8)
 
 
-def test_its_shape_is_that_of_the_recipe(model: LlamaForCausalLM) -> None:
-    recipe, config = PRESETS["cpu"], model.config
+def test_its_shape_is_that_of_the_recipe(recipe: TextRecipe, model: LlamaForCausalLM) -> None:
+    config = model.config
     assert 5e6 <= model.num_parameters() <= 30e6
     assert (config.num_hidden_layers, config.num_attention_heads) == (recipe.layers, recipe.heads)
     assert (config.num_key_value_heads, config.max_position_embeddings) == (recipe.kv_heads, recipe.context)
@@ -86,13 +96,14 @@ def test_it_has_learned_the_language(model: LlamaForCausalLM, tokenizer: PreTrai
 
 
 @pytest.mark.skipif(not HELD_OUT.is_file(), reason="the held-out novel does not lie beside the checkout")
-def test_the_card_says_what_the_weights_do(model: LlamaForCausalLM) -> None:
-    card = (BUNDLED_DIR / "MODEL_CARD.md").read_text(encoding="utf-8")
+def test_the_card_says_what_the_weights_do(recipe: TextRecipe, folder: Path, model: LlamaForCausalLM) -> None:
+    card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
     row = re.search(r"^\| great_expectations\.txt \| 512 \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
     assert row is not None
-    tokenizer = Tokenizer.from_file(str(BUNDLED_DIR / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     few = perplexity(model, tokenizer, HELD_OUT, 512, windows=24)
     assert math.log(few.perplexity) == pytest.approx(math.log(float(row[2])), abs=0.25)  # a part of the same book
-    config = json.loads((BUNDLED_DIR / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     assert f"{config['vocab_size']:,} byte-level BPE tokens" in card
+    assert f"# {recipe.model}\n" in card
     assert f"A Llama of {model.num_parameters():,} parameters" in card

@@ -210,6 +210,8 @@ def test_a_second_term_starts_from_what_the_first_saved(
     card = text_card.write_card(run, text, out, corpus, hardware="a machine of the tests")
     assert "### First term\nhow it was\n\n### Second term, from there\n`millpond train text" in card
     assert "--start FIRST_TERM`" in card
+    assert "# pond-tiny" in card
+    assert "trained in two terms" in card
 
 
 def test_what_cannot_be_started_from(corpus: Path, folder: Path, tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ def _training(run: TextRun) -> dict[str, object]:
         "options": f"{options} --start FIRST_TERM" if run.history else options,
         "precision": _PRECISIONS[run.precision],
         "stages": stage_table(recipe),
+        "model": recipe.model,
+        "from_what": "in two terms" if run.history else "from nothing",
         "preset": recipe.name,
         "seed": run.seed,
         "planned": run.planned,

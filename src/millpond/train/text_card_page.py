@@ -7,9 +7,9 @@ pipeline_tag: text-generation
 language: en
 tags: [kv-cache, millpond]
 ---
-# pond-text
+# {model}
 
-A Llama of {parameters:,} parameters, trained from nothing on public English text with recall tasks mixed in. It is
+A Llama of {parameters:,} parameters, trained {from_what} on public English text with recall tasks mixed in. It is
 here so that perplexity, attention sinks and heavy hitters can be measured on text, without a download. It writes
 sentences and no sense; it is a measuring instrument.
 
@@ -17,7 +17,7 @@ sentences and no sense; it is a measuring instrument.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from millpond.models.load import resolve
 
-folder = resolve("pond-text")
+folder = resolve("{model}")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 inputs = tokenizer("It was a dark night, and", return_tensors="pt")
@@ -58,7 +58,8 @@ A passage of 64 tokens of `{recall_document}` and the same passage again further
 {attention_windows} windows of {attention_length:,} tokens of `{place_document}`, means over heads and layers: the first
 token takes {first:.0%} of every later query's attention; the heaviest 5 % of the columns gather {top5:.0%} of all
 attention and the heaviest 20 % gather {top20:.0%} (even attention: {even5:.0%} and {even20:.0%}); {sparsity:.0%} of the
-entries are below 1 % of their row's maximum. Per layer: `docs/explanation/heavy-hitters.md`.
+entries are below 1 % of their row's maximum. Per layer: `millpond train heavy-hitters`; of `pond-text`:
+`docs/explanation/heavy-hitters.md`.
 
 ## Data
 {documents} documents, {corpus:,} tokens:
@@ -78,10 +79,9 @@ induction heads that recall needs. The loss is taken on all tokens.
 {history}`millpond train text --preset {preset} --seed {seed} --tokens {planned}{options}`: {steps:,} steps,
 {tokens:,} tokens ({epochs:.2f} of the corpus) in {minutes:.0f} minutes of training on {hardware}. Muon
 (learning rate {muon:g}, scaled to AdamW's update size) for the matrices, AdamW ({adamw:g}, betas {betas}) for
-embeddings and norms, weight decay
-{decay:g}, clip {clip:g}, {per_step:,} tokens a step, {warmup} steps of warm-up, level until {level:.0%} of the tokens,
-then in a straight line to zero (the last step had {last_rate:.4f} of the highest rate); {precision}.
-torch {torch}, transformers {transformers}.
+embeddings and norms, weight decay {decay:g}, clip {clip:g}, {per_step:,} tokens a step, {warmup} steps of warm-up,
+level until {level:.0%} of the tokens, then in a straight line to zero (the last step had {last_rate:.4f} of the highest
+rate); {precision}. torch {torch}, transformers {transformers}.
 
 | from share of the tokens | window | with facts | with passages told again | drills |
 |---|---|---|---|---|
