@@ -66,6 +66,8 @@ def _attend(
     rope = packed.rope
     turning = (q, q, q, 0) if rope is None else (rope.by_channel, rope.cos, rope.sin, rope.cos.shape[1])
     flags = {**flags, "KEY_DIM": layout.key_dim, "KEY_BLOCK": block_of(layout.key_dim)}
+    # wide heads and float32 products take more registers than four warps have
+    wide = max(layout.key_dim, layout.value_dim) > 128 or dot == tl.float32
     attend_packed[grid](
         q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs, *numbers,
         *(q if x is None else rows_of(x) for x in given), *turning, *settings,
@@ -73,5 +75,5 @@ def _attend(
         **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
         PAGE_BYTES=layout.page_bytes, DOT=dot, BLOCK=RUN, HAS_CHANNELS=packed.channels is not None,
         HAS_BALANCE=packed.balance is not None, HAS_ROPE=rope is not None, HAS_MASSES=pages.masses, **page_logs(pages),
-        **flags, num_warps=4, num_stages=2,
+        **flags, num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
