@@ -11,20 +11,17 @@ median steps. The model is the random Llama of `millpond bench generate`.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import warnings
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
+from script import begin, keep
 from torch import Tensor
 
-from millpond.bench.candidates import TINY, ModelShape, draw_prompts
+from millpond.bench.candidates import draw_prompts
 from millpond.bench.clock import Stopwatch
-from millpond.bench.machine import describe_machine
 from millpond.hf.compress import compress
 
 
@@ -45,13 +42,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=17, help="Of a turn; the step to the first is not timed.")
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tiny", action="store_true", help="A small model: a test of this script, not of speed.")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    torch.set_num_threads(args.threads)
-    shape = TINY if args.tiny else ModelShape()
+    args, shape = begin(parser)
     model, names = shape.build(), list(dict.fromkeys(["bf16", *args.codec]))
     prompts = draw_prompts(shape, args.batch, args.prompt, seed=0)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -78,11 +69,7 @@ def main() -> None:
             f"{name:10} {row['step_ms']:6.2f} ms a step, {row['of_bf16']:.3f} x bf16's time (median steps "
             f"{row['of_bf16_median_steps']:.3f} x), {held[name] / 1e6:.1f} MB held"
         )
-    if args.json:
-        told = {name: value for name, value in vars(args).items() if name != "json"}
-        machine = describe_machine()
-        found = {"load": told, "hardware": machine.hardware, "software": machine.software, "results": results}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    keep(args, results)
 
 
 if __name__ == "__main__":

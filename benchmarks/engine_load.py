@@ -11,17 +11,13 @@ time over that of its steps that read. The model is the random Llama of `millpon
 from __future__ import annotations
 
 import argparse
-import json
 import time
-import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
+from script import begin, keep
 
-from millpond.bench.candidates import TINY, ModelShape, draw_prompts
-from millpond.bench.machine import describe_machine
+from millpond.bench.candidates import draw_prompts
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling_params import SamplingParams
@@ -74,13 +70,7 @@ def main() -> None:
     parser.add_argument("--budget", default="20%")
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=1, help="Methods take turns.")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tiny", action="store_true", help="A small model: a test of this script, not of speed.")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    torch.set_num_threads(args.threads)
-    shape = TINY if args.tiny else ModelShape()
+    args, shape = begin(parser)
     model = shape.build()
     entry = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of a token: keys and values of two bytes
     limit = int(args.whole * 1.04 * entry * (args.prompt + args.answer + 32))  # with positions and scores beside them
@@ -98,11 +88,7 @@ def main() -> None:
                 f"processor {load.process_s:6.1f} s  preemptions {load.preemptions}",
                 flush=True,
             )
-    if args.json:
-        told = {name: value for name, value in vars(args).items() if name != "json"}
-        machine = describe_machine()
-        found = {"load": told, "kv_bytes": limit, "hardware": machine.hardware, "software": machine.software}
-        args.json.write_text(json.dumps(found | {"results": [asdict(load) for load in loads]}, indent=1) + "\n")
+    keep(args, [asdict(load) for load in loads], kv_bytes=limit)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ def test_a_budget_lets_more_requests_in(tmp_path: Path, monkeypatch: pytest.Monk
     asked = "--tiny --prompt 160 --answer 24 --requests 9 --whole 3 --step-tokens 256 --methods full h2o"
     asked += f" --threads {torch.get_num_threads()}"
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *asked.split(), "--json", str(to)])
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # as Python does for a script
     runpy.run_path(str(SCRIPT), run_name="__main__")
     told = json.loads(to.read_text(encoding="utf-8"))
     full, h2o = told["results"]

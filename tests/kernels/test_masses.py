@@ -217,9 +217,10 @@ def test_merging_duplicates_is_lossless(impl: ModuleType, dtype: torch.dtype, gr
         out, lse, _ = impl.decode(q, new[0], new[1], *rest, scale=0.5)
         outs.append((out.double(), lse.double()))
     assert total == 32
-    tol = 1e-6 if dtype == torch.float64 else 1e-5  # a log mass is a float32: log 3 is known to 1e-8
+    tol = 1e-5 if impl is native else 1e-6  # a log mass is a float32: log 3 is known to 1e-8
+    relative = 1e-6 if impl is reference and dtype == torch.float32 else 0  # sums in another order: a few last bits
     for x, y in zip(outs[0], outs[1], strict=True):
-        torch.testing.assert_close(y, x, rtol=0, atol=tol)
+        torch.testing.assert_close(y, x, rtol=relative, atol=tol)
 
 
 def test_reference_is_exact_in_float64() -> None:

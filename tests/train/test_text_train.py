@@ -206,6 +206,9 @@ def test_a_second_term_starts_from_what_the_first_saved(
     assert begun.history == "how it was\n"
     run, text = train_text(out, corpus, TINY, seed=1, **QUIET)  # goes on from its own checkpoint
     assert (run.finished, run.history) == (True, begun.history)
+    assert train_text(out, corpus, TINY, seed=1, start=first, **QUIET)[0].finished
+    with pytest.raises(OptionError, match="begun with other weights than those of --start"):
+        train_text(out, corpus, TINY, seed=1, start=out, **QUIET)
     _few_measurements(monkeypatch)
     card = text_card.write_card(run, text, out, corpus, hardware="a machine of the tests")
     assert "### First term\nhow it was\n\n### Second term, from there\n`millpond train text" in card

@@ -86,8 +86,8 @@ def train_text(
     Raises:
         DataError: no documents in `data`, `out_dir` holds the tokens of others, or `start` holds a model of another
             shape or vocabulary.
-        OptionError: unknown precision, or `out_dir` holds a checkpoint of another seed, recipe or precision, or of a
-            plan that cannot be changed.
+        OptionError: unknown precision, or `out_dir` holds a checkpoint of another seed, recipe, precision or start, or
+            of a plan that cannot be changed.
     """
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
@@ -132,14 +132,13 @@ def _new_run(
     start: str | Path | None,
 ) -> TextRun:
     """A run before its first step."""
-    model, history = build_text_model(recipe, text.tokenizer.get_vocab_size(), seed), ""
-    if start is not None:
-        history = begin_with(model, text.tokenizer, Path(start))
+    model = build_text_model(recipe, text.tokenizer.get_vocab_size(), seed)
+    history, origin = ("", "") if start is None else begin_with(model, text.tokenizer, Path(start))
     model.to(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))  # type: ignore[arg-type]
     optimizers = muon_and_adamw(
         model, muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    return TextRun(model, optimizers, recipe, seed, planned, precision, history)
+    return TextRun(model, optimizers, recipe, seed, planned, precision, history, origin)
 
 
 def _step(run: TextRun, text: TokenFile, mixer: Mixer, loss_of: Loss) -> _Step:

@@ -34,6 +34,7 @@ class TextRun:
         planned: tokens of the whole run; the schedule is a function of `tokens / planned`.
         precision: of the forward and backward passes, bf16 or fp32; the weights are float32.
         history: what the card of the model that the run started from says of its training; empty from nothing.
+        origin: a digest of the weights that the run started from; empty from nothing.
         windows: windows read so far; names the place in the data.
     """
 
@@ -44,6 +45,7 @@ class TextRun:
     planned: int
     precision: str = "bf16"
     history: str = ""
+    origin: str = ""
     step: int = 0
     tokens: int = 0
     windows: int = 0
@@ -81,6 +83,8 @@ class TextRun:
         for name, own in (("seed", self.seed), ("recipe", self.recipe.name), ("precision", self.precision)):
             if state[name] != own:
                 raise OptionError(f"{file} was begun with {name} {state[name]}, not {own}; use another folder")
+        if self.origin and state["origin"] != self.origin:
+            raise OptionError(f"{file} was begun with other weights than those of --start; use another folder")
         settled = self.recipe.first_mark * min(state["planned"], self.planned)
         if state["planned"] != self.planned and state["tokens"] > settled:
             raise OptionError(
@@ -89,9 +93,9 @@ class TextRun:
             )
         self.model.load_state_dict(state["model"])
         self.optimizers.load_state_dict(state["optimizers"])
-        for name in ("history", "step", "tokens", "windows", "time_s"):
+        for name in ("history", "origin", "step", "tokens", "windows", "time_s"):
             setattr(self, name, state[name])
         self.log = [LogLine(*line) for line in state["log"]]
 
 
-_KEPT = ("seed", "planned", "precision", "history", "step", "tokens", "windows", "time_s")
+_KEPT = ("seed", "planned", "precision", "history", "origin", "step", "tokens", "windows", "time_s")

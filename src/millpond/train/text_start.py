@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,8 +20,11 @@ _SHAPE = (
 CARD_FILE, TRAINING = "MODEL_CARD.md", "## Training\n"
 
 
-def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> str:
-    """Give `model` the weights of the one saved in `folder`; returns what its card says of its training.
+def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> tuple[str, str]:
+    """Give `model` the weights of the one saved in `folder`.
+
+    Returns:
+        What its card says of its training, and a digest of the weights.
 
     Raises:
         DataError: `folder` holds no such model, or one of another shape or vocabulary.
@@ -40,8 +44,16 @@ def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> s
         )
     card = folder / CARD_FILE
     if not card.is_file():
-        return ""
-    return card.read_text(encoding="utf-8").partition(TRAINING)[2]
+        return "", _digest(model)
+    return card.read_text(encoding="utf-8").partition(TRAINING)[2], _digest(model)
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """By which weights are known again."""
+    found = sha256()
+    for weight in model.state_dict().values():
+        found.update(weight.cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _shape(model: PreTrainedModel) -> dict[str, object]:

@@ -1,0 +1,34 @@
+"""What the scripts that time a random model share: their options, how they begin, and the JSON that they keep."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from millpond.bench.candidates import TINY, ModelShape
+from millpond.bench.machine import describe_machine
+
+
+def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, ModelShape]:
+    """The options, --threads, --tiny and --json among them, and the shape of the model."""
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="A small model: a test of this script, not of speed.")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    torch.set_num_threads(args.threads)
+    return args, TINY if args.tiny else ModelShape()
+
+
+def keep(args: argparse.Namespace, results: Sequence[object], **more: object) -> None:
+    """Write the results to the file of --json, where there is one, with the options and the machine."""
+    if args.json:
+        told = {name: value for name, value in vars(args).items() if name != "json"}
+        machine = describe_machine()
+        found = {"load": told, **more, "hardware": machine.hardware, "software": machine.software, "results": results}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
