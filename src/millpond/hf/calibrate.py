@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from millpond.codec.calibration import Calibration, LayerCalibration, Numbers
 from millpond.codec.groups import TABLES
@@ -21,6 +20,7 @@ from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_val
 from millpond.codec.presets import preset
 from millpond.errors import DataError, NumericsError, OptionError, UnsupportedModelError
 from millpond.hf.calibrated import model_mark, rotations_before_rope
+from millpond.hf.pass_layer import PassLayer
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, n_layers, position_limit, stores_latents, text_config
 
@@ -179,31 +179,16 @@ def _numbers(y: Tensor, weights: Tensor, bits: int, normalise: bool) -> Numbers:
     return Numbers(*q_norm(table, y)) if normalise else Numbers(table)
 
 
-class _WatchedLayer(CacheLayerMixin):
+class _WatchedLayer(PassLayer):
     """One layer, which remembers the keys and values of one pass and hands them on."""
 
-    is_compileable = False
-    is_sliding = False
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.found = key_states, value_states
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _Watch(Cache):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape
 from millpond.errors import CacheMismatchError
 from millpond.hf.attention import tag
 from millpond.hf.lean_runner import LayerAttend
+from millpond.hf.pass_layer import PassLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +90,13 @@ class Given:
 Served = Split | ShapeWatch | Given
 
 
-class _PackedLayer(CacheLayerMixin):
+class _PackedLayer(PassLayer):
     """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
 
-    is_compileable = False
-    is_sliding = False
-
     def __init__(self, index: int, served: Served) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.index = index
         self._served = served
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages are taken when entries arrive."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return tag(key_states, self), value_states
@@ -112,15 +106,6 @@ class _PackedLayer(CacheLayerMixin):
         if q.shape[0] != 1:
             raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
         return self._served.attend(self.index, q, k, v, shape)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class PackedPass(Cache):

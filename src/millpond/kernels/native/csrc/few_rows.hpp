@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "simd.hpp"
+#include "transpose.hpp"
 
 namespace mp {
 
@@ -18,13 +19,11 @@ constexpr int64_t AHEAD = 16 * 1024;  // bytes of w between the request for them
 #if defined(__AVX512BF16__)
 namespace mp {
 
-constexpr int NARROW = 4;       // rows of x up to which rows of w are turned
+constexpr int NARROW = 12;      // rows of x up to which rows of w are turned: beyond it too few lanes would be idle
 constexpr int TURNED = 16;      // rows of w that are turned together
 constexpr int STREAMED = 8;     // rows of w that meet many rows of x together
 constexpr int STRIDE = 32;      // numbers of a row of w that are taken at once
-
-// Lanes that m > NARROW rows of x take.
-constexpr int lanes_of(int m) { return m <= 8 ? 8 : 16; }
+constexpr int LANES = 16;       // that rows of x take
 
 // Ask for LINES lines that are used a tile later: into the L2 cache, since a tile may be larger than the first.
 template <int LINES>
@@ -39,49 +38,14 @@ MP_INLINE __m512i pair_of(const bf16* p) {
   return _mm512_set1_epi32(pair);
 }
 
-// r[i]: 32 numbers of row i. After it r[p]: pair p of all 16 rows.
-MP_INLINE void turn(__m512i (&r)[TURNED]) {
-  __m512i s[TURNED];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {  // quarter b of r[4 a + c]: pair 4 b + c of rows 4 a .. 4 a + 3
-    const __m512i even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-    const __m512i later_even = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-    const __m512i later_odd = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    s[c] = _mm512_shuffle_i32x4(even, later_even, 0x88);
-    s[4 + c] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
-    s[8 + c] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
-    s[12 + c] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int p = 0; p < 16; ++p) r[p] = s[p];
-}
-
-// x as many rows meet w: pair after pair those of all m rows side by side, zeros in the lanes that no row takes. Rows are
-// padded with zeros to whole STRIDEs.
+// x as more than NARROW rows meet w: pair after pair those of all m rows side by side, zeros in the lanes that no row takes.
+// Rows are padded with zeros to whole STRIDEs.
 inline void lay_out(const bf16* rows, int64_t row, int m, int dim, bf16* to) {
-  const int lanes = lanes_of(m);
   for (int d = 0; d < dim; d += STRIDE) {
-    __m512i r[TURNED];
-    for (int h = 0; h < TURNED; ++h) r[h] = h < m ? _mm512_loadu_si512(rows + h * row + d) : _mm512_setzero_si512();
+    __m512i r[LANES];
+    for (int h = 0; h < LANES; ++h) r[h] = h < m ? _mm512_loadu_si512(rows + h * row + d) : _mm512_setzero_si512();
     turn(r);
-    for (int p = 0; p < TURNED; ++p, to += 2 * lanes) {
-      if (lanes == 8)
-        _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(r[p]));
-      else
-        _mm512_storeu_si512(to, r[p]);
-    }
+    for (int p = 0; p < LANES; ++p, to += 2 * LANES) _mm512_storeu_si512(to, r[p]);
   }
 }
 
@@ -90,7 +54,7 @@ inline void lay_out(const bf16* rows, int64_t row, int m, int dim, bf16* to) {
 template <int H, bool kAhead>
 inline void turned_tile(const bf16* w, int64_t row, int dim, const bf16* x, int64_t x_row, float* out, int stride) {
   __m512 acc[H];
-#pragma GCC unroll 4
+#pragma GCC unroll 12
   for (int h = 0; h < H; ++h) acc[h] = _mm512_setzero_ps();
   const char* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(AHEAD, TURNED * row * 2);
   for (int d = 0; d < dim; d += STRIDE, ahead += TURNED * 64) {
@@ -102,11 +66,11 @@ inline void turned_tile(const bf16* w, int64_t row, int dim, const bf16* x, int6
     turn(r);
 #pragma GCC unroll 16
     for (int p = 0; p < TURNED; ++p)
-#pragma GCC unroll 4
+#pragma GCC unroll 12
       for (int h = 0; h < H; ++h)
         acc[h] = _mm512_dpbf16_ps(acc[h], (__m512bh)r[p], (__m512bh)pair_of(x + h * x_row + d + 2 * p));
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 12
   for (int h = 0; h < H; ++h) _mm512_storeu_ps(out + h * stride, acc[h]);
 }
 
@@ -118,50 +82,31 @@ inline void turned_tile_of(int m, const bf16* w, int64_t row, int dim, const bf1
   turned_tile<H, kAhead>(w, row, dim, x, x_row, out, stride);
 }
 
-// Vectors of as many sums as there are lanes.
-template <int LANES>
-struct Sums;
-template <>
-struct Sums<16> {
-  using V = __m512;
-  static MP_INLINE V zero() { return _mm512_setzero_ps(); }
-  static MP_INLINE V add(V acc, __m512i w, const bf16* x) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_loadu_si512(x));
-  }
-};
-template <>
-struct Sums<8> {
-  using V = __m256;
-  static MP_INLINE V zero() { return _mm256_setzero_ps(); }
-  static MP_INLINE V add(V acc, __m512i w, const bf16* x) {
-    return _mm256_dpbf16_ps(acc, (__m256bh)_mm512_castsi512_si256(w), (__m256bh)_mm256_loadu_si256((const __m256i*)x));
-  }
-};
-
 // One step of STRIDE numbers of 8 rows of w.
-template <int LANES>
-MP_INLINE void add_stride(const bf16* w, int64_t row, const bf16* x, typename Sums<LANES>::V (&acc)[STREAMED]) {
-  for (int p = 0; p < STRIDE; p += 2, x += 2 * LANES)
+MP_INLINE void add_stride(const bf16* w, int64_t row, const bf16* x, __m512 (&acc)[STREAMED]) {
+  for (int p = 0; p < STRIDE; p += 2, x += 2 * LANES) {
+    const __m512bh pairs = (__m512bh)_mm512_loadu_si512(x);
 #pragma GCC unroll 8
-    for (int t = 0; t < STREAMED; ++t) acc[t] = Sums<LANES>::add(acc[t], pair_of(w + t * row + p), x);
+    for (int t = 0; t < STREAMED; ++t) acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)pair_of(w + t * row + p), pairs);
+  }
 }
 
 // out[h * stride + t] = x[h] . w[t] for m rows of x, laid out, and 8 rows of w. kAhead: as above.
-template <int LANES, bool kAhead>
+template <bool kAhead>
 inline void streamed_tile(const bf16* w, int64_t row, int dim, const bf16* x, int m, float* out, int stride) {
-  typename Sums<LANES>::V acc[STREAMED];
+  __m512 acc[STREAMED];
 #pragma GCC unroll 8
-  for (int t = 0; t < STREAMED; ++t) acc[t] = Sums<LANES>::zero();
+  for (int t = 0; t < STREAMED; ++t) acc[t] = _mm512_setzero_ps();
   const char* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(AHEAD, STREAMED * row * 2);
   int d = 0;
   for (; d + STRIDE <= dim; d += STRIDE, x += STRIDE * LANES, ahead += STREAMED * 64) {
     if (kAhead) prefetch_lines<STREAMED>(ahead);
-    add_stride<LANES>(w + d, row, x, acc);
+    add_stride(w + d, row, x, acc);
   }
   if (d < dim) {
     bf16 last[STREAMED * STRIDE] = {};
     for (int t = 0; t < STREAMED; ++t) std::memcpy(last + t * STRIDE, w + t * row + d, size_t(dim - d) * 2);
-    add_stride<LANES>(last, STRIDE, x, acc);
+    add_stride(last, STRIDE, x, acc);
   }
   float sums[STREAMED][LANES];
   std::memcpy(sums, acc, sizeof sums);
@@ -184,10 +129,8 @@ inline void few_rows_tile(const bf16* w, int64_t row, int dim, const bf16* x, in
                           int stride) {
   if (m <= NARROW)
     turned_tile_of<kAhead>(m, w, row, dim, x, x_row, out, stride);
-  else if (lanes_of(m) == 8)
-    streamed_tile<8, kAhead>(w, row, dim, x, m, out, stride);
   else
-    streamed_tile<16, kAhead>(w, row, dim, x, m, out, stride);
+    streamed_tile<kAhead>(w, row, dim, x, m, out, stride);
 }
 
 // out[h * stride + t] = x[h] . w[t] for all m rows of x and n rows of w.
