@@ -29,11 +29,13 @@ class Prompt:
     softcap: float
     window: int
     past_log_masses: Tensor | None = None
+    decay: float = 1.0
 
     def run(self, impl: ModuleType, colsum: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
             self.q, self.k, self.v, self.q_pos, self.past_pos, scale=self.scale, softcap=self.softcap,
-            window=self.window, sink_logits=self.sink_logits, colsum=colsum, past_log_masses=self.past_log_masses,
+            window=self.window, sink_logits=self.sink_logits, colsum=colsum, decay=self.decay,
+            past_log_masses=self.past_log_masses,
         )  # fmt: skip
         return result
 
@@ -87,4 +89,5 @@ def prompts(
     return Prompt(
         q, k, v, q_pos, past, sink, key_dim**-0.5,
         draw(st.sampled_from([0.0, 2.0, 30.0])), draw(st.sampled_from([0, 0, 1, 7, 100])), log_masses,
+        draw(st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.2])),
     )  # fmt: skip

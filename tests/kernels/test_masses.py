@@ -360,7 +360,7 @@ def test_masses_per_head_with_strides() -> None:
 def test_compiles_with_masses() -> None:
     prompt = duplicates(torch.float32, 4)[1]
     arguments = (prompt.q, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, prompt.past_log_masses)
-    torch.library.opcheck(torch.ops.millpond.prefill.default, (*arguments, None, 0, 0.2, 0.0, 0))
+    torch.library.opcheck(torch.ops.millpond.prefill.default, (*arguments, None, 0, 0.2, 0.0, 0, 1.0))
 
     def step(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         out, _, _ = ops.decode(

@@ -191,7 +191,7 @@ def test_who_does_the_work(choice: str, dtype: torch.dtype, monkeypatch: pytest.
 @pytest.mark.parametrize("colsum", [-1, 0])
 def test_opcheck(colsum: int) -> None:
     prompt = long_prompt(n=9, n_past=4)
-    arguments = (prompt.q, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, None, None, 0, 0.2, 0.0, colsum)
+    arguments = (prompt.q, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, None, None, 0, 0.2, 0.0, colsum, 0.9)
     torch.library.opcheck(torch.ops.millpond.prefill.default, arguments)
 
 
@@ -201,7 +201,7 @@ def test_compiles_without_graph_breaks() -> None:
 
     def step(q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return ops.prefill(
-            q * 2, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, scale=0.2, colsum=Reduce.MEAN
+            q * 2, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, scale=0.2, colsum=Reduce.MEAN, decay=0.9
         )  # fmt: skip
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -292,6 +292,7 @@ def test_prefill(
     sink = normal(g, n_heads) if has_sink else None
     options: dict[str, Any] = {
         "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": sink, "colsum": colsum,
+        "decay": 0.97 if seed % 2 else 1.0,
     }  # fmt: skip
     q_pos = ints(80 + gaps.cumsum(0))
     want = reference.prefill(q, k, v, q_pos, past_pos, **options)

@@ -29,6 +29,7 @@ class Rule:
     window: int = 0
     kernel: int = 1
     shared: bool = False
+    decay: float = 1.0
     alpha: float | None = None
     evicts_while_decoding: bool = True
 
@@ -93,7 +94,8 @@ class Oracle:
             head.kept = [*head.kept, *range(n_past, n)]
             for j in head.kept:
                 if rule.score == "sum":
-                    head.score[j] = head.score.get(j, 0.0) + sum(row[j] for row in rows)
+                    for row in rows:
+                        head.score[j] = rule.decay * head.score.get(j, 0.0) + row[j]
                 elif rule.score == "last":
                     head.score[j] = rows[-1][j]
                 elif rule.score == "newest":

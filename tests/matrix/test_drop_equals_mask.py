@@ -17,6 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | str, Rule]] = {
     "h2o": ("h2o", {"sinks": 2}, 12, Rule("sum", 12, sinks=2, recent=0.5)),
     "h2o_heavy_only": ("h2o", {"sinks": 0, "recent": 0}, 10, Rule("sum", 10)),
     "h2o_ratio": ("h2o", {"sinks": 1, "recent": 0.25}, "40%", Rule("sum", 0.4, sinks=1, recent=0.25)),
+    "h2o_decay": ("h2o", {"sinks": 2, "decay": 0.8}, 12, Rule("sum", 12, sinks=2, recent=0.5, decay=0.8)),
     "window": ("window", {"sinks": 1}, 9, Rule("newest", 9, sinks=1)),
     "streaming_absolute": ("streaming", {"sinks": 3, "positions": "absolute"}, 9, Rule("newest", 9, sinks=3)),
     "tova": ("tova", {}, 11, Rule("last", 11, shared=True)),

@@ -19,7 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "h2o": {"sinks": 2},
     "tova": {},
     "snapkv": {"window": 4, "kernel": 3, "decode": "evict"},
-    "ada": {"score": "h2o", "alpha": 0.3},
+    "ada": {"score": "h2o/decay=0.9", "alpha": 0.3},
     "no_heavy": {"recent": 4},
     "strided": {"heavy": 0.25},
     "fixed": {"width": 2, "sinks": 1},

@@ -1,15 +1,17 @@
 """H2O by hand: one-shot, greedy, averaged, the window, sinks and float32 sums."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from millpond.errors import BudgetError
+from millpond.errors import BudgetError, OptionError
 from millpond.kernels import ops
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule, Evict, Signal
 from millpond.methods import METHODS
 from millpond.policy.view import View
-from tests.papers.fixture import COLUMN_SUMS, LOGITS, N, feed, kept, layer_cache, run
+from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run
 
 h2o = METHODS.get("h2o")
 
@@ -41,6 +43,33 @@ def test_average_divides_by_the_queries_that_saw_the_entry() -> None:
     assert policy.score is not None
     expected = [0.472058, 0.221344, 0.221962, 0.239641, 0.091794, 0.270577]
     assert torch.allclose(policy.score.score(view, 0)[0], torch.tensor(expected), atol=1e-5)
+
+
+def test_decay_makes_old_attention_count_less() -> None:
+    """A2SF: s_j = sum_i decay**(n - i) A_ij, whether the tokens come as one prompt, in pieces or one by one."""
+    expected = [sum(0.5 ** (N - 1 - i) * row[j] for i, row in enumerate(ROWS) if j < len(row)) for j in range(N)]
+    for cuts in ([0, N], [0, 2, N], range(N + 1)):
+        cache = layer_cache(h2o(decay=0.5), budget=N)
+        for begin, end in pairwise(cuts):
+            feed(cache, LOGITS[None], begin, end)
+        found = cache.read(0)
+        by_position = dict(zip(found.positions[0].tolist(), found.scores[0].tolist(), strict=True))
+        assert [by_position[j] for j in range(N)] == pytest.approx(expected, abs=1e-5)
+    assert run(h2o(recent=0, sinks=0), budget=3) == [0, 1, 2]
+    assert run(h2o(recent=0, sinks=0, decay=0.2), budget=3) == [1, 2, 5]
+
+
+def test_decay_is_refused_where_it_means_nothing() -> None:
+    for decay in (0.0, -0.5, 1.01):
+        with pytest.raises(OptionError, match=r"decay=.* must lie in \(0, 1\]; 1 forgets nothing"):
+            h2o(decay=decay)
+    with pytest.raises(OptionError, match=r"average=true weighs all queries alike and decay=0.9 does not"):
+        h2o(average=True, decay=0.9)
+
+
+@pytest.mark.parametrize("name", ["ada", "chunkkv", "dms", "layer_table", "merge_on_evict", "pyramidkv"])
+def test_methods_over_a_score_that_forgets_forget_too(name: str) -> None:
+    assert METHODS.get(name)(score="h2o/decay=0.9").decay == 0.9
 
 
 @pytest.mark.parametrize(("recent", "expected"), [(0, [0, 1, 2, 3]), (4, [2, 3, 4, 5]), (1, [0, 1, 2, 5])])

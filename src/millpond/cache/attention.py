@@ -42,7 +42,9 @@ class Attention:
         """Numbers per output head."""
         return v.shape[-1]
 
-    def chunk(self, chunk: Chunk, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def chunk(
+        self, chunk: Chunk, reduce: Reduce | None, decay: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
         sequence, q, q_pos, found, budget = chunk
         focus = self._companions.focus
@@ -51,8 +53,9 @@ class Attention:
         n_past = found.positions.shape[1] - len(q_pos)
         past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
         return ops.prefill(
-            q, found.keys, found.values, q_pos, past, colsum=reduce, past_log_masses=masses, **self.shape.kwargs
-        )
+            q, found.keys, found.values, q_pos, past,
+            colsum=reduce, decay=decay, past_log_masses=masses, **self.shape.kwargs,
+        )  # fmt: skip
 
     def step(
         self, table: RegionTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor

@@ -66,13 +66,15 @@ class ExpandedAttention(Attention):
     def value_dim(self, v: Tensor) -> int:
         return super().value_dim(v) if self.expansion is None else self.expansion.values.shape[-1]
 
-    def chunk(self, chunk: Chunk, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def chunk(
+        self, chunk: Chunk, reduce: Reduce | None, decay: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.expansion is None:
-            return super().chunk(chunk, reduce)
+            return super().chunk(chunk, reduce, decay)
         found = self._expanded(chunk.sequence, chunk.found)
-        out, lse, sums = super().chunk(chunk._replace(found=found), None if reduce is None else Reduce.SUM)
+        out, lse, sums = super().chunk(chunk._replace(found=found), None if reduce is None else Reduce.SUM, decay)
         if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
-            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, found, reduce)
+            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, found, reduce, decay)
         if sums is not None and reduce is Reduce.MEAN:
             sums = sums / chunk.q.shape[0]
         return out, lse, None if sums is None else sums.sum(0, keepdim=True)
@@ -104,14 +106,16 @@ class ExpandedAttention(Attention):
         (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), found.positions)
         return Candidates(keys, values, found.positions.expand(len(keys), -1), found.scores)
 
-    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce) -> Tensor:
-        """(1, N): sum_i reduce_h A[h, i, j] over queries q (Hq, w, D) that share one set of entries."""
+    def _window_by_query(
+        self, q: Tensor, q_pos: Tensor, found: Candidates, reduce: Reduce, decay: float = 1.0
+    ) -> Tensor:
+        """(1, N): sum_i decay**(w - 1 - i) reduce_h A[h, i, j] over queries q (Hq, w, D) that share their entries."""
         total = torch.zeros(1, found.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):
             by_head = ops.window_signal(
                 q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions, reduce=reduce, **self.shape.kwargs
             )  # fmt: skip
-            total += reference.reduce_group(by_head, reduce, 0)
+            total = decay * total + reference.reduce_group(by_head, reduce, 0)
         return total
 
     def step(

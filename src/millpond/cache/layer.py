@@ -313,7 +313,7 @@ class LayerCache:
         found = contents.join(contents.read(table, sequence), k, v, q_pos)
         chunk = Chunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
-        out, lse, sums = self.attention.chunk(chunk, reduce)
+        out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
         if self.peek is not None:
             met = self.attention.keys(sequence, found)
             positions = found.positions.expand(len(met), -1)

@@ -92,7 +92,8 @@ class Planner:
         self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
         if self._companions.headwise is not None:
             self._companions.headwise.remember(sequence, q, lse, q_pos)
-        found = found if sums is None else found._replace(scores=found.scores + sums)
+        if sums is not None:
+            found = found._replace(scores=found.scores * self._policy.decay ** len(q_pos) + sums)
         seen = int(q_pos[-1]) + 1
         if sequence not in self._companions.pending:
             self._companions.turns[sequence] = int(q_pos[0])

@@ -179,7 +179,7 @@ def _numbers(y: Tensor, weights: Tensor, bits: int, normalise: bool) -> Numbers:
     return Numbers(*q_norm(table, y)) if normalise else Numbers(table)
 
 
-class _WatchedLayer(PassLayer):
+class _WatchedLayer(PassLayer):  # type: ignore[no-untyped-call]
     """One layer, which remembers the keys and values of one pass and hands them on."""
 
     def __init__(self) -> None:

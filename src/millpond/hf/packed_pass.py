@@ -90,7 +90,7 @@ class Given:
 Served = Split | ShapeWatch | Given
 
 
-class _PackedLayer(PassLayer):
+class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
     """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
 
     def __init__(self, index: int, served: Served) -> None:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.reference import INF, absolute_sums, newest_alike, reduce_group, wide, window_signal
+from millpond.kernels.reference import (
+    INF,
+    absolute_sums,
+    newest_alike,
+    query_weights,
+    reduce_group,
+    wide,
+    window_signal,
+)
 from millpond.kernels.rules import Reduce
 
 __all__ = ["absolute_sums", "newest_alike", "prefill", "window_signal"]
@@ -64,6 +72,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_heads, n_rows, _ = q.shape
@@ -75,6 +84,7 @@ def prefill(
     out = q.new_empty(n_kv_heads, group, n_rows, v.shape[-1])
     lse = torch.empty(n_kv_heads, group, n_rows, dtype=dtype, device=q.device)
     sums = torch.zeros(n_kv_heads, n_columns, dtype=dtype, device=q.device) if colsum is not None else None
+    weights = query_weights(n_rows, decay, lse) if decay != 1 else None
     sink = sink_logits.to(dtype).view(n_kv_heads, group, 1, 1) if sink_logits is not None else None
     block = block_rows(group)
     for begin in range(0, n_rows, block):
@@ -91,7 +101,8 @@ def prefill(
         p.div_(total)
         lse[:, :, begin:end] = (top + total.log())[..., 0]
         if sums is not None and colsum is not None:
-            sums[:, :seen] += _column_sums(p, colsum)
+            counted = p if weights is None else p * weights[begin:end, None]
+            sums[:, :seen] += _column_sums(counted, colsum)
         flat = p.to(q.dtype).view(n_kv_heads, -1, seen)
         out[:, :, begin:end] = torch.bmm(flat, v[:, :seen]).view(n_kv_heads, group, end - begin, -1)
     return out.view(n_heads, n_rows, -1), lse.view(n_heads, n_rows).float(), sums.float() if sums is not None else None

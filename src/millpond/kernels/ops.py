@@ -100,6 +100,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
@@ -114,18 +115,20 @@ def prefill(
             heads).
         scale, softcap, window, sink_logits: as in `decode`.
         colsum: how to reduce the query heads of a group in the column sums; None: none are made.
+        decay: factor on the column sums of all earlier queries at each query, above 0 to 1.
         past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap;
             None: all 0.
 
     Returns:
         out (Hq, Q, value_dim) in q's dtype; lse (Hq, Q) float32; colsum (Hkv, N) float32 or None:
-        colsum[g, j] = sum_i reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
+        colsum[g, j] = sum_i decay**(Q - 1 - i) reduce_h A[h, i, j] over the queries i and the query heads h of KV
+        head g.
     """
     impl = dense_backend(q)
     result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
         q, k, v, q_pos, past_pos,
         scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, colsum=colsum,
-        past_log_masses=past_log_masses,
+        decay=decay, past_log_masses=past_log_masses,
     )  # fmt: skip
     return result
 

@@ -272,6 +272,12 @@ def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_he
     return visible & (rows - columns < window) if window else visible
 
 
+def query_weights(n: int, decay: float, like: Tensor) -> Tensor:
+    """(n,) what the attention of each of n queries still counts for at the last one: decay**(n - 1 - i)."""
+    later = torch.arange(n - 1, -1, -1, dtype=like.dtype, device=like.device)
+    return torch.pow(decay, later)
+
+
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -284,6 +290,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_heads, n_kv_heads = q.shape[0], k.shape[0]
@@ -295,7 +302,9 @@ def prefill(
     sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
     p, lse = softmax_with_sink(logits, visible[:, None], sink)
     out = (p @ v.to(dtype)[:, None]).reshape(n_heads, q.shape[1], -1).to(q.dtype)
-    sums = reduce_group(p, colsum, 1).sum(1).float() if colsum is not None else None
+    sums = None
+    if colsum is not None:
+        sums = (reduce_group(p, colsum, 1) * query_weights(q.shape[1], decay, p)[:, None]).sum(1).float()
     return out, lse.reshape(n_heads, -1).float(), sums
 
 

@@ -14,6 +14,9 @@ def h2o(
     sinks: Annotated[int, "first positions that always stay"] = 4,
     grace: Annotated[int, "steps for which a new entry cannot be evicted"] = 0,
     average: Annotated[bool, "divide the score by the number of queries that saw the entry"] = False,
+    decay: Annotated[
+        float, "factor on all gathered attention at each new token (A2SF), above 0 to 1; 1 forgets nothing"
+    ] = 1.0,
     reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
     prefill: Annotated[
         Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"
@@ -29,13 +32,16 @@ def h2o(
     s_j = sum_i A_ij (Algorithm 2). At each step the lowest score among all unprotected entries leaves, and the
     softmax runs over what is kept (Definition 2.2).
 
+    With a decay below 1 what was attended to long ago counts for less: A2SF's forgetting factor (Jo and Shin, 2024,
+    arXiv:2407.20485), s_j = sum_i decay**(n - i) A_ij at query n. Its half-life is log(0.5) / log(decay) tokens.
+
     Departs from the paper: Algorithm 2 as printed scores the new token 0 and would freeze; the recent window of
     sections 3.2 and 5 is part of the definition here. Sinks are protected (set sinks=0 for the paper's rule). The
     heads of a GQA group, which the paper does not treat, are averaged. With decode="grow" or "once" scores are those of
     the prompts' queries: what decoding attends to is not gathered.
     """
     return Policy(
-        score=AccumulatedAttention(average=average),
+        score=AccumulatedAttention(average, decay),
         protect=Protect(sinks=sinks, recent=recent, grace=grace),
         reduce=reduce,
         every_step=decode == "evict",

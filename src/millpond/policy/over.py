@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.kernels.rules import Signal
-from millpond.policy.score import Queries, Score
+from millpond.policy.score import AccumulatedAttention, Queries, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +25,10 @@ class OverScore:
     @property
     def signal(self) -> Signal:
         return self.base.signal
+
+
+def decay_of(score: object) -> float:
+    """The factor on all gathered attention at each new token: that of the innermost score; 1 where none forgets."""
+    while isinstance(score, OverScore):
+        score = score.base
+    return score.decay if isinstance(score, AccumulatedAttention) else 1.0

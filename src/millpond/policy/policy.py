@@ -13,6 +13,7 @@ from millpond.policy.allocate import HeadAllocation, Uniform
 from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.merge import Merge, Merged
+from millpond.policy.over import decay_of
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
 from millpond.policy.select import keep_best
@@ -141,6 +142,11 @@ class Policy:
         return self.score.window if self.score is not None and self.score.queries in ("window", "both") else 0
 
     @property
+    def decay(self) -> float:
+        """Factor on all gathered attention at each new token."""
+        return decay_of(self.score)
+
+    @property
     def sums_queries(self) -> bool:
         """The moments of all queries are needed."""
         return self.score is not None and self.score.queries in ("rotated", "unrotated")
@@ -187,6 +193,7 @@ class Policy:
             signal=self.score.signal,
             reduce=REDUCE[self.reduce],
             evict=Evict.NEVER if self.score.evict is None or self.merge is not None else self.score.evict,
+            decay=self.decay,
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millpond.errors import OptionError
 from millpond.kernels.rules import Evict, Signal
 from millpond.kernels.victims import hash_priority
 from millpond.policy.view import View
@@ -46,13 +47,24 @@ def _signal(view: View) -> Tensor:
 class AccumulatedAttention:
     """s_j = sum_i A_ij over every query i since entry j was written (H2O, Algorithm 2).
 
-    With `average` the sum is divided by the number of those queries, so that old entries have no head start.
+    With `average` the sum is divided by the number of those queries, so that old entries have no head start. With a
+    `decay` below 1 each new query makes all before it count less: s_j = sum_i decay**(n - i) A_ij at query n (A2SF,
+    Jo and Shin, arXiv:2407.20485).
     """
 
     average: bool = False
+    decay: float = 1.0
     queries: Queries = "all"
     window: int = 0
     signal: Signal = Signal.SUM
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise OptionError(f"decay={self.decay:g} must lie in (0, 1]; 1 forgets nothing")
+        if self.average and self.decay != 1:
+            raise OptionError(
+                f"average=true weighs all queries alike and decay={self.decay:g} does not; choose one of them"
+            )
 
     @property
     def evict(self) -> Evict:

@@ -8,6 +8,7 @@ fixed order.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -242,6 +243,7 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check(q.device, q.dtype)
@@ -266,8 +268,11 @@ def prefill(
         )  # fmt: skip
     if colsum is None:
         return out, lse, None
+    known = lse
+    if decay != 1:  # a larger denominator is a smaller weight
+        known = lse - torch.arange(n_rows - 1, -1, -1, device=q.device) * math.log(decay)
     sums = colsum_from_lse(
-        q, k, lse, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum,
+        q, k, known, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum,
         past_log_masses=past_log_masses,
     )  # fmt: skip
     return out, lse, sums

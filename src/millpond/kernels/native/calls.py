@@ -20,7 +20,7 @@ DECODE = Struct("=44q3d").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
-PREFILL = Struct("=32q2d").pack
+PREFILL = Struct("=32q3d").pack
 SCAN = Struct("=21qd").pack
 INT32 = torch.int32
 #: Columns that `mp_newest_alike` looks at together.
@@ -94,7 +94,7 @@ def decode(
 
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
-    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int,
+    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int, decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`colsum`: a Reduce, or -1 for an empty third result."""
     q, k, v, q_pos = _rows(q), _rows(k), _rows(v), _flat(q_pos)
@@ -115,7 +115,7 @@ def prefill(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
         n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
-        torch.get_num_threads(), 0, scale, softcap,
+        torch.get_num_threads(), 0, scale, softcap, decay,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
@@ -158,7 +158,7 @@ def window_signal(
         *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
         n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        torch.get_num_threads(), int(known_lse is not None), scale, softcap,
+        torch.get_num_threads(), int(known_lse is not None), scale, softcap, 1.0,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")

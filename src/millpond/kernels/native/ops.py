@@ -22,7 +22,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "prefill(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor? past_pos, Tensor? past_log_masses, "
-    "Tensor? sink_logits, int window, float scale, float softcap, int colsum) -> (Tensor, Tensor, Tensor)"
+    "Tensor? sink_logits, int window, float scale, float softcap, int colsum, float decay) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "write(Tensor(a!) bases, Tensor table, Tensor start, Tensor count, Tensor index, Tensor keys, Tensor values, "
@@ -54,7 +54,7 @@ def _decode_shapes(
 @torch.library.register_fake("millpond::prefill", lib=LIBRARY)
 def _prefill_shapes(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
-    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int,
+    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int, decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = v.shape[:2] if colsum >= 0 else (0, 0)
     return (
@@ -154,12 +154,13 @@ def prefill(
     window: int = 0,
     sink_logits: Tensor | None = None,
     colsum: Reduce | None = None,
+    decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else calls.prefill
     out, lse, sums = call(
         q, k, v, q_pos, past_pos, past_log_masses, sink_logits, window, scale, softcap,
-        -1 if colsum is None else int(colsum),
+        -1 if colsum is None else int(colsum), decay,
     )  # fmt: skip
     return out, lse, sums if colsum is not None else None
 

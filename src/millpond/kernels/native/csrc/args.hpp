@@ -93,6 +93,7 @@ struct PrefillArgs {
   int64_t window, reduce, n_threads;
   int64_t lse_given;  // whether lse is what the probabilities are taken from, not a result: then there are no values
   double scale, softcap;
+  double decay;  // factor on the column sums of earlier queries at each query
 };
 
 // Queries that all see the same entries: one of each sequence that shares them.

@@ -44,7 +44,7 @@ class Block {
 
   void attend();
   void finish();
-  void add_columns(float* sums) const;  // to (columns,): of the weights held
+  void add_columns(float* sums) const;  // to (columns,): of the weights held; `total` is used up
 
  private:
   void load_queries();
@@ -203,6 +203,11 @@ void Block<T>::add_chunk(const float* weights, float* sums) const {
 
 template <class T>
 void Block<T>::add_columns(float* sums) const {
+  if (p_.a.decay != 1.0)
+    for (int i = 0, r = 0; i < queries_; ++i) {
+      const float weight = float(std::pow(p_.a.decay, double(p_.a.n_queries - 1 - first_ - i)));
+      for (int h = 0; h < p_.group; ++h, ++r) r_.total[r] *= weight;
+    }
   for (int i = 0; i < held_; ++i) {
     const float* weights = r_.logits + int64_t(i) * r_.most * COLUMNS;
     for (int r = 0; r < n_; r += W)
