@@ -30,7 +30,7 @@ tasks=${tasks#,}
 methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
 streaming,window,random}
 text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
-ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:decay=0.99,h2o:prefill=greedy,no_heavy,strided,fixed}
+ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:decay=0.9,h2o:decay=0.99,h2o:prefill=greedy,no_heavy,strided,fixed}
 
 # The curves: every method but full, which is their measure, and minference, which stores everything whatever the
 # budget. layer_table has a table; duo_attention and qfilters take heads and filters from the prompt, elastic a text
@@ -76,6 +76,8 @@ for part in "$@"; do
       evaluate --samples "${PART_SAMPLES:-100}" --tasks $on --out "$out/../h2o-parts" \
         --method "full,h2o${ablations:+,$ablations},window,window:sinks=4,random,random:sinks=0"
       evaluate --samples "${PART_SAMPLES:-100}" --tasks $on --out "$out/../h2o-parts" --method full,h2o --codec int4
+      evaluate --samples "${PART_SAMPLES:-100}" --tasks $on --out "$out/../h2o-parts-agnostic" --protocol agnostic \
+        --method h2o,h2o:decay=0.9,h2o:decay=0.99,window,snapkv
       ;;
     agnostic)
       evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic"
