@@ -205,7 +205,8 @@ template <class T>
 void Block<T>::add_columns(float* sums) const {
   if (p_.a.decay != 1.0)
     for (int i = 0, r = 0; i < queries_; ++i) {
-      const float weight = float(std::pow(p_.a.decay, double(p_.a.n_queries - 1 - first_ - i)));
+      const double left = std::pow(p_.a.decay, double(p_.a.n_queries - 1 - first_ - i));
+      const float weight = left < 1e-30 ? 0.0f : float(left);  // numbers below the smallest normal ones are slow
       for (int h = 0; h < p_.group; ++h, ++r) r_.total[r] *= weight;
     }
   for (int i = 0; i < held_; ++i) {
