@@ -30,7 +30,8 @@ tasks=${tasks#,}
 methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
 streaming,window,random}
 text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
-ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:decay=0.9,h2o:decay=0.99,h2o:prefill=greedy,no_heavy,strided,fixed}
+ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:decay=0.9,h2o:decay=0.99,\
+h2o:prefill=greedy,no_heavy,strided,fixed}
 
 # The curves: every method but full, which is their measure, and minference, which stores everything whatever the
 # budget. layer_table has a table; duo_attention and qfilters take heads and filters from the prompt, elastic a text

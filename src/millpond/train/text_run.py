@@ -34,7 +34,7 @@ class TextRun:
         planned: tokens of the whole run; the schedule is a function of `tokens / planned`.
         precision: of the forward and backward passes, bf16 or fp32; the weights are float32.
         history: what the card of the model that the run started from says of its training; empty from nothing.
-        origin: a digest of the weights that the run started from; empty from nothing.
+        origin: the fingerprint of the weights that the run started from; empty from nothing.
         windows: windows read so far; names the place in the data.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from millpond.errors import DataError
+from millpond.hf.document import fingerprint
 from millpond.train.quiet import no_bars
 from millpond.train.text_tokenizer import TOKENIZER_FILE
 
@@ -24,7 +24,7 @@ def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> t
     """Give `model` the weights of the one saved in `folder`.
 
     Returns:
-        What its card says of its training, and a digest of the weights.
+        What its card says of its training, and the fingerprint of the weights.
 
     Raises:
         DataError: `folder` holds no such model, or one of another shape or vocabulary.
@@ -44,16 +44,8 @@ def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> t
         )
     card = folder / CARD_FILE
     if not card.is_file():
-        return "", _digest(model)
-    return card.read_text(encoding="utf-8").partition(TRAINING)[2], _digest(model)
-
-
-def _digest(model: PreTrainedModel) -> str:
-    """By which weights are known again."""
-    found = sha256()
-    for weight in model.state_dict().values():
-        found.update(weight.cpu().numpy().tobytes())
-    return found.hexdigest()
+        return "", fingerprint(model)
+    return card.read_text(encoding="utf-8").partition(TRAINING)[2], fingerprint(model)
 
 
 def _shape(model: PreTrainedModel) -> dict[str, object]:

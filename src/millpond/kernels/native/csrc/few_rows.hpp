@@ -1,7 +1,7 @@
 // A few rows of bf16 times rows of a matrix, where the hardware multiplies pairs of them.
 //
-// Every sum is one chain over the pairs of a row, in order, in a lane of its own: a result has the same bits whichever of
-// the two forms below makes it. Up to NARROW rows of x meet 16 rows of w, turned so that a lane holds a row of w; more
+// Every sum is one chain over the pairs of a row, in order, in a lane of its own: a result has the same bits whichever
+// of the two forms below makes it. Up to NARROW rows of x meet 16 rows of w, turned so that a lane holds a row of w; more
 // rows of x, a lane each, meet one pair of w after the other. Either way each number of w is fetched once.
 #pragma once
 
@@ -38,8 +38,8 @@ MP_INLINE __m512i pair_of(const bf16* p) {
   return _mm512_set1_epi32(pair);
 }
 
-// x as more than NARROW rows meet w: pair after pair those of all m rows side by side, zeros in the lanes that no row takes.
-// Rows are padded with zeros to whole STRIDEs.
+// x as more than NARROW rows meet w: pair after pair those of all m rows side by side, zeros in the lanes that no row
+// takes. Rows are padded with zeros to whole STRIDEs.
 inline void lay_out(const bf16* rows, int64_t row, int m, int dim, bf16* to) {
   for (int d = 0; d < dim; d += STRIDE) {
     __m512i r[LANES];
