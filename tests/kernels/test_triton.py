@@ -1,100 +1,36 @@
-"""The Triton kernels against the reference: on the GPU if there is one, else in the interpreter on the CPU."""
+"""The Triton kernels over pages against the reference: on the GPU if there is one, else in the interpreter."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from kernels.triton_make import (
+    DECODE,
+    DEVICE,
+    DTYPES,
+    SMALL,
+    assert_same_pages,
+    close,
+    copy_of,
+    fill,
+    ints,
+    new_pool,
+    normal,
+    quick,
+    random_table,
+    seeds,
+)
 from millpond.errors import OptionError
-from millpond.kernels import backends, ops, reference, victims
+from millpond.kernels import backends, gpu, ops, reference, victims
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
-
-pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
-
-from millpond.kernels import gpu
-from millpond.kernels.gpu.common import INTERPRET
-
-if not INTERPRET and not torch.cuda.is_available():
-    pytest.skip("no GPU, and Triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-DEVICE = torch.device("cpu" if INTERPRET else "cuda")
-DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: of the output, relative to the largest number in it
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
-
-quick = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
-seeds = st.integers(0, 2**31)
-
-
-def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
-
-
-def new_pool(
-    dtype: torch.dtype, key_dim: int, value_dim: int, slots: int, n_arenas: int, masses: bool = False
-) -> PageArrays:
-    """Pages full of NaN: what a kernel must never read."""
-    pages = PageArrays(4, slots, key_dim, value_dim, dtype, DEVICE, masses)
-    for _ in range(n_arenas):
-        pages.add_arena()
-    for tensor in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
-        tensor.fill_(float("nan"))
-    for tensor in pages.positions:
-        tensor.fill_(-7)
-    return pages
-
-
-def copy_of(pages: PageArrays) -> PageArrays:
-    twin = replace(pages)
-    for name in ("keys", "values", "positions", "scores", "log_masses"):
-        setattr(twin, name, [t.clone() for t in getattr(pages, name)])
-    twin._refresh()
-    return twin
-
-
-def assert_same_pages(got: PageArrays, want: PageArrays) -> None:
-    for name in ("keys", "values", "positions", "log_masses"):
-        for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    for a, b in zip(got.scores, want.scores, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-def ints(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.int32).to(DEVICE)
-
-
-def random_table(n_regions: int, width: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Page ids in random order, as a view into a wider table, and the number of arenas of 4 pages that they need."""
-    ids = torch.randperm(n_regions * width, generator=generator).view(n_regions, width)
-    table = torch.full((n_regions, width + 2), 2**30, dtype=torch.int32)
-    table[:, :width] = ids
-    return table.to(DEVICE)[:, :width], -(-n_regions * width // 4)
-
-
-def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
-
-
-def fill(pages: PageArrays, table: Tensor, lens: Tensor, positions: Tensor, scores: Tensor, g: torch.Generator) -> None:
-    n, width = positions.shape
-    index = torch.arange(width, dtype=torch.int32, device=DEVICE).expand(n, width)
-    keys, values = normal(g, n, width, pages.key_dim), normal(g, n, width, pages.value_dim)
-    reference.write(pages, table, ints([0] * n), lens, index, keys, values, positions, scores)
-
 
 rules = st.builds(
     DecodeRule,
@@ -269,44 +205,6 @@ def test_write_and_read(
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@quick
-@given(
-    st.sampled_from(DTYPES), st.sampled_from((1, 2)), st.sampled_from((1, 3)),
-    st.sampled_from(((16, 16), (24, 40), (80, 8))), st.integers(1, 150), st.sampled_from((0, 1, 33, 70)),
-    st.sampled_from((None, *Reduce)), st.sampled_from((0.0, 3.0)), st.sampled_from((0, 1, 50)), st.booleans(),
-    st.booleans(), seeds,
-)  # fmt: skip
-@example(torch.float32, 1, 2, (16, 16), 150, 0, Reduce.SUM, 0.0, 50, False, False, 0)
-@example(torch.float16, 1, 3, (16, 16), 40, 9, Reduce.MAX, 0.0, 0, False, False, 0)
-def test_prefill(
-    dtype: torch.dtype, n_kv_heads: int, group: int, dims: tuple[int, int], n_rows: int, n_past: int,
-    colsum: Reduce | None, softcap: float, window: int, has_sink: bool, one_row: bool, seed: int,
-) -> None:  # fmt: skip
-    g = torch.Generator().manual_seed(seed)
-    n_heads, n_columns = n_kv_heads * group, n_past + n_rows
-    q = normal(g, n_rows, n_heads, dims[0], dtype=dtype).transpose(0, 1)
-    k = normal(g, n_columns, n_kv_heads, dims[0], dtype=dtype).transpose(0, 1)
-    v = normal(g, n_kv_heads, n_columns, dims[1], dtype=dtype)
-    past_pos = ints(torch.randint(-1, 80, (1 if one_row else n_kv_heads, n_past), generator=g)) if n_past else None
-    gaps = torch.randint(1, 3, (n_rows,), generator=g)  # positions ascend, not always by one
-    sink = normal(g, n_heads) if has_sink else None
-    options: dict[str, Any] = {
-        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": sink, "colsum": colsum,
-        "decay": 0.97 if seed % 2 else 1.0,
-    }  # fmt: skip
-    q_pos = ints(80 + gaps.cumsum(0))
-    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
-    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
-    close(got[0], want[0], dtype)
-    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
-    if colsum is None:
-        assert got[2] is None
-    else:
-        assert got[2] is not None
-        assert want[2] is not None
-        torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("dtype", "group", "dims", "softcap", "window", "has_sink", "small", "rule"),
     [
@@ -358,37 +256,6 @@ def test_decode_with_masses(
     cleared = gpu.read(twin, table, twin_lens.clamp(max=50), 50)[4]
     assert cleared is not None
     assert (cleared == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "group", "softcap", "window", "has_sink", "one_row", "colsum"),
-    [
-        (torch.float32, 1, 0.0, 0, False, True, Reduce.SUM), (torch.float16, 4, 3.0, 0, True, False, Reduce.MAX),
-        (torch.bfloat16, 8, 3.0, 50, True, True, Reduce.MEAN), (torch.float32, 4, 0.0, 50, False, False, None),
-    ],
-)  # fmt: skip
-def test_prefill_with_masses(
-    dtype: torch.dtype, group: int, softcap: float, window: int, has_sink: bool, one_row: bool, colsum: Reduce | None
-) -> None:
-    g = torch.Generator().manual_seed(12)
-    n_rows, n_past = 45, 39
-    q = normal(g, 2 * group, n_rows, 24, dtype=dtype)
-    k, v = (normal(g, 2, n_past + n_rows, 24, dtype=dtype) for _ in range(2))
-    past_pos = ints(torch.randint(-1, 80, (1 if one_row else 2, n_past), generator=g))
-    past_log_masses = (torch.rand(n_past, 1 if one_row else 2, generator=g) * 3).to(DEVICE).T
-    past_log_masses = past_log_masses.masked_fill(past_pos[: len(past_log_masses)] < 0, float("nan"))
-    options: dict[str, Any] = {
-        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": normal(g, 2 * group) if has_sink else None,
-        "colsum": colsum, "past_log_masses": past_log_masses,
-    }  # fmt: skip
-    q_pos = ints(80 + torch.arange(n_rows))
-    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
-    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
-    close(got[0], want[0], dtype)
-    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
-    assert (got[2] is None) == (colsum is None)
-    if got[2] is not None:
-        torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
 
 
 def test_ops_reach_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
