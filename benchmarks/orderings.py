@@ -1,6 +1,6 @@
 """What the papers' orderings and kvpress come to, on the samples of runs: DIR ... --out FILE. `make docs` shows it.
 
-Samples are not committed; what this writes is. With --renew, what FILE says of protocols without samples here stays.
+Samples are not committed; what this writes is. With --renew, what FILE says of pairs without samples here stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="what millpond eval wrote, with samples.jsonl")
     parser.add_argument("--out", required=True, type=Path, help="a JSON file")
-    parser.add_argument("--renew", action="store_true", help="keep what FILE says of other protocols")
+    parser.add_argument("--renew", action="store_true", help="keep what FILE says of other pairs and protocols")
     chosen = parser.parse_args()
     found = Runs(chosen.folders).findings()
     if chosen.renew:

@@ -4,9 +4,9 @@
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
-# METHODS: of aware and agnostic, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
+# METHODS: of aware and agnostic, beside full, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
 # DATA: folder with texts, for the parts on text. OUT: another folder of results.
-# CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
+# LEADING: of peers. CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
 # Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
 #   OUT=out/one TASKS=recall:length=1024,copy:length=1024 benchmarks/quality.sh curves curve-peers &
@@ -27,8 +27,8 @@ for name in recall overwritten niah_single niah_multikey niah_multivalue niah_mu
   tasks=$tasks,$name:length=1024
 done
 tasks=${tasks#,}
-methods=${METHODS:-full,oracle,h2o,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,expected_attention,\
-streaming,window,random}
+methods=${METHODS:-h2o,h2o:decay=0.9,ada,snapkv,pyramidkv,criticalkv,tova,keydiff,compactor,chunkkv,\
+expected_attention,streaming,window,random}
 text_methods=${TEXT_METHODS:-full,oracle,h2o,ada,snapkv,tova,streaming,window,random}
 ablations=${ABLATIONS-h2o:recent=0:sinks=0,h2o:sinks=0,h2o:average=true,h2o:decay=0.9,h2o:decay=0.99,\
 h2o:prefill=greedy,no_heavy,strided,fixed}
@@ -59,6 +59,9 @@ presses=${PRESSES:-SnapKVPress,SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snap
 CriticalKVPress(SnapKVPress):$snapkv,ChunkKVPress(SnapKVPress):chunk_length=10:$snapkv,\
 MergingPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,StreamingLLMPress,KnormPress,KeyDiffPress,\
 LagKVPress,ExpectedAttentionPress,CompactorPress,KVzipPress:layerwise=true,RandomPress}
+# Those that stand on the leaderboard.
+leading=${LEADING:-SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,ObservedAttentionPress,TOVAPress,KeyDiffPress,\
+StreamingLLMPress}
 protocols=${PROTOCOLS:-aware agnostic}
 codecs=${CODECS:-int8,fp8,int4,kivi4,rotated4,int3,int2,kivi2,rotated2}
 
@@ -69,7 +72,7 @@ evaluate() {
 for part in "$@"; do
   case $part in
     aware)
-      evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --out "$out/aware"
+      evaluate --samples "$samples" --tasks "$tasks" --method "full,oracle,$methods" --out "$out/aware"
       ;;
     parts)
       # H2O without some of its parts, and what it does to others to keep the first token or to lose it
@@ -81,7 +84,8 @@ for part in "$@"; do
         --method h2o,h2o:decay=0.9,h2o:decay=0.99,window,snapkv
       ;;
     agnostic)
-      evaluate --samples "$samples" --tasks "$tasks" --method "$methods" --protocol agnostic --out "$out/agnostic"
+      # the oracle looks at the question, so it bounds only those who see it
+      evaluate --samples "$samples" --tasks "$tasks" --method "full,$methods" --protocol agnostic --out "$out/agnostic"
       ;;
     picture)
       # of the curves, those of the leaderboard
@@ -89,8 +93,11 @@ for part in "$@"; do
 tova,h2o,streaming,window,random}" --out docs/images --format svg
       ;;
     peers)
-      "$bin/millpond" eval-peer --tasks "$tasks" --samples "$samples" --seed 7 --threads "$threads" --out "$out/aware" \
-        --method "SnapKVPress,ObservedAttentionPress,TOVAPress,StreamingLLMPress,AdaKVPress(SnapKVPress)"
+      # kvpress on the leaderboard
+      for protocol in $protocols; do
+        "$bin/millpond" eval-peer --tasks "$tasks" --samples "$samples" --seed 7 --threads "$threads" \
+          --protocol "$protocol" --method "$leading" --out "$out/$protocol"
+      done
       ;;
     text | text-long)
       mkdir -p out
@@ -121,7 +128,6 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
       ;;
     curves)
       for protocol in $protocols; do
-        # the oracle looks at the question, so it bounds only those who see it
         case $protocol in aware) references=full,oracle ;; *) references=full ;; esac
         evaluate --samples "$curve_samples" --tasks "$curve_tasks" --budget "$budgets" --protocol "$protocol" \
           --method "$references,$curve_methods${variants:+,$variants}" --out "$out/curves-$protocol"

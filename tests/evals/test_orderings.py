@@ -188,11 +188,14 @@ def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) ->
     assert found == {"h2o": -0.5, each: 0.5, once: 0.0}
 
 
-def test_one_protocol_measured_anew() -> None:
+def test_some_pairs_measured_anew() -> None:
     def known(first: str, protocol: str, mean: float) -> Finding:
         return replace(finding("heavy", first, "window", mean)[0], protocol=protocol)
 
-    before = [known("h2o", "aware", 0.1), known("h2o", TEXT, 0.2), known("ada", "aware", 0.3), known("ada", TEXT, 0.4)]
+    before = [
+        known("h2o", "aware", 0.1), known("h2o", TEXT, 0.2), known("ada", "aware", 0.3), known("ada", TEXT, 0.4),
+        known("snapkv", TEXT, 0.5),
+    ]  # fmt: skip
     found = [known("ada", TEXT, 0.6), known("h2o", TEXT, 0.5), known("tova", TEXT, 0.7)]
-    assert renewed(before, found) == [before[0], found[1], before[2], found[0], found[2]]
+    assert renewed(before, found) == [before[0], found[1], before[2], found[0], before[4], found[2]]
     assert renewed([], found) == found

@@ -66,6 +66,10 @@ CLAIMS = (
     ),
     Claim("heavy", "Heavy hitters over the window", "H2O, arXiv:2306.14048", (("h2o", "window"),)),
     Claim(
+        "forget", "Sums of attention that forget over sums that do not", "A2SF, arXiv:2407.20485",
+        (("h2o:decay=0.9", "h2o"), ("h2o:decay=0.9", "window")),
+    ),
+    Claim(
         "needles", "The prompt's last queries over sinks and newest, for facts in the middle of the text",
         "SnapKV, arXiv:2404.14469", (("snapkv", "streaming"),), middle=True,
     ),

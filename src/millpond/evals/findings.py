@@ -158,9 +158,12 @@ def _held(rows: Sequence[Row]) -> float:
 
 
 def renewed(before: Sequence[Finding], found: Sequence[Finding]) -> list[Finding]:
-    """What is `found` in the place of what was known of the same protocols; the rest stays, all in the order before."""
-    measured = {finding.protocol for finding in found}
-    both = [*(finding for finding in before if finding.protocol not in measured), *found]
+    """What is `found` in the place of what was known of the same pairs in the same protocols; the rest stays.
+
+    All come in the order before, new pairs after those known.
+    """
+    measured = {(_pair(finding), finding.protocol) for finding in found}
+    both = [*(finding for finding in before if (_pair(finding), finding.protocol) not in measured), *found]
     pairs, protocols = (
         {key: place for place, key in enumerate(dict.fromkeys(map(of, [*before, *found])))} for of in (_pair, _protocol)
     )
@@ -171,8 +174,8 @@ def _pair(finding: Finding) -> tuple[str, ...]:
     return finding.claim, finding.first, finding.second, finding.peer
 
 
-def _protocol(finding: Finding) -> tuple[str, ...]:
-    return (finding.protocol,)
+def _protocol(finding: Finding) -> str:
+    return finding.protocol
 
 
 def write_findings(path: Path, findings: Sequence[Finding]) -> None:
