@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,15 +12,22 @@ from millpond.kernels import native
 from millpond.kernels.native import calls, library
 
 
+@contextmanager
+def running(isa: str) -> Iterator[None]:
+    """The kernels of one instruction set inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLPOND_ISA", isa)
+        library.load.cache_clear(), calls.entry_point.cache_clear()
+        assert native.isa() == isa
+        yield
+    library.load.cache_clear(), calls.entry_point.cache_clear()
+
+
 @pytest.fixture(params=library.runnable())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this CPU can run."""
-    monkeypatch.setenv("MILLPOND_ISA", request.param)
-    library.load.cache_clear(), calls.entry_point.cache_clear()
-    assert native.isa() == request.param
-    yield request.param
-    monkeypatch.undo()
-    library.load.cache_clear(), calls.entry_point.cache_clear()
+    with running(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from millpond.kernels.dense import TOLERANCE, Dense, NativeDense, Norm, Projecti
 from millpond.kernels.native import library
 from millpond.kernels.native.rows import MANY_ROWS
 from millpond.kernels.rows import Gate
+from tests.kernels.conftest import running
 
 pytestmark = [
-    pytest.mark.skipif("v4bf16" not in library.runnable(), reason="the hardware has no products of bf16"),
+    pytest.mark.skipif("v4" not in library.runnable(), reason="the hardware has no vectors of 16 floats"),
     pytest.mark.usefixtures("two_threads"),
 ]
 
@@ -30,10 +31,14 @@ ACTIVATE: dict[int, Callable[[Tensor], Tensor]] = {
 }
 
 
+each_library = pytest.mark.parametrize("isa", [name for name in library.runnable() if name.startswith("v4")])
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+@each_library
 @given(
     m=st.one_of(st.integers(1, 40), st.integers(380, 800)), n=st.integers(1, 100), blocks=st.integers(1, 5),
     act=st.sampled_from(list(ACTIVATE)), halves=st.booleans(), biased=st.booleans(), added=st.booleans(),
@@ -41,13 +46,14 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_against_float64(
-    m: int, n: int, blocks: int, act: int, halves: bool, biased: bool, added: bool, norm: str, seed: int
+    isa: str, m: int, n: int, blocks: int, act: int, halves: bool, biased: bool, added: bool, norm: str, seed: int
 ) -> None:
     k, rows = 32 * blocks, 2 * n if halves else n
     x, weight = draw(m, k, seed=seed), draw(rows, k, seed=seed + 1)
     bias, residual = draw(rows) if biased else None, draw(m, n, seed=seed + 2) if added else None
     chosen = Norm(draw(k), draw(k, seed=5) if norm == "layer" else None, 1e-5, norm == "layer") if norm else None
-    found = native.gemm(x, weight, bias, norm=chosen, residual=residual, act=act, halves=halves)
+    with running(isa):
+        found = native.gemm(x, weight, bias, norm=chosen, residual=residual, act=act, halves=halves)
     taken = x if chosen is None else native.norm(x, chosen.weight, chosen.bias, eps=chosen.eps, centred=chosen.centred)
     sums = F.linear(taken.double(), weight.double(), None if bias is None else bias.double())
     opened, closed = sums.split(n, 1) if halves else (sums, torch.ones(()).double())
@@ -56,17 +62,21 @@ def test_against_float64(
     assert (found.double() - expected).abs().max() <= 2e-2 * size
 
 
-def test_neither_threads_nor_the_other_rows_change_a_bit() -> None:
+@each_library
+def test_neither_threads_nor_the_other_rows_change_a_bit(isa: str) -> None:
     x, weight, norm = draw(900, 256), draw(150, 256), (draw(256), None, 1e-6, False)
     threads, found = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            found.append(native.gemm(x, weight, norm=norm, act=Gate.SILU, halves=True))
+            with running(isa):
+                found.append(native.gemm(x, weight, norm=norm, act=Gate.SILU, halves=True))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(other, found[0]) for other in found)
-    assert torch.equal(native.gemm(x[7:120], weight, norm=norm, act=Gate.SILU, halves=True), found[0][7:120])
+    with running(isa):
+        few = native.gemm(x[7:120], weight, norm=norm, act=Gate.SILU, halves=True)
+    assert torch.equal(few, found[0][7:120])
 
 
 def test_who_may_use_it() -> None:

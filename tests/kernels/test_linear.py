@@ -36,7 +36,8 @@ def check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
     expected = torch_linear(x.double(), w.double(), wide)
     size = torch_linear(x.double().abs(), w.double().abs(), None if wide is None else wide.abs())
     assert found.dtype == x.dtype
-    bound = ROUNDING[x.dtype] * expected.abs() + 1e-6 * size
+    least = torch.finfo(x.dtype).tiny * torch.finfo(x.dtype).eps  # the spacing of subnormal numbers
+    bound = ROUNDING[x.dtype] * expected.abs() + 1e-6 * size + least
     assert ((found.double() - expected).abs() <= bound).all()
 
 

@@ -1,6 +1,6 @@
 """The op set in C++ for the CPU, through a plain C ABI: same functions and meaning as `reference`.
 
-MILLPOND_ISA=baseline|v3|v4|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
+MILLPOND_ISA=baseline|v3|v4|v4fma|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
 Without a compiler at install time there are no libraries: `is_available()` is False and says so once.
 """
 
@@ -65,7 +65,7 @@ def is_available() -> bool:
 
 
 def isa() -> str:
-    """The instruction set of the library in use: baseline, v3, v4, v4bf16, neon, or none."""
+    """The instruction set of the library in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
     loaded = library.load()
     return loaded[0] if loaded is not None else "none"
 

@@ -14,8 +14,10 @@ import torch  # noqa: F401  (before any library: the kernels use the thread pool
 from millpond.errors import MillpondError, OptionError
 
 ABI = 17  #: of csrc/cpu.cpp
-X86 = ("baseline", "v3", "v4", "v4bf16")  #: by level, see mp_cpu_level in csrc/cpu.cpp
-NEEDS = {"v3": "AVX2 and FMA", "v4": "AVX-512 F, BW, VL, DQ", "v4bf16": "AVX-512 BF16 and VNNI"}
+#: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/cpu.cpp. v4fma is v4bf16 with products of
+#: floats where there is much to multiply.
+X86 = {"baseline": 0, "v3": 1, "v4": 2, "v4fma": 3, "v4bf16": 3}
+NEEDS = ("SSE 4.2", "AVX2 and FMA", "AVX-512 F, BW, VL, DQ", "AVX-512 BF16 and VNNI")  #: by level
 
 
 class NativeKernelsWarning(UserWarning):
@@ -61,8 +63,11 @@ def runnable() -> list[str]:
     if "neon" in have:
         return ["neon"]
     base = _open(have["baseline"]) if "baseline" in have else None
-    level = base.mp_cpu_level() if base is not None else -1
-    return [name for name in reversed(X86[: level + 1]) if name in have]
+    if base is None:
+        return []
+    level, fma_first = base.mp_cpu_level(), bool(base.mp_cpu_prefers_floats())
+    can = [name for name, needed in reversed(X86.items()) if needed <= level and name in have]
+    return sorted(can, key=lambda name: fma_first and name != "v4fma")
 
 
 @cache
@@ -79,7 +84,7 @@ def load() -> tuple[str, ctypes.CDLL] | None:
         known = ", ".join(can) or "none"
         if wanted not in (*X86, "neon"):
             raise OptionError(f"MILLPOND_ISA={wanted!r} is not an instruction set; this install can run: {known}")
-        needs = f"it needs a CPU with {NEEDS[wanted]} and a build that has it" if wanted in NEEDS else "it is not built"
+        needs = f"it needs a CPU with {NEEDS[X86[wanted]]} and a build that has it" if wanted in X86 else "it is not built"
         raise OptionError(f"MILLPOND_ISA={wanted!r} cannot run here: {needs}; this install can run: {known}")
     for name in [wanted] if wanted else can:
         library = _open(installed()[name])

@@ -207,14 +207,14 @@ def gemm_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether `gemm` takes these rows and is the faster: torch's is where the hardware has whole tiles (AMX)."""
     return (
         x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and x.shape[1] % 32 == 0
-        and len(x) >= MANY_ROWS and weight.is_contiguous() and _multiplies_pairs()
+        and len(x) >= MANY_ROWS and weight.is_contiguous() and _has_gemm()
     )  # fmt: skip
 
 
 @cache
-def _multiplies_pairs() -> bool:
+def _has_gemm() -> bool:
     loaded = library.load()
-    return loaded is not None and loaded[0] == "v4bf16" and not torch.cpu._is_amx_tile_supported()
+    return loaded is not None and loaded[0].startswith("v4") and not torch.cpu._is_amx_tile_supported()
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:

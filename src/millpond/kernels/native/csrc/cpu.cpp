@@ -4,7 +4,7 @@
 // Raised whenever a struct of args.hpp changes, so that a stale library is refused.
 extern "C" __attribute__((visibility("default"))) int mp_abi_version() { return 17; }
 
-// The best of the x86-64 libraries that this CPU can run: 0 baseline, 1 v3, 2 v4, 3 v4bf16. Always 0 elsewhere.
+// Which x86-64 libraries this CPU can run: up to 0 baseline, 1 v3, 2 v4, 3 v4bf16 and v4fma. Always 0 elsewhere.
 extern "C" __attribute__((visibility("default"))) int mp_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -14,6 +14,17 @@ extern "C" __attribute__((visibility("default"))) int mp_cpu_level() {
       !__builtin_cpu_supports("avx512cd"))
     return 1;
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+#else
+  return 0;
+#endif
+}
+
+// Whether products of floats take less time than those of as many pairs of bf16, where there are both. Intel's cores begin
+// a vector of pairs every other cycle and two of floats in each; AMD's begin as many of either.
+extern "C" __attribute__((visibility("default"))) int mp_cpu_prefers_floats() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
 #else
   return 0;
 #endif

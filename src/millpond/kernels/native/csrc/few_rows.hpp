@@ -1,36 +1,21 @@
-// A few rows of bf16 times rows of a matrix, where the hardware multiplies pairs of them.
+// A few rows of bf16 times rows of a matrix, where products of pairs of them are the fastest.
 //
 // Every sum is one chain over the pairs of a row, in order, in a lane of its own: a result has the same bits whichever
 // of the two forms below makes it. Up to NARROW rows of x meet 16 rows of w, turned so that a lane holds a row of w; more
 // rows of x, a lane each, meet one pair of w after the other. Either way each number of w is fetched once.
 #pragma once
 
-#include <algorithm>
+#include "turned.hpp"
 
-#include "simd.hpp"
-#include "transpose.hpp"
-
-namespace mp {
-
-constexpr int64_t AHEAD = 16 * 1024;  // bytes of w between the request for them and their use, at least
-
-}  // namespace mp
-
-#if defined(__AVX512BF16__)
+#if defined(MP_PAIRED_PRODUCTS)
 namespace mp {
 
 constexpr int NARROW = 12;      // rows of x up to which rows of w are turned: beyond it too few lanes would be idle
-constexpr int TURNED = 16;      // rows of w that are turned together
 constexpr int STREAMED = 8;     // rows of w that meet many rows of x together
-constexpr int STRIDE = 32;      // numbers of a row of w that are taken at once
 constexpr int LANES = 16;       // that rows of x take
 
-// Ask for LINES lines that are used a tile later: into the L2 cache, since a tile may be larger than the first.
-template <int LINES>
-MP_INLINE void prefetch_lines(const char* p) {
-#pragma GCC unroll 16
-  for (int i = 0; i < LINES; ++i) __builtin_prefetch(p + 64 * i, 0, 2);
-}
+// Whether m rows of x have to be laid out before they meet w.
+inline bool needs_order(int m) { return m > NARROW; }
 
 MP_INLINE __m512i pair_of(const bf16* p) {
   int32_t pair;
@@ -60,10 +45,7 @@ inline void turned_tile(const bf16* w, int64_t row, int dim, const bf16* x, int6
   for (int d = 0; d < dim; d += STRIDE, ahead += TURNED * 64) {
     if (kAhead) prefetch_lines<TURNED>(ahead);
     __m512i r[TURNED];
-    const __mmask32 there = dim - d >= STRIDE ? ~0u : (1u << (dim - d)) - 1u;
-#pragma GCC unroll 16
-    for (int t = 0; t < TURNED; ++t) r[t] = _mm512_maskz_loadu_epi16(there, w + t * row + d);
-    turn(r);
+    turn_rows(w + d, row, dim - d, r);
 #pragma GCC unroll 16
     for (int p = 0; p < TURNED; ++p)
 #pragma GCC unroll 12

@@ -11,6 +11,7 @@
 #include "convert.hpp"
 #include "dot.hpp"
 #include "few_rows.hpp"
+#include "few_rows_floats.hpp"
 #include "gate.hpp"
 #include "norm.hpp"
 #include "threads.hpp"
@@ -23,6 +24,19 @@ constexpr int BLOCK = 64;                   // rows of w per work item
 constexpr int MOST_ROWS = 16;               // of x
 constexpr int64_t CACHED = 128 * 1024;      // bytes of w that stay in the L2 cache between passes over rows of x
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
+
+// What rows of x that meet w of type T are held as.
+template <class T>
+struct Held {
+  using Q = float;
+};
+
+#if defined(MP_PAIRED_PRODUCTS)
+template <>
+struct Held<bf16> {
+  using Q = bf16;
+};
+#endif
 
 // Work items 0 .. n - 1: every thread has a run of neighbours, because memory is read fastest in long streams, and
 // takes from the end of another's when its own is done.
@@ -58,7 +72,7 @@ class Shares {
 // out[h * BLOCK + t] = x[h] . w[t] for four rows of w, `row` numbers apart. kAhead: the rows are neighbours in memory,
 // and as many bytes are asked for, AHEAD of them, in the order in which memory gives them fastest.
 template <class T, int H, bool kAhead>
-MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, float* out) {
+MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Held<T>::Q* x, int64_t x_row, float* out) {
   using L = Lane<T>;
   vf acc[H][4];
 #pragma GCC unroll 4
@@ -100,7 +114,7 @@ MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Lane<T>::Q*
 
 // `tile` for `heads` rows of x, at most H.
 template <class T, bool kAhead, int H = HEADS>
-MP_INLINE void tile_of(int heads, const T* w, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row,
+MP_INLINE void tile_of(int heads, const T* w, int64_t row, int dim, const typename Held<T>::Q* x, int64_t x_row,
                        float* out) {
   if constexpr (H > 1)
     if (heads < H) return tile_of<T, kAhead, H - 1>(heads, w, row, dim, x, x_row, out);
@@ -109,7 +123,7 @@ MP_INLINE void tile_of(int heads, const T* w, int64_t row, int dim, const typena
 
 // All m rows of x for n <= BLOCK rows of w, tile by tile.
 template <class T>
-void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x, int64_t x_row, int m, float* out) {
+void block(const T* w, int n, int64_t row, int dim, const typename Held<T>::Q* x, int64_t x_row, int m, float* out) {
   const int full = n / 4 * 4;
   const int held = int(std::max<int64_t>(1, CACHED / (4 * int64_t(dim) * int64_t(sizeof(T))))) * 4;
   for (int from = 0; from < full; from += held) {
@@ -132,19 +146,21 @@ void block(const T* w, int n, int64_t row, int dim, const typename Lane<T>::Q* x
     }
 }
 
-// The rows of x in the order in which `block` reads them; `to`: room for MOST_ROWS rows.
-template <class Q>
-const Q* arranged(const Q* rows, int64_t, int, Q*) { return rows; }
+// The rows of x in the order in which `block` of w of type T reads them; `to`: room for MOST_ROWS rows.
+template <class T>
+const typename Held<T>::Q* arranged(const typename Held<T>::Q* rows, int64_t, int, typename Held<T>::Q*) { return rows; }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
+using HeldRow = Held<bf16>::Q;
+
 template <>
-void block<bf16>(const bf16* w, int n, int64_t row, int dim, const bf16* x, int64_t x_row, int m, float* out) {
+void block<bf16>(const bf16* w, int n, int64_t row, int dim, const HeldRow* x, int64_t x_row, int m, float* out) {
   few_rows(w, n, row, dim, x, x_row, m, out, BLOCK);
 }
 
 template <>
-const bf16* arranged<bf16>(const bf16* rows, int64_t x_row, int m, bf16* to) {
-  if (m <= NARROW) return rows;
+const HeldRow* arranged<bf16>(const HeldRow* rows, int64_t x_row, int m, HeldRow* to) {
+  if (!needs_order(m)) return rows;
   lay_out(rows, x_row, m, int(x_row), to);
   return to;
 }
@@ -152,8 +168,8 @@ const bf16* arranged<bf16>(const bf16* rows, int64_t x_row, int m, bf16* to) {
 
 // The rows of x: normalised, rounded to T, padded with zeros. `wide`: room for a row.
 template <class T>
-void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* wide) {
-  using Q = typename Lane<T>::Q;
+void take_in(const LinearArgs& a, typename Held<T>::Q* x, int64_t x_row, float* wide) {
+  using Q = typename Held<T>::Q;
   const int dim = int(a.k);
   const int64_t held = sizeof(Q) == 4 ? int64_t(F32) : int64_t(BF16);
   for (int h = 0; h < a.m; ++h) {
@@ -171,7 +187,7 @@ void take_in(const LinearArgs& a, typename Lane<T>::Q* x, int64_t x_row, float* 
 
 template <class T>
 int linear(const LinearArgs& a) {
-  using Q = typename Lane<T>::Q;
+  using Q = typename Held<T>::Q;
   static thread_local Workspace workspace;
   const int m = int(a.m), dim = int(a.k);
   const int64_t x_row = round_up(dim, QUERY_PAD), item = dtype_bytes(a.dtype);
@@ -180,7 +196,7 @@ int linear(const LinearArgs& a) {
   if (memory == nullptr) return 1;
   Q* rows = reinterpret_cast<Q*>(memory);
   take_in<T>(a, rows, x_row, reinterpret_cast<float*>(memory + 2 * held));
-  const Q* x = arranged(rows, x_row, m, reinterpret_cast<Q*>(memory + held));
+  const Q* x = arranged<T>(rows, x_row, m, reinterpret_cast<Q*>(memory + held));
 
   const bool gated = a.gate != NO_GATE && a.n_parts == 2, activated = a.gate != NO_GATE && !gated;
   const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part

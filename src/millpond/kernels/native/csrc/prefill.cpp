@@ -131,7 +131,7 @@ int Prefill<T>::run() {
 }  // namespace mp
 
 extern "C" __attribute__((visibility("default"))) int mp_prefill(const mp::PrefillArgs* args) {
-#if defined(__AVX512BF16__)
+#if defined(MP_PAIRED_PRODUCTS)
   if (args->q_dtype == mp::BF16) return mp::Prefill<mp::bf16>(*args).run();
 #endif
   return mp::Prefill<float>(*args).run();

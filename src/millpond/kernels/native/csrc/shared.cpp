@@ -122,7 +122,7 @@ int Shared<T>::run() {
 
 // Each member's out and lse become those over the shared entries and what it found before.
 extern "C" __attribute__((visibility("default"))) int mp_attend(const mp::AttendArgs* args) {
-#if defined(__AVX512BF16__)
+#if defined(MP_PAIRED_PRODUCTS)
   if (args->q_dtype == mp::BF16) return mp::Shared<mp::bf16>(*args).run();
 #endif
   return mp::Shared<float>(*args).run();

@@ -13,6 +13,12 @@
 
 #define MP_INLINE inline __attribute__((always_inline))
 
+// Whether products by the many are made of pairs of bf16. Some CPUs that multiply pairs do half as much in a cycle that way
+// as with floats: a library of their own is built for them, with MP_FLOAT_PRODUCTS.
+#if defined(__AVX512BF16__) && !defined(MP_FLOAT_PRODUCTS)
+#define MP_PAIRED_PRODUCTS
+#endif
+
 namespace mp {
 
 #if defined(__AVX512F__)
