@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
-from millpond.kernels import native
-from millpond.kernels.native import calls, library
-
-
-@contextmanager
-def running(isa: str) -> Iterator[None]:
-    """The kernels of one instruction set inside the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MILLPOND_ISA", isa)
-        library.load.cache_clear(), calls.entry_point.cache_clear()
-        assert native.isa() == isa
-        yield
-    library.load.cache_clear(), calls.entry_point.cache_clear()
+from kernels.libraries import running
+from millpond.kernels.native import library
 
 
 @pytest.fixture(params=library.runnable())

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.libraries import running
 from millpond.kernels import native
 from millpond.kernels.dense import TOLERANCE, Dense, NativeDense, Norm, Projection
 from millpond.kernels.native import library
 from millpond.kernels.native.rows import MANY_ROWS
 from millpond.kernels.rows import Gate
-from tests.kernels.conftest import running
 
 pytestmark = [
     pytest.mark.skipif("v4" not in library.runnable(), reason="the hardware has no vectors of 16 floats"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,6 +276,12 @@ def test_compiles_without_graph_breaks() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_identical(everything(a, step(a)), everything(b, compiled(b)))
+
+
+@pytest.mark.skipif("v4bf16" not in library.runnable(), reason="this CPU multiplies no pairs of bf16")
+def test_intels_cores_multiply_floats() -> None:
+    vendor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("vendor_id"))
+    assert library.runnable()[0] == ("v4fma" if "GenuineIntel" in vendor else "v4bf16")
 
 
 def test_a_failed_choice_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

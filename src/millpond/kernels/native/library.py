@@ -13,9 +13,9 @@ import torch  # noqa: F401  (before any library: the kernels use the thread pool
 
 from millpond.errors import MillpondError, OptionError
 
-ABI = 17  #: of csrc/cpu.cpp
-#: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/cpu.cpp. v4fma is v4bf16 with products of
-#: floats where there is much to multiply.
+ABI = 18  #: of csrc/cpu.cpp
+#: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/cpu.cpp. v4fma is v4bf16 with products
+#: of floats where there is much to multiply.
 X86 = {"baseline": 0, "v3": 1, "v4": 2, "v4fma": 3, "v4bf16": 3}
 NEEDS = ("SSE 4.2", "AVX2 and FMA", "AVX-512 F, BW, VL, DQ", "AVX-512 BF16 and VNNI")  #: by level
 
@@ -84,8 +84,8 @@ def load() -> tuple[str, ctypes.CDLL] | None:
         known = ", ".join(can) or "none"
         if wanted not in (*X86, "neon"):
             raise OptionError(f"MILLPOND_ISA={wanted!r} is not an instruction set; this install can run: {known}")
-        needs = f"it needs a CPU with {NEEDS[X86[wanted]]} and a build that has it" if wanted in X86 else "it is not built"
-        raise OptionError(f"MILLPOND_ISA={wanted!r} cannot run here: {needs}; this install can run: {known}")
+        needs = f"needs a CPU with {NEEDS[X86[wanted]]} and a build that has it" if wanted in X86 else "is not built"
+        raise OptionError(f"MILLPOND_ISA={wanted!r} cannot run here: it {needs}; this install can run: {known}")
     for name in [wanted] if wanted else can:
         library = _open(installed()[name])
         if library is not None:
