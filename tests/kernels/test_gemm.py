@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from kernels.libraries import running
 from millpond.kernels import native
 from millpond.kernels.dense import TOLERANCE, Dense, NativeDense, Norm, Projection
+from millpond.kernels.linear import linear
 from millpond.kernels.native import library
 from millpond.kernels.native.rows import MANY_ROWS
 from millpond.kernels.rows import Gate
@@ -77,6 +78,18 @@ def test_neither_threads_nor_the_other_rows_change_a_bit(isa: str) -> None:
     with running(isa):
         few = native.gemm(x[7:120], weight, norm=norm, act=Gate.SILU, halves=True)
     assert torch.equal(few, found[0][7:120])
+
+
+def test_a_linear_layer_of_many_rows() -> None:
+    x, weight, bias = draw(MANY_ROWS // 4, 10, 64).transpose(0, 1), draw(30, 64), draw(30)
+    found = linear(x, weight, bias)
+    assert found.shape == (10, MANY_ROWS // 4, 30)
+    if native.gemm_serves(x.reshape(-1, 64), weight):
+        assert torch.equal(found.reshape(-1, 30), native.gemm(x.reshape(-1, 64), weight, bias))
+    torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+    learning = linear(x, weight.requires_grad_(), bias)
+    learning.float().sum().backward()  # torch's own: a gradient comes back
+    assert weight.grad is not None
 
 
 def test_who_may_use_it() -> None:

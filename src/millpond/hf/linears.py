@@ -1,4 +1,4 @@
-"""use_native_linears: while a model decodes on a CPU, read its weights at the speed of memory."""
+"""use_native_linears: while a model decodes on a CPU, read its weights at the speed of memory; prompts gain too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAND_IN = StandIn(forward)
 
 
 def use_native_linears(model: nn.Module) -> Callable[[], None]:
-    """Let the model's linear layers on the CPU multiply few rows (decoding) with `kernels.linear`; torch does the rest.
+    """Let the model's linear layers on the CPU multiply with `kernels.linear`, which leaves to torch what torch does best.
 
     Weights are read when they are needed; those of larger models move to huge pages once, where the system has them.
     A module of a subclass, or with a forward of its own, is left alone.

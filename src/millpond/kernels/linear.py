@@ -1,4 +1,4 @@
-"""x @ weight^T + bias, at the speed of memory where x has few rows: a model's linear layers while it decodes."""
+"""x @ weight^T + bias: a model's linear layers, at the speed of memory where x has few rows, as while it decodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from torch import Tensor
 
 from millpond.kernels.backends import NATIVE_DTYPES, load_native
 
-#: Rows of a `linear` that memory bounds; with more, torch's matrix product is the faster one.
+#: Rows of a `linear` that memory bounds.
 FEW_ROWS = 16
 
 
-def _reads_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the native `linear` may take these tensors: nobody asks for gradients or another implementation."""
+def _may_be_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether native kernels may take these tensors: nobody asks for gradients or another implementation."""
     dtype = x.dtype
     return (
-        x.numel() <= FEW_ROWS * weight.shape[-1]
-        and weight.dtype is dtype
+        weight.dtype is dtype
         and dtype in NATIVE_DTYPES
         and not (
             torch.is_grad_enabled()
@@ -55,9 +54,9 @@ def _is_bias(bias: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
 
-    Products are summed in float32 in an order that depends neither on the threads nor on the other rows: a row of a
-    batch has the bits of the row alone. Torch does the work where more than FEW_ROWS rows, a gradient, autocast, or
-    another dtype, device or layout asks for it.
+    Products of up to FEW_ROWS rows, and of many of bf16 where `native.gemm` serves them, are summed in float32 in an order
+    that depends neither on the threads nor on the other rows: a row of a batch has the bits of the row alone. Torch does
+    the work for other numbers of rows, and where a gradient, autocast, or another dtype, device or layout asks for it.
 
     Args:
         x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it. bias: (n,) or None.
@@ -65,8 +64,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (..., n) in x's dtype.
     """
-    native = load_native() if _reads_few_rows(x, weight, bias) else None
-    if native is not None:
-        result: Tensor = native.linear(x, weight, bias)
-        return result
+    native = load_native() if _may_be_native(x, weight, bias) else None
+    if native is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
+        few: Tensor = native.linear(x, weight, bias)
+        return few
+    if native is not None and not torch.compiler.is_compiling():
+        rows = x.reshape(-1, x.shape[-1])
+        if native.gemm_serves(rows, weight):
+            many: Tensor = native.gemm(rows, weight, bias)
+            return many.view(*x.shape[:-1], -1)
     return torch.nn.functional.linear(x, weight, bias)
