@@ -31,7 +31,7 @@ STAND_IN = StandIn(forward)
 
 
 def use_native_linears(model: nn.Module) -> Callable[[], None]:
-    """Let the model's linear layers on the CPU multiply with `kernels.linear`, which leaves to torch what torch does best.
+    """Let the model's linear layers on the CPU multiply with `kernels.linear`; what torch does best stays with torch.
 
     Weights are read when they are needed; those of larger models move to huge pages once, where the system has them.
     A module of a subclass, or with a forward of its own, is left alone.

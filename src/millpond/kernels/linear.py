@@ -54,9 +54,10 @@ def _is_bias(bias: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
 
-    Products of up to FEW_ROWS rows, and of many of bf16 where `native.gemm` serves them, are summed in float32 in an order
-    that depends neither on the threads nor on the other rows: a row of a batch has the bits of the row alone. Torch does
-    the work for other numbers of rows, and where a gradient, autocast, or another dtype, device or layout asks for it.
+    Products of up to FEW_ROWS rows, and of many of bf16 where `native.gemm` serves them, are summed in float32 in an
+    order that depends neither on the threads nor on the other rows: a row of a batch has the bits of the row alone.
+    Torch does the work for other numbers of rows, and where a gradient, autocast, or another dtype, device or layout
+    asks for it.
 
     Args:
         x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it. bias: (n,) or None.
