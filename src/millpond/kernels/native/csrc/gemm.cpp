@@ -28,7 +28,7 @@ constexpr int64_t STRIP_BYTES = 1536 * 1024;      // of packed rows, about: besi
 constexpr int64_t PACKED_BYTES = 12 * 1024 * 1024;  // of rows that are packed at once: whole strips
 constexpr int SHORTEST_STRIP = 384;               // rows, at least: what packing a panel is worth
 
-// 16 words of n rows of bf16, `words` numbers in words apart, packed side by side: see transpose.hpp.
+// 16 words of each of n rows of bf16, `words` words apart, packed side by side: see transpose.hpp.
 MP_INLINE void pack_words(const uint32_t* from, int64_t words, int n, bf16* to, int64_t to_row) {
   transpose_block(from, words, n, reinterpret_cast<uint32_t*>(to), to_row);
 }
