@@ -4,9 +4,9 @@
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
-# METHODS: of aware and agnostic, beside full, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and text.
-# DATA: folder with texts, for the parts on text. OUT: another folder of results.
-# LEADING: of peers. CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
+# METHODS: of aware and agnostic, beside full, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and
+# text, LEADING: of peers. DATA: folder with texts, for the parts on text. OUT: another folder of results.
+# CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
 # Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
 #   OUT=out/one TASKS=recall:length=1024,copy:length=1024 benchmarks/quality.sh curves curve-peers &
@@ -46,7 +46,7 @@ layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,rkv,siml
 streaming,strided,tova}
 # The other sides of pairs that papers speak of (src/millpond/evals/claims.py), and ours in the settings of presses
 # (counterparts.py there); their curves are on no page.
-variants=${VARIANTS-h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=h2o,ada:score=pyramidkv,\
+variants=${VARIANTS-h2o:decay=0.9,h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=h2o,ada:score=pyramidkv,\
 merge_on_evict:score=h2o,h2o:recent=0.34:sinks=0,ems:threshold=1.1,streaming:positions=absolute,elastic:merge=none,\
 merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true,\
 h2o:recent=0:sinks=0:average=true:decode=once,snapkv:pool=avg:decode=once,streaming:positions=absolute:decode=once,\
