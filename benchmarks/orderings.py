@@ -1,6 +1,7 @@
 """What the papers' orderings and kvpress come to, on the samples of runs: DIR ... --out FILE. `make docs` shows it.
 
-Samples are not committed; what this writes is. With --renew, what FILE says of pairs without samples here stays.
+Samples are not committed; what this writes is. With --renew, what FILE says of pairs without samples here stays;
+--claim NAME leaves it at the pairs of one claim (src/millpond/evals/claims.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from millpond.evals.claims import CLAIMS
 from millpond.evals.findings import Runs, read_findings, renewed, write_findings
 
 
@@ -17,9 +19,10 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="what millpond eval wrote, with samples.jsonl")
     parser.add_argument("--out", required=True, type=Path, help="a JSON file")
     parser.add_argument("--renew", action="store_true", help="keep what FILE says of other pairs and protocols")
+    parser.add_argument("--claim", choices=[claim.name for claim in CLAIMS], help="only its pairs, and --renew")
     chosen = parser.parse_args()
-    found = Runs(chosen.folders).findings()
-    if chosen.renew:
+    found = [f for f in Runs(chosen.folders).findings() if chosen.claim in (None, f.claim)]
+    if chosen.renew or chosen.claim:
         found = renewed(read_findings(chosen.out), found)
     write_findings(chosen.out, found)
     print(f"{len(found)} comparisons written to {chosen.out}")

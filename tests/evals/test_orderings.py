@@ -178,6 +178,11 @@ def test_the_script_writes_what_was_found(tmp_path: Path) -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     assert "3 comparisons" in done.stdout
     assert [item["mean"] for item in json.loads((tmp_path / "o.json").read_text())] == [1.0] * 3
+    other = made(tmp_path / "other", {"h2o": [0.0, 0.0], "window": [0.0, 0.0], "h2o:decay=0.9": [1.0, 0.0]})
+    script[2] = str(other)
+    subprocess.run([*script, "--claim", "forget"], check=True)
+    means = {(item["claim"], item["second"]): item["mean"] for item in json.loads((tmp_path / "o.json").read_text())}
+    assert means == {("heavy", "window"): 1.0, ("forget", "h2o"): 0.5, ("forget", "window"): 0.5}
 
 
 def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) -> None:
