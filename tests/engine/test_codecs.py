@@ -141,3 +141,21 @@ def test_what_cannot_be_put_together_is_refused() -> None:
     with pytest.raises(OptionError, match="unknown codec"):
         engine.add(Request(request_id="a", prompt=(5, 6), cache=CacheOptions(codec="int5")))
     engine.close()
+
+
+def test_lower_tiers_go_on_taking_what_leaves() -> None:
+    method, options, budget, codec = CASES["h2o mikv"]
+    ids, new = torch.tensor([prompt(210)]), 120
+    with mp.compress(model(), method, budget, codec, **options) as kept:
+        model().generate(
+            ids, past_key_values=kept, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+        expected = kept.stats().kv_bytes
+    engine = engine_for("h2o mikv")
+    engine.add(Request(request_id="one", prompt=tuple(prompt(210)), params=greedy(new)))
+    held = 0
+    while engine.busy:
+        engine.step()
+        held = max(held, engine.stats().kv_bytes if engine.stats().generated_tokens == new - 1 else 0)
+    engine.close()
+    assert held == pytest.approx(expected, rel=0.1)

@@ -66,7 +66,7 @@ class Attention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
-        runs = table.shared_runs() if table.sealed is None and rule == KEEP_ALL and not self.shape.window else None
+        runs = self.runs(table, rule, self.shape)
         if runs is not None:
             return self._two_phases(table, runs, q, k, v, q_pos)
         plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.caps, table.recent, q_pos, rule)
@@ -75,6 +75,11 @@ class Attention:
         else:
             out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
         return out, lse
+
+    @staticmethod
+    def runs(table: RegionTable, rule: DecodeRule, shape: AttentionShape) -> SharedRuns | None:
+        """What sequences begin with together, where a step reads it once for all of them."""
+        return table.shared_runs() if table.sealed is None and rule == KEEP_ALL and not shape.window else None
 
     def _two_phases(
         self, table: RegionTable, runs: SharedRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,20 @@ from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
 from millpond.cache.counted import CountedPages
-from millpond.cache.finite import FiniteCheck
-from millpond.cache.growth import grow
 from millpond.cache.parts import AttentionShape, Candidates, Chunk
 from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
 from millpond.cache.pool import PagePool
-from millpond.cache.rivals import Rivals
 from millpond.cache.rotation import Rotation
 from millpond.cache.sealed import Sealed
+from millpond.cache.stepper import Newest, Stepper
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Span, Timeline
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError
 from millpond.kernels import ops
-from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.policy.moments import QueryMoments
-from millpond.policy.policy import REDUCE, Policy, on_sliding_layer
+from millpond.policy.policy import REDUCE, Policy
 from millpond.policy.view import View
 
 
@@ -79,15 +75,12 @@ class LayerCache:
         self.companions = Companions.of(policy, index, rotation)
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
+        self._stepper = Stepper(index, policy, timeline, self.attention, self.planner, self.companions)
         self._pool = pool
         self._sealed = sealed
         self._between_chunks = between_chunks
         self._table: RegionTable | None = None
         self._opened = False
-        self._rule: DecodeRule = policy.decode_rule(index)
-        self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
-        self._rivals = policy.rivals
-        self._finite = FiniteCheck(index)
 
     # ------------------------------------------------------------------ what others may ask
 
@@ -189,6 +182,32 @@ class LayerCache:
         self.columns += 1
         return out
 
+    def steps_plainly(self, n_seq: int, shape: AttentionShape) -> bool:
+        """Whether `attend_newest` is `begin_newest`, `ops.decode` and `end_newest`, and nothing else."""
+        table = self._table
+        if table is None or not self._opened or self.companions.pending:
+            return False
+        return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
+
+    def begin_newest(self, n_seq: int, shape: AttentionShape) -> Newest:
+        """Of a layer that `steps_plainly`: one new token of every sequence, none a pad.
+
+        Raises:
+            PoolFullError: see `attend`; nothing was changed.
+        """
+        table, self.attention.shape = self._require_table(), shape
+        span = self._newest_span(table, n_seq)
+        return self._stepper.begin(table, span.token(0), span.device, span.q_pos)
+
+    def end_newest(self, step: Newest, lse: Tensor) -> None:
+        """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq).
+
+        Raises:
+            NumericsError: attention is NaN.
+        """
+        self._stepper.end(step, lse, self.columns)
+        self.columns += 1
+
     def open(self, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
         """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim)."""
         pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
@@ -202,14 +221,7 @@ class LayerCache:
         table.sealed = sealed
         self._opened = True
         self.attention.turned = sealed is not None and sealed.codec.rotated
-        self._rule = self.policy.decode_rule(self.index)
-        if shape.window:
-            own = self.policy.replans or self.companions.headwise is not None
-            self._rule = self._rule if own else on_sliding_layer(self._rule)
-            self.companions.rolling = None  # the window hides the sinks, and no distance exceeds it
-        if sealed is not None and sealed.codec.tiered:
-            self._demotes = self._rule
-            self._rule = replace(self._rule, evict=Evict.NEVER)
+        self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered)
         return table
 
     def _require_table(self) -> RegionTable:
@@ -227,42 +239,11 @@ class LayerCache:
         """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D) -> (S, Hq, value_dim)."""
         if self.companions.pending:
             self.planner.settle(table)
-        return self._step(table, q, k, v, span.token(0), span.q_pos)
+        return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
 
-    def _step(
-        self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, q_pos: Tensor | None = None
-    ) -> Tensor:
-        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
-
-        `positions` (S,): of the tokens, -1 where a sequence has none; `q_pos`: the same on the device, if known.
-        """
-        if q_pos is None:
-            q_pos = torch.from_numpy(positions.astype(np.int32)).to(q.device)
-        rule, window = self._rule, self.attention.shape.window
-        rolling, headwise = self.companions.rolling, self.companions.headwise
-        always, active = rule.evict is Evict.NEVER, positions >= 0
-        sealing.seal_due(table, active)
-        table.privatise(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
-        if self.policy.grows:
-            grow(table, positions, self.planner.budget)
-        rivals = Rivals.of(table, self._rivals, positions)
-        (rivals or table).make_room(always)
-        if rolling is not None:
-            q, k = rolling.step(table, q, k, positions)
-        out, lse = self.attention.step(table, rule, q, k, v, q_pos)
-        table.stepped(always, active)
-        if not always or headwise is not None or self.policy.replans:
-            self._finite.check(lse, self.columns)
-        if headwise is not None:
-            assert self.timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.admit(table, self.timeline.tokens, positions, window)
-        if rivals is not None:
-            rivals.compete(rule, q_pos, window)
-        if self._demotes.evict is not Evict.NEVER:
-            sealing.demote_due(table, self._demotes, positions)
-        if self.policy.replans:
-            self.planner.stepped(table, q, q_pos, positions)
-        return out
+    def _newest_span(self, table: RegionTable, n_seq: int) -> Span:
+        """One more token of every sequence."""
+        return self.timeline.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
 
     def _token_by_token(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """A multi-token pass as if it had been decoded."""
@@ -272,8 +253,8 @@ class LayerCache:
                 columns = span.columns(sequence)
                 table.sealed.observe(sequence, q[sequence, :, columns], k[sequence, :, columns])
         steps = [
-            self._step(table, q[:, :, column], k[:, :, column], v[:, :, column], span.token(column))
-            for column in range(span.length)
+            self._stepper.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), self.columns)
+            for i in range(span.length)
         ]
         return torch.stack(steps, 2)
 
@@ -300,7 +281,7 @@ class LayerCache:
         rows = torch.arange(table.n_seq, device=q.device)
         columns = torch.from_numpy(span.first_columns()).to(q.device)
         q_own, k_own, v_own = (t[rows, :, columns] for t in (q, k, v))
-        step = self._step(table, q_own, k_own, v_own, np.where(decoding, span.before, -1))
+        step = self._stepper.step(table, q_own, k_own, v_own, np.where(decoding, span.before, -1), self.columns)
         chosen = torch.from_numpy(decoding).to(q.device)
         out[rows[chosen], :, columns[chosen]] = step[chosen]
 
@@ -348,8 +329,8 @@ class LayerCache:
         """
         table = other._require_table()
         if self._table is None:
-            self._table, self._rule, self.attention.shape = table, other._rule, other.attention.shape
-            self._opened = True
+            self._table, self.attention.shape, self._opened = table, other.attention.shape, True
+            self._stepper.take_over(other._stepper)
             self.companions.become(other.companions)
         else:
             self.companions.join(other.companions, self._table.n_seq)
@@ -361,7 +342,8 @@ class LayerCache:
         """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
         to._table = self._require_table().fork()
         to._table.select(sequences)
-        to._rule, to.attention.shape, to._opened = self._rule, self.attention.shape, True
+        to.attention.shape, to._opened = self.attention.shape, True
+        to._stepper.take_over(self._stepper)
         to.companions.become(self.companions.copy(sequences))
 
     def pages_for(self, n_tokens: int) -> int:
@@ -371,15 +353,7 @@ class LayerCache:
 
     def pages_for_step(self) -> dict[CountedPages[Any], int]:
         """Most pages that the next decoding step may take of each pool."""
-        table = self._table
-        if table is None:
-            return {}
-        always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
-        grows = always or self.policy.grows or bool(self._rivals.every)
-        need: dict[CountedPages[Any], int] = {table.pool: table.pages_for_step(grows, whole or not always)}
-        if table.sealed is not None:
-            need[table.sealed.pool] = sealing.pages_due(table)
-        return need
+        return {} if self._table is None else self._stepper.pages(self._table)
 
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order (beams, batch selection, repetition)."""
@@ -420,5 +394,6 @@ class LayerCache:
         """Give back every page and forget every token."""
         if self._table is not None:
             self._table.clear()
-        self._table, self._finite, self.columns, self._opened = None, FiniteCheck(self.index), 0, False
+        self._table, self.columns, self._opened = None, 0, False
+        self._stepper.reset()
         self.companions.become(self.companions.copy([]))

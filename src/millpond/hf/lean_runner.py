@@ -13,13 +13,12 @@ from millpond.cache.parts import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf.lean import STAND_IN as LAYERS
 from millpond.hf.linears import STAND_IN as LINEARS
+from millpond.hf.packed_pass import LayerAttend, Split
 from millpond.kernels import ops
 from millpond.kernels.dense import TOLERANCE, choose
 from millpond.models.lean.block import Attend
 from millpond.models.lean.describe import describe
 
-#: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
-LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
 #: Where the tokens of the trial stand in their text.
 _PLACES = (0, 1, 5)
 
@@ -57,9 +56,15 @@ class LeanRunner:
         """Whether the modules may be passed by: nobody watches them, and their weights are those that we have."""
         return self._watch.unchanged()
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: LayerAttend, rows: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, split: Split, rows: Tensor) -> Tensor:
         """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""
-        return self._decoder.forward(ids, positions, self._by_rows(attend), rows)
+        layers = self._decoder.in_one_call(len(ids)) if len(rows) == len(ids) else None
+        steps = None if layers is None else split.steps(self._shapes)
+        if layers is None or steps is None:
+            return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows)
+        logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
+        steps.end(lse)
+        return logits
 
     def _by_rows(self, attend: LayerAttend) -> Attend:
         def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from millpond.errors import OptionError, UnsupportedModelError, unknown
 from millpond.hf.attention import forget_pending, none_pending
 from millpond.hf.budgets import layer_windows
 from millpond.hf.compress import switch_attention
-from millpond.hf.lean_runner import LayerAttend, LeanRunner
+from millpond.hf.lean_runner import LeanRunner
 from millpond.hf.linears import use_native_linears
 from millpond.hf.native import use_native_layers
-from millpond.hf.packed_pass import Given, PackedPass, Segment, Served, ShapeWatch, Split
+from millpond.hf.packed_pass import Given, LayerAttend, PackedPass, Segment, Served, ShapeWatch, Split
 from millpond.hf.plain import plain
 from millpond.hf.rotation import CHANGING
 from millpond.hf.support import (
@@ -115,7 +115,7 @@ class PackedModel:
         """
         split = Split(segments)
         if self._lean is not None and self._lean.ready():
-            return self._lean.forward(ids, positions, split.rows, rows)
+            return self._lean.forward(ids, positions, split, rows)
         return self._run(ids, positions, split, rows)
 
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,14 @@ from transformers import Cache
 
 from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape
+from millpond.cache.stepper import Newest
 from millpond.errors import CacheMismatchError
 from millpond.hf.attention import tag
-from millpond.hf.lean_runner import LayerAttend
 from millpond.hf.pass_layer import PassLayer
+from millpond.kernels import native
+
+#: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,22 @@ class Segment:
     begin: int
     end: int
     decoding: bool
+
+
+class Steps(NamedTuple):
+    """A decoding step of all layers."""
+
+    cores: Sequence[LayerCache]
+    newest: list[Newest]
+
+    def regions(self) -> list[native.Regions]:
+        """What the layers meet."""
+        return [step.regions() for step in self.newest]
+
+    def end(self, lse: Tensor) -> None:
+        """Take note of what happened; `lse`: (layers, S, Hq)."""
+        for core, step, sums in zip(self.cores, self.newest, lse, strict=True):
+            core.end_newest(step, sums)
 
 
 class Split:
@@ -52,6 +72,16 @@ class Split:
         """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
         return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+    def steps(self, shapes: Sequence[AttentionShape]) -> Steps | None:
+        """All layers ready for one decoding step, where the segment is one and each layer `steps_plainly`."""
+        segment = self._segments[0]
+        n, cores = segment.end - segment.begin, segment.cores
+        if len(self._segments) > 1 or not segment.decoding:
+            return None
+        if not all(core.steps_plainly(n, shape) for core, shape in zip(cores, shapes, strict=True)):
+            return None
+        return Steps(cores, [core.begin_newest(n, shape) for core, shape in zip(cores, shapes, strict=True)])
 
     @staticmethod
     def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:

@@ -7,7 +7,7 @@ native kernels, which do a few rows at the speed of memory and round where torch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -79,8 +79,19 @@ class Rest:
         return native.Behind(self.out.few, self.up.few, self.down.few)
 
 
+def in_one_call(layers: Iterable[tuple[Projection, Rest]], head_dim: int) -> native.Layers:
+    """Layers for a few rows on a CPU, one of each sequence: as `Projection.few`, with attention in between."""
+    return native.Layers([(into.few, rest.few) for into, rest in layers], head_dim)
+
+
 class Dense:
-    """Rows through torch."""
+    """Rows through torch.
+
+    Attributes:
+        few: the rows are few, and native kernels take them.
+    """
+
+    few = False
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Of the last dimension of x (N, n) or (N, heads, n)."""
@@ -139,14 +150,14 @@ class NativeDense(Dense):
     """Rows through the native kernels; matrices of many rows through torch where `native.gemm` does not serve them."""
 
     def __init__(self, few: bool) -> None:
-        self._few = few
+        self.few = few
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         weight, bias, eps, centred = norm
         return native.norm(x, weight, bias, eps=eps, centred=centred)
 
     def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
-        if self._few:
+        if self.few:
             return projection.few(x)
         whole = projection.whole
         if whole is None or not native.gemm_serves(x, whole[0]):
@@ -155,7 +166,7 @@ class NativeDense(Dense):
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
-        if self._few:
+        if self.few:
             return projection.few(x)[0]
         act, whole, halves = projection.act, projection.whole, len(projection.parts) == 2
         if act is None or act is Gate.GELU or whole is None:  # torch's erf is the faster
@@ -168,7 +179,7 @@ class NativeDense(Dense):
         return native.gate(functional.linear(x, *whole), act)
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
-        if self._few:
+        if self.few:
             return projection.few(x, residual)[0]
         ((weight, bias),) = projection.parts
         if not native.gemm_serves(x, weight):
@@ -178,12 +189,12 @@ class NativeDense(Dense):
     def heads(
         self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self._few:
+        if self.few:
             return projection.few.heads(x.contiguous(), dim, cos, sin)
         return super().heads(x, projection, dim, cos, sin)
 
     def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
-        return rest.few(seen.contiguous(), x.contiguous()) if self._few else super().behind(seen, x, rest)
+        return rest.few(seen.contiguous(), x.contiguous()) if self.few else super().behind(seen, x, rest)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         native.rotate_(q, k, cos, sin)

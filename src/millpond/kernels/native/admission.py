@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.native.calls import INT32, _flat, entry_point
-from millpond.kernels.native.ops import _pool
+from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
 
 #: the order of fields is that of csrc/args.hpp
@@ -29,7 +29,7 @@ def admit(
     table, local, classes = _flat(table), _flat(local), classes.contiguous()
     sequences, kinds, seen, quota, most = map(_numbers, (sequences, kinds, seen, quota, most))
     entry_point("mp_admit")(ADMIT(
-        pages.bases.data_ptr(), pages.bases.shape[1], *_pool(pages), table.data_ptr(), table.stride(0),
+        pages.bases.data_ptr(), pages.bases.shape[1], *pool_numbers(pages), table.data_ptr(), table.stride(0),
         lens.data_ptr(), sequences.data_ptr(), ids.data_ptr(), ids.stride(0), classes.data_ptr(), len(classes),
         kinds.data_ptr(), local.data_ptr(), seen.data_ptr(), quota.data_ptr(), most.data_ptr(),
         len(sequences), len(lens) // len(ids), sinks, window,

@@ -66,30 +66,43 @@ def decode(
     """`packed`: the struct of the regions' packed parts, see native/packed.py; empty where there are none."""
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
     table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
+    sinks = None if sink_logits is None else sink_logits.float().contiguous()
+    n_seq, n_heads, _ = q.shape
+    result = (
+        torch.empty((n_seq, n_heads, pool[3]), dtype=q.dtype),
+        torch.empty((n_seq, n_heads), dtype=torch.float32),
+        torch.empty((n_seq * k_new.shape[1],), dtype=INT32),
+    )
+    struct = decode_struct(
+        q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks, pool, rule, window,
+        scale, softcap, decay, *result,
+    )  # fmt: skip
+    if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
+        raise MemoryError("no memory for the work space of the decode kernel")
+    return result
+
+
+def decode_struct(
+    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
+    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
+    scale: float, softcap: float, decay: float, out: Tensor, lse: Tensor, evicted: Tensor,
+) -> bytes:  # fmt: skip
+    """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().contiguous()
     n_seq, n_heads, _ = q.shape
-    n_kv_heads = k_new.shape[1]
-    out = torch.empty((n_seq, n_heads, pool[3]), dtype=q.dtype)
-    lse = torch.empty((n_seq, n_heads), dtype=torch.float32)
-    evicted = torch.empty((n_seq * n_kv_heads,), dtype=INT32)
     q_seq, q_head, _ = q.stride()
     k_seq, k_head, _ = k_new.stride()
     v_seq, v_head, _ = v_new.stride()
-    failed = entry_point("mp_decode_packed" if packed else "mp_decode")(DECODE(
+    return DECODE(
         bases.data_ptr(), bases.shape[1], *pool,
         q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), DTYPES[q.dtype], DTYPES[k_new.dtype], DTYPES[v_new.dtype],
         q_seq, q_head, k_seq, k_head, v_seq, v_head,
         table.data_ptr(), table.stride(0), lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
-        n_seq, n_heads, n_kv_heads, window, *rule, torch.get_num_threads(), scale, softcap, decay,
-    ) + packed)  # fmt: skip
-    if failed:
-        raise MemoryError("no memory for the work space of the decode kernel")
-    return out, lse, evicted
+        n_seq, n_heads, k_new.shape[1], window, *rule, torch.get_num_threads(), scale, softcap, decay,
+    )  # fmt: skip
 
 
 def prefill(

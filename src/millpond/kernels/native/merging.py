@@ -10,7 +10,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.merge_rule import MergeRule
 from millpond.kernels.native.calls import DTYPES, INT32, _flat, _rows, entry_point
-from millpond.kernels.native.ops import _pool
+from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.rules import DecodeRule
 
@@ -40,7 +40,7 @@ def merge_slots(
     local = local if local is None else _rows(local.float())
     n_seq = q_pos.shape[0]
     failed = entry_point("mp_merge_slots")(MERGE(
-        pages.bases.data_ptr(), pages.bases.shape[1], *_pool(pages), table.data_ptr(), table.stride(0),
+        pages.bases.data_ptr(), pages.bases.shape[1], *pool_numbers(pages), table.data_ptr(), table.stride(0),
         lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(), memory.data_ptr(),
         0 if local is None else local.data_ptr(), 0 if local is None else local.stride(0),
         n_seq, lens.shape[0] // n_seq if n_seq else 0, leave.evict, leave.sinks, leave.seed & 0xFFFFFFFF,

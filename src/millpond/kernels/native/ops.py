@@ -89,12 +89,13 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _pool(pages: PageArrays) -> list[int]:
+def pool_numbers(pages: PageArrays) -> list[int]:
+    """A pool as the schemas take it, where it lies apart."""
     dtype = calls.DTYPES[pages.dtype]
     return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
 
 
-def _rule(rule: DecodeRule) -> list[int]:
+def rule_numbers(rule: DecodeRule) -> list[int]:
     """A rule as the schemas take it, its decay apart."""
     kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
     return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
@@ -119,8 +120,8 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else calls.decode
     result: tuple[Tensor, Tensor, Tensor] = call(
-        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), _rule(rule),
-        window, scale, softcap, rule.decay,
+        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
+        pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay,
     )  # fmt: skip
     return result
 
@@ -138,7 +139,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     members = torch.arange(len(q)) if members is None else members
     out, lse = nothing_found(q, pages.value_dim) if found is None else found
-    calls.attend(q, pages.bases, table, lens, members, out, lse, _pool(pages), scale, softcap)
+    calls.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), scale, softcap)
     return out, lse
 
 
@@ -195,14 +196,14 @@ def write(
     log_masses: Tensor | None = None,
 ) -> None:
     call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else calls.write
-    call(pages.bases, table, start, count, index, keys, values, positions, scores, log_masses, _pool(pages))
+    call(pages.bases, table, start, count, index, keys, values, positions, scores, log_masses, pool_numbers(pages))
 
 
 def read(
     pages: PageArrays, table: Tensor, lens: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else calls.read
-    keys, values, positions, scores, log_masses = call(pages.bases, table, lens, width, _pool(pages))
+    keys, values, positions, scores, log_masses = call(pages.bases, table, lens, width, pool_numbers(pages))
     return keys, values, positions, scores, log_masses if pages.masses else None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.native import calls
-from millpond.kernels.native.ops import _pool, _rule
+from millpond.kernels.native.ops import pool_numbers, rule_numbers
 from millpond.kernels.packed import groups, reference
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -109,8 +109,8 @@ def decode(
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return calls.decode(
-        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits, _pool(pages), _rule(rule),
-        window, scale, softcap, rule.decay, _regions(packed),
+        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
+        pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay, _regions(packed),
     )  # fmt: skip
 
 

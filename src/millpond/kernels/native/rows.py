@@ -52,12 +52,13 @@ class Linears:
         for weight, bias in parts:
             numbers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight), weight.stride(0))
         numbers += (0,) * (16 - len(numbers))
-        self._same = LINEAR_SAME(
+        #: the part of the C struct that is the same for all rows
+        self.same = LINEAR_SAME(
             0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
             DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
         )  # fmt: skip
         #: the C struct of no rows, for calls that fill them in
-        self.blank = LINEAR_ROWS(*(0,) * 8) + self._same
+        self.blank = LINEAR_ROWS(*(0,) * 8) + self.same
         self._call = entry_point("mp_linear")
 
     @property
@@ -70,20 +71,28 @@ class Linears:
 
         Three parts; cos, sin: (N, <= dim), as for `rotate_`.
         """
-        n, turning = x.shape[0], cos.shape[-1]
-        q, k, v = outs = tuple(torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
-        cos, sin = cos.contiguous(), sin.contiguous()
-        to, threads = [out.data_ptr() for out in outs], torch.get_num_threads()
-        q_row, k_row = self._widths[:2]
-        failed = entry_point("mp_heads")(
-            LINEAR_ROWS(x.data_ptr(), 0, *to, *self._unused, n, threads) + self._same + ROTATE(
-                *to[:2], cos.data_ptr(), sin.data_ptr(), n, q_row // dim, k_row // dim, turning, turning,
-                q_row, dim, k_row, dim, DTYPES[self._dtype], threads,
-            )
-        )  # fmt: skip
-        if failed:
+        outs, cos, sin = self.room_for_heads(len(x), dim), cos.contiguous(), sin.contiguous()
+        before, behind = self.heads_struct(x, cos, sin, *outs)
+        if entry_point("mp_heads")(before + self.same + behind):
             raise MemoryError("no memory for the work space of the linear kernel")
+        return outs
+
+    def room_for_heads(self, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialised queries, keys and values (n, heads, dim)."""
+        q, k, v = (torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
         return q, k, v
+
+    def heads_struct(
+        self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[bytes, bytes]:
+        """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
+        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], torch.get_num_threads()
+        q_row, k_row = self._widths[:2]
+        to = q.data_ptr(), k.data_ptr()
+        return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
+            *to, cos.data_ptr(), sin.data_ptr(), n, q_row // dim, k_row // dim, turning, turning,
+            q_row, dim, k_row, dim, DTYPES[self._dtype], threads,
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
@@ -94,7 +103,7 @@ class Linears:
             LINEAR_ROWS(
                 x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
                 *self._unused, x.numel() // self._width, torch.get_num_threads(),
-            ) + self._same
+            ) + self.same
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the work space of the linear kernel")
@@ -105,20 +114,22 @@ class Behind:
     """What follows attention in a layer, made ready once; each of the three has one result. See `Linears`."""
 
     def __init__(self, out: Linears, up: Linears, down: Linears) -> None:
-        self._steps = out.blank + up.blank + down.blank
+        #: the part of the C struct that is the same for all rows
+        self.same = out.blank + up.blank + down.blank
         self._width = down.width
         self._call = entry_point("mp_behind")
 
     def __call__(self, seen: Tensor, x: Tensor) -> Tensor:
         """Contiguous rows seen (N, k) and x (N, width) -> (N, width): x += out(seen), then x + down(up(x))."""
-        n = x.shape[0]
-        result = torch.empty((n, self._width), dtype=x.dtype)
-        failed = self._call(
-            BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), n, torch.get_num_threads()) + self._steps
-        )
-        if failed:
+        result = torch.empty((len(x), self._width), dtype=x.dtype)
+        if self._call(self.struct(seen, x, result) + self.same):
             raise MemoryError("no memory for the work space of the linear kernel")
         return result
+
+    @staticmethod
+    def struct(seen: Tensor, x: Tensor, result: Tensor) -> bytes:
+        """The part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
+        return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), torch.get_num_threads())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -39,6 +39,13 @@ class Block:
     norms_behind: tuple[Norm, Norm] | None = None
     parallel: bool = False
 
+    @property
+    def in_order(self) -> bool:
+        """Whether it is three matrices whose heads turn, attention, and the rest behind: see `dense.in_one_call`."""
+        besides = (self.q_norm, self.k_norm, self.norms_behind)
+        plain = all(norm is None for norm in besides) and self.q_scale == 1 and not self.parallel
+        return plain and len(self.qkv.parts) == 3
+
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, dense: Dense, rows: Tensor | None = None
     ) -> Tensor:
@@ -68,14 +75,15 @@ class Block:
         return q, k, v
 
     @cached_property
-    def _rest(self) -> Rest:
+    def rest(self) -> Rest:
+        """What follows attention, where norms stand in front."""
         return Rest(self.out, self.up, self.down)
 
     def _behind_attention(self, x: Tensor, seen: Tensor, dense: Dense) -> Tensor:
         if self.parallel:
             return dense.added(seen, self.out, dense.added(dense.activated(x, self.up), self.down, x))
         if self.norms_behind is None:
-            return dense.behind(seen, x, self._rest)
+            return dense.behind(seen, x, self.rest)
         x = dense.norm(dense.added(seen, self.out, x), self.norms_behind[0])
         x = dense.added(dense.activated(x, self.up), self.down, x)
         return dense.norm(x, self.norms_behind[1])

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn import functional
 
-from millpond.kernels.dense import Norm, choose
+from millpond.kernels.dense import Norm, choose, in_one_call
 from millpond.kernels.linear import linear
+from millpond.kernels.native import Layers, Regions
 from millpond.models.lean.block import Attend, Block
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoder:
     """A model, by what it is made of.
 
@@ -47,6 +49,34 @@ class Decoder:
         for block in self.blocks:
             x = block.forward(x, rotary, attend, dense, some if block is self.blocks[-1] else None)
         return self.logits(x)
+
+    def in_one_call(self, n: int) -> Layers | None:
+        """All layers for n rows, one of each sequence; None where they are not built so, or not run so."""
+        return self._in_one_call if choose(self.tokens[:n]).few else None
+
+    @cached_property
+    def _in_one_call(self) -> Layers | None:
+        sizes = {(block.head_dim, *(len(weight) for weight, _ in block.qkv.parts)) for block in self.blocks}
+        if self.rotary is None or len(sizes) > 1 or not all(block.in_order for block in self.blocks):
+            return None
+        return in_one_call([(block.qkv, block.rest) for block in self.blocks], self.blocks[0].head_dim)
+
+    def step(
+        self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[Regions]
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of the newest token of each sequence, all of whose logits are asked for.
+
+        Args:
+            layers: those of `in_one_call`. regions: what each of them meets.
+
+        Returns:
+            (N, vocabulary) logits and (layers, N, n_heads) log-sum-exp of attention.
+        """
+        x = self.embed(ids, positions).contiguous()
+        rotary = self.angles(x, positions)
+        assert rotary is not None, "of layers that turn"
+        lse = layers(x, *rotary, regions)
+        return self.logits(x), lse
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(N, width): what the first layer reads."""

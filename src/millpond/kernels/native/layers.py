@@ -1,0 +1,75 @@
+"""Layers: all layers of a decoder for rows that decode, in one foreign call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.native.calls import INT32, decode_struct, entry_point
+from millpond.kernels.native.ops import pool_numbers, rule_numbers
+from millpond.kernels.native.rows import Behind, Linears
+from millpond.kernels.pages import PageArrays
+from millpond.kernels.rules import DecodeRule
+
+COUNT = Struct("=q").pack
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """What one layer of a decoding step meets: arguments of `ops.decode`."""
+
+    pages: PageArrays
+    table: Tensor
+    lens: Tensor
+    caps: Tensor
+    recent: Tensor
+    q_pos: Tensor
+    rule: DecodeRule
+    scale: float
+    softcap: float
+    window: int
+    sink_logits: Tensor | None  #: float32 and contiguous
+
+
+class Layers:
+    """Matrices and norms of layers, each with queries, keys and values of three matrices that turn, made ready once.
+
+    The tensors must stay where they are as long as this is called; it does not keep them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Linears, Behind]], head_dim: int) -> None:
+        self._parts, self._dim = parts, head_dim
+        self._call = entry_point("mp_layers")
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, regions: Sequence[Regions]) -> Tensor:
+        """Rows x (N, width), contiguous, one of each sequence, go through all layers in place.
+
+        Args:
+            cos, sin: (N, <= head_dim), as for `rotate_`. regions: of each layer; lengths and pages change as in
+                `ops.decode`.
+
+        Returns:
+            (layers, N, n_heads): the log-sum-exp of each layer's attention.
+        """
+        first, cos, sin = self._parts[0][0], cos.contiguous(), sin.contiguous()
+        q, k, v = heads = first.room_for_heads(len(x), self._dim)
+        seen = torch.empty((*q.shape[:2], v.shape[-1]), dtype=x.dtype)
+        lse = torch.empty((len(regions), *q.shape[:2]), dtype=torch.float32)
+        evicted = torch.empty(len(x) * k.shape[1], dtype=INT32)
+        before, turn = first.heads_struct(x, cos, sin, *heads)
+        behind = Behind.struct(seen, x, x)
+        structs = [COUNT(len(regions))]
+        for (into, rest), r, sums in zip(self._parts, regions, lse, strict=True):
+            decoding = decode_struct(
+                q, k, v, r.pages.bases, r.table, r.lens, r.caps, r.recent, r.q_pos, r.sink_logits,
+                pool_numbers(r.pages), rule_numbers(r.rule), r.window, r.scale, r.softcap, r.rule.decay,
+                seen, sums, evicted,
+            )  # fmt: skip
+            structs += (before, into.same, turn, decoding, behind, rest.same)
+        if self._call(b"".join(structs)):
+            raise MemoryError("no memory for the work space of a layer")
+        return lse
