@@ -1,11 +1,10 @@
 // A few rows of floats times rows of a matrix of bf16, where that is faster than products of pairs of bf16, or all there is.
 //
-// Up to MOST_ALONG rows of x: few_rows_lanes.hpp. More of them meet rows of w that are turned, 16 at a time, so that a lane
-// holds one: turning costs the same for any number of rows of x. Every sum is one chain along a row, in order, so a row of x
-// has the same bits whatever is beside it, as long as the form is the same. Each number of w is fetched and widened once.
+// Rows of w are turned, 16 at a time, so that a lane holds one, and meet every row of x. Every sum is one chain along a
+// row, in order, so a row of x has the same bits whatever is beside it. Each number of w is fetched and widened once.
 #pragma once
 
-#include "few_rows_lanes.hpp"
+#include "turned.hpp"
 
 #if defined(__AVX512F__) && !defined(MP_PAIRED_PRODUCTS)
 namespace mp {
@@ -15,9 +14,8 @@ constexpr int MOST_TURNED = 16;  // rows of x: as many sums stay in registers
 // Whether m rows of x have to be laid out before they meet w.
 inline bool needs_order(int) { return true; }
 
-// Rows of x as they meet w. Where that is turned: number after number those of all m rows. `dim`: a multiple of STRIDE.
+// Rows of x as they meet w: number after number those of all m rows. `dim`: a multiple of STRIDE.
 inline void lay_out(const float* rows, int64_t row, int m, int dim, float* to) {
-  if (m <= MOST_ALONG) return lay_along(rows, row, m, dim, to);
   const uint32_t* words = reinterpret_cast<const uint32_t*>(rows);
   for (int d = 0; d < dim; d += W) transpose_block(words + d, row, m, reinterpret_cast<uint32_t*>(to) + int64_t(d) * m, m);
 }
@@ -37,7 +35,7 @@ MP_INLINE void meet(const __m512i* pairs, const float* x, vf (&acc)[H]) {
 
 // out[h * stride + t] = x[h] . w[t] for H rows of x, laid out, and 16 rows of w, `row` numbers apart. kAhead: these are
 // neighbours in memory, and as many bytes are asked for, a tile ahead. What is turned next is turned, and what comes after
-// is asked for, bit by bit between the products, so that none waits for another.
+// is asked for into the L1 cache, bit by bit between the products, so that none waits for another.
 template <int H, bool kAhead>
 inline void turned_tile(const bf16* w, int64_t row, int dim, const float* x, float* out, int stride) {
   vf acc[H];
@@ -68,30 +66,26 @@ inline void turned_tile(const bf16* w, int64_t row, int dim, const float* x, flo
   for (int h = 0; h < H; ++h) store(out + h * stride, acc[h]);
 }
 
-// The same for n rows of w.
-template <int H, bool kAhead>
-inline void turned_rows(const bf16* w, int n, int64_t row, int dim, const float* x, float* out, int stride) {
-  int t = 0;
-  for (; t + TURNED <= n; t += TURNED) turned_tile<H, kAhead>(w + t * row, row, dim, x, out + t, stride);
-  for (; t < n; ++t) {  // the last ones, each as all of a tile
-    float same[H * TURNED];
-    turned_tile<H, false>(w + t * row, 0, dim, x, same, TURNED);
-    for (int h = 0; h < H; ++h) out[h * stride + t] = same[h * TURNED];
-  }
+template <bool kAhead, int H = MOST_TURNED>
+inline void turned_tile_of(int m, const bf16* w, int64_t row, int dim, const float* x, float* out, int stride) {
+  if constexpr (H > 1)
+    if (m < H) return turned_tile_of<kAhead, H - 1>(m, w, row, dim, x, out, stride);
+  turned_tile<H, kAhead>(w, row, dim, x, out, stride);
 }
 
 // out[h * stride + t] = x[h] . w[t] for all m rows of x, laid out, and n rows of w.
-template <int H = MOST_TURNED>
-inline void few_rows(const bf16* w, int n, int64_t row, int dim, const float* x, int64_t x_row, int m, float* out,
-                     int stride) {
-  if constexpr (H > MOST_ALONG) {
-    if (m < H) return few_rows<H - 1>(w, n, row, dim, x, x_row, m, out, stride);
+inline void few_rows(const bf16* w, int n, int64_t row, int dim, const float* x, int64_t, int m, float* out, int stride) {
+  int t = 0;
+  for (; t + TURNED <= n; t += TURNED) {
     if (row == dim)
-      turned_rows<H, true>(w, n, row, dim, x, out, stride);
+      turned_tile_of<true>(m, w + t * row, row, dim, x, out + t, stride);
     else
-      turned_rows<H, false>(w, n, row, dim, x, out, stride);
-  } else {
-    rows_along(w, n, row, dim, x, m, out, stride);
+      turned_tile_of<false>(m, w + t * row, row, dim, x, out + t, stride);
+  }
+  for (; t < n; ++t) {  // the last ones, each as all of a tile
+    float same[MOST_TURNED * TURNED];
+    turned_tile_of<false>(m, w + t * row, 0, dim, x, same, TURNED);
+    for (int h = 0; h < m; ++h) out[h * stride + t] = same[h * TURNED];
   }
 }
 

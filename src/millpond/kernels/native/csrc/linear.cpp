@@ -3,8 +3,8 @@
 // matrix is activated or that of two becomes a gate and what it gates, a residual is added to the outcome.
 //
 // Every out[m][n] is summed over k in one order, whatever the other rows, the tile or the thread: a row of a batch has
-// the same bits as the row alone (where bf16 is widened to floats, two forms share the numbers of rows, each with its own
-// order: few_rows_floats.hpp). What torch would have written to memory in between is rounded to the storage type.
+// the same bits as the row alone. What torch would have written to memory in between is rounded to the
+// storage type.
 #include <algorithm>
 #include <cmath>
 

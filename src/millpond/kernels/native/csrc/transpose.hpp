@@ -54,15 +54,6 @@ MP_INLINE void load_turned(const uint32_t* from, int64_t from_row, int n, __m512
 MP_INLINE vf first_floats(__m512i pairs) { return (vf)_mm512_slli_epi32(pairs, 16); }
 MP_INLINE vf second_floats(__m512i pairs) { return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))); }
 
-// 32 floats, 16 pairs of neighbours: the first of each pair, then the second.
-MP_INLINE void part_pairs(const float* from, float* to) {
-  const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(1));
-  const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + W);
-  _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, first, high));
-  _mm512_storeu_ps(to + W, _mm512_permutex2var_ps(low, second, high));
-}
-
 // to[s * to_row + c] = from[c * from_row + s] for 16 words s of n <= 16 rows c; nothing else is written.
 MP_INLINE void transpose_block(const uint32_t* from, int64_t from_row, int n, uint32_t* to, int64_t to_row) {
   __m512i r[16];
