@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 
+#: A slash begins an option only before `name=`, so that a value may hold one (a path).
+_OPTION = re.compile(r"/(?=[A-Za-z_]\w*=)")
+
 
 def based_on(owner: str, text: str) -> Policy:
     """The policy that `text` names: "h2o", or with options "snapkv/window=8/kernel=5".
 
-    What follows `score=` names the next method down: "pyramidkv/beta=10/score=snapkv/window=8".
-
     Raises:
         OptionError: no such method or option, or the method has no score.
     """
-    head, nested, score = text.partition("/score=")
-    name, *parts = head.split("/")
-    options: dict[str, Any] = {"score": score} if nested else {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        if not equals:
-            raise OptionError(f"{owner}: score={text!r} must read name or name/option=value, for example h2o/sinks=0")
-        options[option] = value
+    name, options = base_spec(owner, text)
     base = METHODS.get(name)(**options)
     if base.keeps_all:
         raise OptionError(f"{owner}: score={text!r} keeps everything and has no score to share a budget by")
     return base
+
+
+def base_spec(owner: str, text: str) -> tuple[str, dict[str, Any]]:
+    """The method that `text` names, and its options as text.
+
+    What follows `score=` names the next method down: "pyramidkv/beta=10/score=snapkv/window=8".
+
+    Raises:
+        OptionError: something that is no option, or an option given twice.
+    """
+    head, nested, score = text.partition("/score=")
+    name, *parts = _OPTION.split(head)
+    if "/" in name or "=" in name:
+        raise OptionError(f"{owner}: score={text!r} must read name or name/option=value, for example h2o/sinks=0")
+    options: dict[str, Any] = {"score": score} if nested else {}
+    for part in parts:
+        option, _, value = part.partition("=")
+        if option in options:
+            raise OptionError(f"{owner}: score={text!r} gives {option!r} twice")
+        options[option] = value
+    return name, options
 
 
 def merge_steps(owner: str, every: int, merges: bool) -> int:

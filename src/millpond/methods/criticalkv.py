@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
-from millpond.methods import METHODS, method
+from millpond.methods import method
+from millpond.methods._base import based_on
 from millpond.policy.critical import CriticalValues
 from millpond.policy.policy import Policy
 from millpond.policy.score import AccumulatedAttention, LastAttention, WindowAttention
@@ -12,7 +13,7 @@ from millpond.policy.score import AccumulatedAttention, LastAttention, WindowAtt
 
 @method("criticalkv", paper="arXiv:2502.03805")
 def criticalkv(
-    score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o, tova, ..."] = "snapkv",
+    score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o/sinks=0, ..."] = "snapkv",
     first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
     eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
     numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 256,
@@ -28,7 +29,7 @@ def criticalkv(
     not by attention. Of an output of more than `numbers` numbers so many make the norm. decode="evict" keeps the budget
     while decoding: each step ends with a plan, and is slow.
     """
-    base = METHODS.get(score)()
+    base = based_on("criticalkv", score)
     if not isinstance(base.score, AccumulatedAttention | LastAttention | WindowAttention):
         raise OptionError(f"criticalkv: score={score!r} is not an amount of attention that values could be weighed by")
     return replace(base, score=CriticalValues(base.score, first, eps, numbers), every_step=decode == "evict")
