@@ -21,6 +21,59 @@ def test_floor_rule(alpha: float, expected: list[int]) -> None:
     assert Ada(alpha).keep_counts(A, ALL, NONE, 2).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("alpha", "budget", "expected"),
+    [
+        (0.2, 2, [1, 2]),  # won 1 and 3 of 4: .8 and 2.4, rounded; a floor of .4 is none
+        (0.5, 2, [2, 2]),  # .5 + 1 and 1.5 + 1, both rounded to the even number
+        (0.0, 2, [1, 3]),
+        (1.0, 3, [3, 3]),
+        (0.2, 4, [4, 4]),  # all that there is
+    ],
+)
+def test_the_official_allocation_blends_and_rounds(alpha: float, budget: int, expected: list[int]) -> None:
+    assert Ada(alpha, blend=True).keep_counts(A, ALL, NONE, budget).tolist() == expected
+
+
+def test_the_official_allocation_never_holds_more_than_the_budget() -> None:
+    """Three heads win 1, 1 and 4 of 6: 1.5, 1.5 and 3, which the authors' code rounds to 7 entries."""
+    value = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [8.0, 7, 6, 5]])
+    valid = torch.ones(3, 4, dtype=torch.bool)
+    assert Ada(0.5, blend=True).keep_counts(value, valid, ~valid, 2).tolist() == [2, 1, 3]
+
+
+def test_the_official_allocation_shares_out_once() -> None:
+    assert METHODS.get("ada")(allocation="official").heads == Ada(0.2, blend=True)
+    with pytest.raises(OptionError, match="shares budgets out once"):
+        METHODS.get("ada")(score="h2o", allocation="official", every=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
+    alpha=st.floats(0, 1), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_the_official_allocation_by_its_formula(
+    heads: int, n: int, budget: int, pinned: int, alpha: float, seed: int
+) -> None:
+    """Beside the formula counted out by hand: equal where that fits the budget, and never above the budget."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.rand(heads, n, generator=generator)
+    pinned = min(pinned, budget, n)
+    pin = torch.arange(n).expand(heads, n) < pinned
+    valid = torch.ones(heads, n, dtype=torch.bool)
+    counts = Ada(alpha, blend=True).keep_counts(value, valid, pin, budget)
+    free, total = budget - pinned, min(heads * budget, heads * n)
+    assert int(counts.sum()) <= total
+    assert (counts >= max(1, pinned)).all()
+    assert (counts <= n).all()
+    if budget < n and pinned:
+        best = value[:, pinned:].flatten().topk(heads * free).indices // (n - pinned)
+        blended = [round((1 - alpha) * int((best == h).sum()) + int(alpha * free)) + pinned for h in range(heads)]
+        if sum(blended) <= total:
+            assert counts.tolist() == blended
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millpond.errors import DataError, OptionError
@@ -235,10 +236,28 @@ def test_what_cannot_be_started_from(corpus: Path, folder: Path, tmp_path: Path)
         train_text(tmp_path / "d", corpus, TINY, start=other, **QUIET)
 
 
-def test_precision(done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path) -> None:
-    run, _ = train_text(tmp_path, corpus, TINY, precision="fp32", max_steps=10, **QUIET)
-    assert run.log[0].loss == pytest.approx(done[0].log[0].loss, rel=0.02)
-    assert run.log[0].loss != done[0].log[0].loss
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_passes_multiply_in_the_precision_that_was_asked_for(
+    corpus: Path, tmp_path: Path, precision: str, expected: torch.dtype
+) -> None:
+    made: set[torch.dtype] = set()
+
+    def note(module: torch.nn.Module, args: object, out: object) -> None:
+        if isinstance(module, torch.nn.Linear) and isinstance(out, torch.Tensor) and module.training:
+            made.add(out.dtype)
+
+    hook = register_module_forward_hook(note)
+    try:
+        run, _ = train_text(tmp_path, corpus, TINY, precision=precision, max_steps=1, **QUIET)
+    finally:
+        hook.remove()
+    assert made == {expected}
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+
+
+def test_a_run_keeps_its_precision(
+    done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(OptionError, match="precision bf16, not fp32"):
         train_text(folder, corpus, TINY, precision="fp32", **QUIET)
     with pytest.raises(OptionError, match="precision"):

@@ -35,6 +35,12 @@ def calibrate(
     fisher: Annotated[
         bool, typer.Option("--fisher/--no-fisher", help="Weigh numbers by the gradients of the loss at them.")
     ] = True,
+    by_range: Annotated[
+        bool,
+        typer.Option(
+            "--by-range/--no-range", help="Weigh by the squared range of a channel too; the published code does not."
+        ),
+    ] = True,
     dtype: DtypeName = "auto",
     device: DeviceName = None,
 ) -> None:  # fmt: skip
@@ -50,7 +56,7 @@ def calibrate(
     with notes(), _bar() as progress:
         found = measure(
             loaded, ids, bits=chosen, windows=windows, length=length, outliers=outliers, sinks=sinks, fisher=fisher,
-            normalise=normalised, progress=progress,
+            by_range=by_range, normalise=normalised, progress=progress,
         )  # fmt: skip
     found.save(out)
     errors().print(

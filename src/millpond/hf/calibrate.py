@@ -42,6 +42,7 @@ def calibrate(
     outliers: float = 0.01,
     sinks: int = 1,
     fisher: bool = True,
+    by_range: bool = True,
     normalise: Sequence[int] = (),
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
@@ -52,6 +53,9 @@ def calibrate(
         bits: of the codes: 2, 3 or 4. outliers: share of the numbers that is kept beside the codes.
         sinks: first entries of a text that stay plain, and say nothing here.
         fisher: weigh by squared gradients; False: every number alike.
+        by_range: weigh by the squared range of a number's channel or token too: the codes stand for numbers divided by
+            it, so that is what an error costs. Departs from the published code, which weighs by the gradients alone
+            (False).
         normalise: bits whose codes are read as numbers of the mean and deviation of the text's (Q-Norm).
 
     Raises:
@@ -76,7 +80,7 @@ def calibrate(
     found = []
     for index in range(layers):
         progress(len(runs) + index, total)
-        found.append(_layer(_joined([run[index] for run in read]), bits, outliers, normalise))
+        found.append(_layer(_joined([run[index] for run in read]), bits, outliers, by_range, normalise))
     progress(total, total)
     return Calibration(tuple(found), model_mark(model), type(model).__name__, outliers, sinks)
 
@@ -153,15 +157,18 @@ def _joined(runs: list[_Found]) -> _Found:
     return torch.cat(keys, 1), torch.cat(values, 1), torch.cat(key_fisher, 1), torch.cat(value_fisher, 1)
 
 
-def _layer(found: _Found, bits: Sequence[int], outliers: float, normalise: Sequence[int]) -> LayerCalibration:
+def _layer(
+    found: _Found, bits: Sequence[int], outliers: float, by_range: bool, normalise: Sequence[int]
+) -> LayerCalibration:
     keys, values, key_fisher, value_fisher = found
     n_heads, _, dim = keys.shape
     side_by_side, weights = (None if t is None else t.transpose(0, 1).flatten(1) for t in (keys, key_fisher))
     assert side_by_side is not None
-    y, w, scale, zero = normalised_keys(side_by_side, weights, outliers)
+    y, w, scale, zero = normalised_keys(side_by_side, weights, outliers, by_range=by_range)
     pages, page_weights = (None if t is None else _pages(t) for t in (values, value_fisher))
     assert pages is not None
-    y_values, w_values = normalised_values(pages, page_weights, round(outliers * SLOTS * values.shape[2]))
+    n_extra = round(outliers * SLOTS * values.shape[2])
+    y_values, w_values = normalised_values(pages, page_weights, n_extra, by_range=by_range)
     return LayerCalibration(
         scale.view(n_heads, dim), zero.view(n_heads, dim),
         {b: _numbers(y, w, b, b in normalise) for b in bits},

@@ -1,7 +1,7 @@
 """Ada-KV: head budgets by competition (Feng et al., 2024, arXiv:2407.11550)."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
@@ -16,10 +16,15 @@ def ada(
         str, "the method whose score, layers and triggers are used: snapkv, pyramidkv, h2o/sinks=0, ..."
     ] = "snapkv",
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.2,
+    allocation: Annotated[
+        Literal["floor", "official"],
+        "floor guarantees each head its share and fills the budget exactly; official blends and rounds, as the "
+        "authors' code does",
+    ] = "floor",
     every: Annotated[
         int | str,
         "decoding steps from one competition of the heads to the next, 0 for none; auto is 8 for a score that evicts "
-        "at each step, and none for others",
+        "at each step, and none for others and for allocation=official",
     ] = "auto",
 ) -> Policy:
     """Let the heads of a layer compete for the layer's budget in one top-k, over any other method's score.
@@ -31,11 +36,19 @@ def ada(
     are then the lowest of all heads together, so that a head's share follows its scores. The total is exact at each
     step, and no head falls below its floor.
 
-    Departs from the paper: there budgets are shared out once, at the end of the prompt (every=0).
+    Departs from the paper: there budgets are shared out once, at the end of the prompt (every=0). With b entries per
+    head beside the protected ones, the authors' code gives head h round((1 - alpha) b*_h + floor(alpha b)), where b*_h
+    is what it wins in one top-k without a floor, and so holds up to one entry per head less, or more, than the budget;
+    allocation="official" does the same, but never more. Here each head keeps its best floor(alpha b) before the rest is
+    competed for, so that alpha is what no head falls below, and the total is the budget.
     """
     base = based_on("ada", score)
     if base.shared:
         raise OptionError(f"ada: score={score!r} has no score per head to share budgets by")
+    if allocation == "official":
+        if every not in ("auto", 0):
+            raise OptionError(f"ada: every={every}: allocation='official' shares budgets out once; leave it out")
+        return replace(base, heads=Ada(alpha, blend=True))
     return replace(base, heads=Ada(alpha, _steps(every, base, score)))
 
 

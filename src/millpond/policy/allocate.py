@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.policy.layers import apportion
 from millpond.policy.select import keep_best, priority
 
 
@@ -58,16 +59,21 @@ class Ada:
     With `every`, the heads of a full layer compete again at each such step of decoding: as many entries as came in
     leave, the lowest of all heads together. At the steps between each head gives up its own lowest.
 
-    Departs from the paper: the official code blends and rounds, which loses up to H entries; here the floor is a
-    true minimum and the total is exact.
+    Departs from the paper: the authors' code blends even shares with the result of a competition without a floor, and
+    rounds; `blend` does so too. Of b = budget - protected entries, head h wins b*_h in one top-k of all heads, and
+    keeps its protected entries and round((1 - alpha) b*_h + floor(alpha b)) more. The total is then up to H entries below the
+    budget. Where the rounding would go above it, or empty a head, the largest remainders fill it exactly.
     """
 
     alpha: float = 0.2
     every: int = 0
+    blend: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise OptionError(f"alpha={self.alpha} must lie in 0..1")
+        if self.blend and self.every:
+            raise OptionError(f"every={self.every}: budgets that are blended are shared out once; use 0")
         if self.every < 0:
             raise OptionError(f"every={self.every} must not be negative; 0 never lets the heads compete again")
 
@@ -75,6 +81,8 @@ class Ada:
         return (protected + (self.alpha * (budget - protected).clamp(min=0)).long()).clamp(min=1)
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        if self.blend:
+            return self._blended(value, valid, pinned, budget)
         n_heads = value.shape[0]
         protected = (pinned & valid).sum(1)
         floor = torch.minimum(self.floor(protected, budget), valid.sum(1))
@@ -86,6 +94,20 @@ class Ada:
         highest = priority(value, others, torch.zeros_like(pinned)).flatten().topk(left).indices
         chosen = torch.zeros_like(secured).flatten().index_fill_(0, highest, True).view_as(secured)
         return secured.sum(1) + chosen.sum(1)
+
+    def _blended(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        won = Ada(0.0).keep_counts(value, valid, pinned, budget)
+        stored, total = valid.sum(1), int(won.sum())
+        if total == int(stored.sum()):
+            return won
+        protected = (pinned & valid).sum(1)
+        even = (self.alpha * (budget - protected).clamp(min=0)).long()
+        shares = (1 - self.alpha) * (won - protected).double() + even
+        counts = torch.minimum(protected + shares.round().long(), stored)
+        if int(counts.min()) > 0 and int(counts.sum()) <= total:
+            return counts
+        least = max(1, int(protected.min()))
+        return counts.new_tensor(apportion((protected + shares).tolist(), total, least, stored.tolist()))
 
 
 #: A key that no entry has: it leaves after all others.
