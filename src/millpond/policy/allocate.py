@@ -61,8 +61,8 @@ class Ada:
 
     Departs from the paper: the authors' code blends even shares with the result of a competition without a floor, and
     rounds; `blend` does so too. Of b = budget - protected entries, head h wins b*_h in one top-k of all heads, and
-    keeps its protected entries and round((1 - alpha) b*_h + floor(alpha b)) more. The total is then up to H entries below the
-    budget. Where the rounding would go above it, or empty a head, the largest remainders fill it exactly.
+    keeps its protected entries and round((1 - alpha) b*_h + floor(alpha b)) more. The total is then up to H entries
+    below the budget. Where the rounding would go above it, or empty a head, the largest remainders fill it exactly.
     """
 
     alpha: float = 0.2
