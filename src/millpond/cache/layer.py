@@ -309,7 +309,7 @@ class LayerCache:
         self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Candidates
     ) -> None:
         """Keep all new entries; `found`: they behind the stored ones."""
-        if table.sealed is None:
+        if table.sealed is None or not (self._between_chunks or found.n_sealed):
             contents.append(table, sequence, k, v, q_pos)
         else:
             contents.rewrite(table, sequence, found, found.positions >= 0, last=self._between_chunks)

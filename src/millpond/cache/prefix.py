@@ -58,10 +58,10 @@ class PrefixTree:
         self._use(found)
         return found
 
-    def keep(self, kind: Hashable, tokens: Ids, tables: list[RegionTable]) -> None:
+    def keep(self, kind: Hashable, tokens: Ids, tables: list[RegionTable]) -> list[Block]:
         """Hold the full blocks of a prompt of one sequence, `tables` of all layers, of which nothing has left.
 
-        The tables share these pages from now on.
+        The tables share these pages from now on. Returns the blocks.
         """
         slots = tables[0].pool.slots
         path = self.find(kind, tokens, slots)
@@ -79,19 +79,36 @@ class PrefixTree:
         for table in tables:
             table.share()
         self._use(path)
+        return path
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Let go of blocks, the longest unused first and none before those behind it, until there is `enough`."""
-        while not enough():
-            block = next((one for one in self._blocks.values() if not one.followers), None)
-            if block is None:
-                return False
-            self._drop(block)
+        """Let go of blocks, the longest unused first and none before those behind it, until there is `enough`.
+
+        Blocks whose pages are all held by requests as well stay: without them no page would be free.
+
+        Returns:
+            Whether there is enough.
+        """
+        if enough():
+            return True
+        for block in list(self._blocks.values()):  # whoever follows a block stands before it: one round meets all
+            if not block.followers and _alone(block):
+                self._drop(block)
+                if enough():
+                    return True
+        return False
+
+    def shorten(self, path: list[Block]) -> bool:
+        """Let go of the last block of a path, whoever holds its pages; False where none is left or others follow it."""
+        if not path or path[-1].followers:
+            return False
+        self._drop(path.pop())
         return True
 
     def clear(self) -> None:
         """Let go of all."""
-        self.evict(lambda: False)
+        for block in list(self._blocks.values()):
+            self._drop(block)
 
     def held(self, pool: CountedPages[Any]) -> list[PageIds]:
         """The pages of one pool that blocks hold."""
@@ -113,6 +130,11 @@ class PrefixTree:
         """These were used now, the first blocks of the text last, so that they stay longest."""
         for block in reversed(path):
             self._blocks.move_to_end(block.key)
+
+
+def _alone(block: Block) -> bool:
+    """Whether nobody else holds some page of a block."""
+    return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True))
 
 
 def tables_of(path: list[Block]) -> list[RegionTable]:

@@ -179,6 +179,11 @@ class RegionTable:
         need = int(self._more_pages(slice(None), self._lens + n_tokens).sum())
         return need + self._rows.n_shared(self._written(whole))
 
+    def pages_to_renew(self, most: int) -> int:
+        """Pages that it takes to write all entries anew, at most `most` pages of them: those held alone go before."""
+        shared = self._rows.n_shared()
+        return min(shared, max(0, most - (len(self._rows.held()) - shared)))
+
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from millpond.cache.counted import CountedPages
-from millpond.cache.stack import Pages
+from millpond.cache.stack import Pages, Stack
 from millpond.cache.table import RegionTable
 from millpond.engine.scheduler import Need
 from millpond.hf.packed import LayerShape
@@ -43,27 +43,38 @@ def estimate(recipe: Recipe, layers: list[LayerShape], prompt: int, answer: int,
     return Need(reading, shared, each)
 
 
-def pages_to_settle(recipe: Recipe, layers: list[LayerShape], prompt: int) -> Pages:
-    """Pages of codes that the plan of a prompt takes beside what was read, which goes only then."""
+def pages_to_settle(recipe: Recipe, layers: list[LayerShape], prompt: int, stack: Stack | None = None) -> Pages:
+    """Pages that the plan of a prompt takes beside those that it gives back before.
+
+    Codes are written before what was read goes. Plain pages go before others are written, but for those that somebody
+    else holds too; `stack`: what was read, None where nothing was.
+    """
     need: Counter[CountedPages[Any]] = Counter()
     for index, layer in enumerate(layers):
-        packed = recipe.packed_pool(layer)
+        pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+        before, _ = _entries(recipe, index, layer, RegionTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
-            table = RegionTable(recipe.pool(layer.key_dim, layer.value_dim), 1, layer.n_kv_heads)
-            before, _ = _entries(recipe, index, layer, table, prompt, 0)
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
+        held = None if stack is None else stack.cores[index].table
+        if held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
+            need[pool] += held.pages_to_renew(layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1))
     return dict(need)
 
 
 def _held(recipe: Recipe, layer: LayerShape, entries: int, seen: int) -> int:
     """Bytes of so many entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
-    pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
-    codec = recipe.pools.codec
-    plain = entries
-    if packed is not None and codec is not None:
-        loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
-        plain = entries + loose if codec.tiered else min(entries, loose)
-    return pool.page_bytes * layer.n_kv_heads * (plain // pool.slots + 1) + _codes(recipe, layer, entries, seen)
+    pool = recipe.pool(layer.key_dim, layer.value_dim)
+    plain = pool.page_bytes * layer.n_kv_heads * (_plain(recipe, layer, entries) // pool.slots + 1)
+    return plain + _codes(recipe, layer, entries, seen)
+
+
+def _plain(recipe: Recipe, layer: LayerShape, entries: int) -> int:
+    """Of so many entries per KV head, those that are no codes."""
+    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    if packed is None or codec is None:
+        return entries
+    loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
+    return entries + loose if codec.tiered else min(entries, loose)
 
 
 def _codes(recipe: Recipe, layer: LayerShape, entries: int, seen: int) -> int:

@@ -84,7 +84,7 @@ class Engine:
         self._memories = Memories(self._model.layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
-        self._sharing = Sharing(self._account, enabled=prefix_cache)
+        self._sharing = Sharing(self._account, self._model.layers, enabled=prefix_cache)
         self._files: SwapFiles | None = None
         defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
@@ -97,9 +97,7 @@ class Engine:
         except BaseException:
             self._let_go()
             raise
-        self._room = Room(
-            self._account, self._scheduler, self._live, self._model.layers, self._sharing.tree, self._files
-        )
+        self._room = Room(self._scheduler, self._live, self._model.layers, self._sharing, self._files)
         self._intake = Intake(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
         self._turn = Turn(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._finished = self._evicted = 0

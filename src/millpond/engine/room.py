@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
-from millpond.cache.prefix import PrefixTree
 from millpond.cache.stack import Pages
 from millpond.cache.swap_files import SwapFiles
-from millpond.engine.admission import pages_to_settle
 from millpond.engine.groups import Group
 from millpond.engine.live import Live
 from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.engine.sharing import Sharing
 from millpond.errors import DataError
 from millpond.hf.packed import LayerShape
 
@@ -33,21 +31,19 @@ class Room:
 
     def __init__(
         self,
-        account: Account,
         scheduler: Scheduler,
         live: Mapping[str, Live],
         layers: list[LayerShape],
-        prefixes: PrefixTree,
+        sharing: Sharing,
         files: SwapFiles | None = None,
     ) -> None:
         self.carried_out = 0
         self.lost: list[Live] = []
         self._files = files
-        self._account = account
         self._scheduler = scheduler
         self._live = live
         self._layers = layers
-        self._prefixes = prefixes
+        self._sharing = sharing
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
@@ -59,7 +55,7 @@ class Room:
             self._carry_out(job)
         for job in step.back:
             self._carry_in(job)
-        while not self._has(self._pages(step)):
+        while not self._has_all(step):
             if len([job for job in _jobs(step) if job.running]) < 2:
                 return
             victim = self._scheduler.victim()
@@ -81,7 +77,7 @@ class Room:
     def _carry_in(self, job: Job) -> None:
         live = self._live[job.key]
         assert live.stack is not None, "what comes back was carried out"
-        if not self._has(live.stack.pages_to_carry_in()):
+        if not self._sharing.has(live.stack.pages_to_carry_in()):
             self._scheduler.put_off(job)
             return
         try:
@@ -100,9 +96,18 @@ class Room:
         live.fail(error)
         self.lost.append(live)
 
-    def _has(self, pages: Pages) -> bool:
-        """Whether there is room for these pages, or will be without prompts that only others might want."""
-        return self._prefixes.evict(lambda: self._account.can_take(pages))
+    def _has_all(self, step: Step) -> bool:
+        """Whether what runs in the step has room, or will have without prompts that only others might want."""
+        if self._sharing.has(self._pages(step)):
+            return True
+        ending = self._ending(step)
+        for live in ending:  # pages that nobody else holds go before its plan writes; it is kept again by then
+            self._sharing.let_go(live)
+        return bool(ending) and self._sharing.has(self._pages(step))
+
+    def _ending(self, step: Step) -> list[Live]:
+        """Requests whose prompts will have been read."""
+        return [self._live[job.key] for job, n in step.chunks if job.running and job.read + n == job.prompt]
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""
@@ -113,8 +118,8 @@ class Room:
             if job.running:
                 live = self._live[job.key]
                 need.update(self._pages_to_read(live, n))
-                if job.read + n == job.prompt:
-                    need.update(pages_to_settle(live.group.recipe, self._layers, job.prompt))
+        for live in self._ending(step):
+            need.update(self._sharing.pages_to_settle(live))
         return dict(need)
 
     def _pages_to_read(self, live: Live, n: int) -> Pages:

@@ -8,9 +8,11 @@ from typing import Any
 
 from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
-from millpond.cache.prefix import PrefixTree, tables_of
-from millpond.cache.stack import Pages, Stack
+from millpond.cache.prefix import Block, PrefixTree, tables_of
+from millpond.cache.stack import Pages
+from millpond.engine.admission import pages_to_settle
 from millpond.engine.live import Live
+from millpond.hf.packed import LayerShape
 from millpond.hf.recipe import Recipe
 from millpond.policy.nested import NestedPolicy
 
@@ -22,12 +24,13 @@ class Sharing:
     copies. So methods share whose plan can be made of entries and of the queries of the prompt's end.
 
     Args:
-        enabled: whether anything is shared at all.
+        layers: what each layer of the model stores. enabled: whether anything is shared at all.
     """
 
-    def __init__(self, account: Account, *, enabled: bool) -> None:
+    def __init__(self, account: Account, layers: list[LayerShape], *, enabled: bool) -> None:
         self.tree = PrefixTree()
         self._account = account
+        self._layers = layers
         self._enabled = enabled
 
     def begin(self, live: Live) -> int:
@@ -41,12 +44,43 @@ class Sharing:
             live.stack.begin_with(tables_of(path))
         return len(path) * live.group.slots
 
-    def keep(self, live: Live) -> None:
-        """Keep the pages of a prompt that was read, before its plan, where there is room for what it then writes."""
+    def keep(self, live: Live, later: Pages) -> None:
+        """Keep the pages of a prompt that was read, before its plan.
+
+        The longest unused blocks go where its plan, or `later` ones of the same step, would find no room: older ones
+        first, then the last of its own.
+        """
         stack = live.stack
-        if stack is not None and self._shares(live) and self._account.can_take(_again(stack)):
+        if stack is None or not self._enabled:
+            return
+        path: list[Block] = []
+        if self._shares(live):
             tables = [core.table for core in stack.cores if core.table is not None]
-            self.tree.keep(_kind(live.group.recipe), live.numbers, tables)
+            path = self.tree.keep(_kind(live.group.recipe), live.numbers, tables)
+
+        def need() -> Pages:
+            return together(self.pages_to_settle(live), later)
+
+        if not self.has(need()):
+            while self.tree.shorten(path) and not self._account.can_take(need()):
+                pass
+
+    def has(self, pages: Pages) -> bool:
+        """Whether there is room for these pages, or will be without blocks that no request holds."""
+        return self.tree.evict(lambda: self._account.can_take(pages))
+
+    def let_go(self, live: Live) -> None:
+        """No longer keep what a request has read, as far as nothing else that is kept follows it."""
+        if live.answers[0].shared:
+            path = self.tree.find(_kind(live.group.recipe), live.numbers, live.group.slots)
+            while self.tree.shorten(path):
+                pass
+
+    def pages_to_settle(self, live: Live) -> Pages:
+        """Pages that the plan of a request's prompt takes beside those that it gives back before."""
+        if self._account.limit_bytes is None:
+            return {}
+        return pages_to_settle(live.group.recipe, self._layers, len(live.ids), live.stack)
 
     def _shares(self, live: Live) -> bool:
         return self._enabled and live.prompt_logprobs is None and can_share(live.group.recipe)
@@ -67,10 +101,9 @@ def _kind(recipe: Recipe) -> Hashable:
     return recipe.pools.format, recipe.policy.mass_bias
 
 
-def _again(stack: Stack) -> Pages:
-    """As many pages as the stack holds."""
+def together(*parts: Pages) -> Pages:
+    """All these pages."""
     need: Counter[CountedPages[Any]] = Counter()
-    for core in stack.cores:
-        if core.table is not None:
-            need[core.table.pool] += len(core.table.held())
+    for pages in parts:
+        need.update(pages)
     return dict(need)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from millpond.cache.stack import Pages
 from millpond.engine.answer import Answer, with_texts
 from millpond.engine.groups import Group, figures_of
 from millpond.engine.live import Live
@@ -17,7 +18,7 @@ from millpond.engine.runner import Reading, run
 from millpond.engine.sampling import BadLogitsError, Sampler
 from millpond.engine.sampling_logprobs import score_tokens
 from millpond.engine.scheduler import Scheduler, Step
-from millpond.engine.sharing import Sharing
+from millpond.engine.sharing import Sharing, together
 from millpond.errors import MillpondError
 from millpond.hf.packed import PackedModel
 
@@ -74,8 +75,8 @@ class Turn:
                 rows.append(found[-1:].expand(len(live.answers), -1))
         if answers:
             self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
-        for live in read:
-            self._settle(live)
+        for live, later in zip(read, self._needs_behind(read), strict=True):
+            self._settle(live, later)
         for group in dict.fromkeys([*groups, *(live.group for live in read)]):
             group.note_figures()
         return list(dict.fromkeys(self._live[answer.key[0]] for answer in answers))
@@ -131,13 +132,23 @@ class Turn:
             answer.take(one)
         self.counts["generated_tokens"] += len(answers)
 
-    def _settle(self, live: Live) -> None:
-        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others."""
+    def _needs_behind(self, read: list[Live]) -> list[Pages]:
+        """For each prompt that was read, the pages that the plans of those behind it may take."""
+        needs: list[Pages] = [{}]
+        for live in reversed(read[1:]):
+            needs.append(together(needs[-1], self._sharing.pages_to_settle(live)))
+        return needs[::-1] if read else []
+
+    def _settle(self, live: Live, later: Pages) -> None:
+        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others.
+
+        later: pages that others may take in this step.
+        """
         stack, going = live.stack, live.going
         assert stack is not None, "a prompt that was read has a cache"
         live.times = replace(live.times, first_token=time.monotonic())
         try:
-            self._sharing.keep(live)
+            self._sharing.keep(live, later)
             if going:
                 stack.settle()
         except MillpondError as error:
