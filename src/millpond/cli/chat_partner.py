@@ -69,6 +69,8 @@ class Here:
     """A model in this process, on an engine of its own."""
 
     def __init__(self, llm: LLM, params: SamplingParams, name: str) -> None:
+        if llm.tokenizer is None:
+            raise OptionError(f"model {name!r} has no tokenizer, and a chat is text; LLM and serve take token ids")
         self.name = name
         self._llm = llm
         self._has_template = bool(getattr(llm.tokenizer, "chat_template", None))

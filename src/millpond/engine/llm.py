@@ -18,7 +18,7 @@ from millpond.engine.sampling_params import SamplingParams
 from millpond.errors import OptionError
 from millpond.hf.calibrated import Given
 from millpond.hf.packed import Runner
-from millpond.models.load import load_model, load_tokenizer
+from millpond.models.load import find_tokenizer, load_model
 
 #: What `generate` takes: a text, token ids, or several of either.
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -28,7 +28,8 @@ class LLM:
     """A model that answers many prompts at once inside one memory limit.
 
     Args:
-        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model.
+        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model. Without
+            one, prompts are token ids, answers have no text, and nothing can be asked for that needs texts.
         method, budget, codec, options: how caches are kept where `generate` says nothing else; see `compress`.
         kv_memory: most bytes of all caches together ("2GiB"); None for no limit.
         dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
@@ -151,7 +152,7 @@ class LLM:
 
 
 def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> tuple[Any, Any]:
-    """A model and its tokenizer, loaded if `model` is a name or a folder.
+    """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
 
     Raises:
         OptionError: it cannot be loaded, or a dtype beside a model that is loaded already.
@@ -159,7 +160,7 @@ def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> 
     if threads is not None:
         torch.set_num_threads(threads)
     if isinstance(model, str | PathLike):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
         return load_model(model, "auto" if dtype is None else dtype), tokenizer
     if dtype is not None:
         raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")

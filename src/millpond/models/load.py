@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from millpond.errors import OptionError, unknown
 T = TypeVar("T")
 
 _BUNDLED = Path(__file__).parent / "bundled"
+#: Names of files that tokenizers are saved in.
+_OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)$", re.IGNORECASE)
 
 
 def bundled_models() -> list[str]:
@@ -70,6 +73,20 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     tokenizer: PreTrainedTokenizerBase = _load(name, AutoTokenizer.from_pretrained)
     return tokenizer
+
+
+def find_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
+
+    For some types of model transformers makes one without a vocabulary there, which turns every text to nothing.
+
+    Raises:
+        OptionError: there is one that cannot be loaded.
+    """
+    folder = Path(resolve(name))
+    if folder.is_dir() and not any(_OF_TOKENIZERS.search(file.name) for file in folder.iterdir()):
+        return None
+    return load_tokenizer(name)
 
 
 def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:

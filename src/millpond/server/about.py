@@ -64,6 +64,12 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
+def _template(service: Service) -> str | None:
+    if not service.tokens.exists:
+        return None
+    return "of the tokenizer" if service.tokens.has_template else "plain"
+
+
 def _model(service: Service, created: int) -> dict[str, Any]:
     llm, cache = service.llm, service.llm.cache
     return {
@@ -79,6 +85,7 @@ def _model(service: Service, created: int) -> dict[str, Any]:
             "budget": None if cache.budget is None else str(cache.budget),
             "codec": cache.codec,
             "kv_limit_bytes": llm.stats().kv_limit,
-            "chat_template": "of the tokenizer" if service.tokens.has_template else "plain",
+            "tokenizer": service.tokens.exists,
+            "chat_template": _template(service),
         },
     }

@@ -52,8 +52,9 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
         prompt_logprobs=body.logprobs if body.echo else None,
     )  # fmt: skip
     voice = CompletionVoice(
-        params.n, body.logprobs is not None, bool(asked), await _echo(service, prompts, texts) if body.echo else ()
-    )
+        params.n, body.logprobs is not None, bool(asked), await _echo(service, prompts, texts) if body.echo else (),
+        token_ids=not service.tokens.exists,
+    )  # fmt: skip
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(name, prompts, params, body.millpond, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -82,6 +83,8 @@ async def _prompts(
 
 
 async def _echo(service: Service, prompts: list[tuple[int, ...]], texts: list[str | None]) -> list[tuple[str, str]]:
+    if not service.tokens.exists:
+        return [("", f"token_id:{prompt[0]}") for prompt in prompts]
     firsts = await service.tokens.texts([prompt[0] for prompt in prompts])
     whole = [
         await service.tokens.decode(ids) if text is None else text for ids, text in zip(prompts, texts, strict=True)

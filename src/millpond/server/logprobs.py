@@ -16,8 +16,8 @@ def for_completions(
 ) -> dict[str, Any]:
     """Four parallel lists; None where a token has nothing before it.
 
-    Where two tokens of one place read the same (pieces of a character, mostly), each is named by its id, so that a
-    client that compares names compares tokens.
+    Where two tokens of one place read the same (pieces of a character, mostly), or one has no text, each is named by
+    its id, so that a client that compares names compares tokens.
 
     Args:
         texts: of tokens without log probabilities. offset: characters before the first token.
@@ -32,8 +32,8 @@ def for_completions(
             top.append(None)
             offset += len(text)
             continue
-        candidates = {i: (name, max(logprob, _NEVER)) for i, logprob, name in entry.top}
-        candidates.setdefault(token_id, (entry.text, max(entry.logprob, _NEVER)))
+        candidates = {i: (name or f"token_id:{i}", max(logprob, _NEVER)) for i, logprob, name in entry.top}
+        candidates.setdefault(token_id, (entry.text or f"token_id:{token_id}", max(entry.logprob, _NEVER)))
         names = [name for name, _ in candidates.values()]
         shown = {i: name if names.count(name) == 1 else f"token_id:{i}" for i, (name, _) in candidates.items()}
         tokens.append(shown[token_id])

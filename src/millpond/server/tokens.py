@@ -25,10 +25,12 @@ class Tokens:
     """The tokenizer of a model behind one thread.
 
     Attributes:
-        has_template: whether the tokenizer has a chat template; else chats are written plainly.
+        exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
+            written plainly.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
+        self.exists = llm.tokenizer is not None
         self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
@@ -38,12 +40,21 @@ class Tokens:
         """Let the thread go."""
         self._thread.shutdown()
 
+    def need(self, what: str, param: str | None = None) -> None:
+        """Raises:
+        ApiError: the model has no tokenizer, and `what` needs one.
+        """
+        if self._tokenizer is None:
+            message = f"{what} needs a tokenizer, and this model has none: send the prompt of a completion as token ids"
+            raise ApiError(400, message, "no_tokenizer", param)
+
     async def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
         """The ids of a text, with the special tokens that the tokenizer puts around it or without.
 
         Raises:
-            ApiError: the text is no Unicode.
+            ApiError: the text is no Unicode, or there is no tokenizer.
         """
+        self.need("a text", "prompt")
         check_text(text, "prompt")
         return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
 
@@ -51,13 +62,16 @@ class Tokens:
         """The text of ids, special tokens included.
 
         Raises:
-            ApiError: an id that is no token.
+            ApiError: an id that is no token, or there is no tokenizer.
         """
+        self.need("the text of tokens", "tokens")
         self.check(ids, "tokens")
         return await self._run(lambda: str(self._tokenizer.decode(list(ids), skip_special_tokens=False)))
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of every id alone."""
+        """The text of every id alone; `token_id:N` where there is no tokenizer."""
+        if self._tokenizer is None:
+            return [f"token_id:{i}" for i in ids]
         return await self._run(lambda: [str(self._tokenizer.decode([i], skip_special_tokens=False)) for i in ids])
 
     def check(self, ids: Sequence[int], param: str) -> None:
@@ -75,6 +89,8 @@ class Tokens:
         """
         self.check(list(body.logit_bias or ()), "logit_bias")
         self.check(body.stop_token_ids or (), "stop_token_ids")
+        if body.stop:
+            self.need("a stop text", "stop")
 
     async def chat(
         self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
@@ -82,8 +98,10 @@ class Tokens:
         """A chat as the model reads it: the text, and its ids.
 
         Raises:
-            ApiError: the template refuses these messages, or there are tools and no template that shows them.
+            ApiError: the template refuses these messages, there are tools and no template that shows them, or there is
+                no tokenizer.
         """
+        self.need("a chat", "messages")
         messages = [_plain(message) for message in said]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if use_tools else []
         extra = body.chat_template_kwargs or {}

@@ -64,12 +64,14 @@ class CompletionVoice:
     Attributes:
         n: answers per prompt. logprobs: whether they are told. new_tokens: whether more than the echo is.
         echo: per prompt its text and the text of its first token, which has no log probability; empty: no echo.
+        token_ids: tell the ids of new tokens; for models without a tokenizer, whose answers have no text.
     """
 
     n: int = 1
     logprobs: bool = False
     new_tokens: bool = True
     echo: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    token_ids: bool = False
     kind: str = "text_completion"
     chunk_kind: str = "text_completion"
 
@@ -85,14 +87,15 @@ class CompletionVoice:
         text = completion.text[sent.characters :] if self.new_tokens else ""
         ids = completion.token_ids[sent.tokens :] if self.new_tokens else ()
         ended = completion.finish_reason is not None
-        if not (echoes or text or ended or (self.logprobs and ids)):
+        if not (echoes or text or ended or ((self.logprobs or self.token_ids) and ids)):
             return []
         told = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
         if echoes:
             text = self.echo[place][0] + text
         sent.update(completion)
         index = place * self.n + completion.index
-        return [{"index": index, "text": text, "logprobs": told} | _end(completion)]
+        piece = {"index": index, "text": text, "logprobs": told} | _end(completion)
+        return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
 
     def _logprobs(
         self, place: int, output: RequestOutput, completion: Completion, sent: Sent, echoes: bool, ids: Sequence[int]
