@@ -1,5 +1,7 @@
 """Names -> builders. A builder is a function whose signature documents its options: `Annotated[type, "help"]`.
 
+An option that names a file says so: `Annotated[str, "help", FILE]`, see `millpond.option_files`.
+
 A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it,
 and what installed packages name under entry points of that folder's name, so that others can add their own.
 """
@@ -17,18 +19,24 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
+from millpond.option_files import FILE, OptionFile, allowed
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a builder: what a command line, a config file or a page of documentation needs to know."""
+    """One option of a builder: what a command line, a config file or a page of documentation needs to know.
+
+    Attributes:
+        is_file: its value names a file.
+    """
 
     name: str
     annotation: Any
     default: Any
     help: str
+    is_file: bool = False
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -38,14 +46,16 @@ class Option:
     @property
     def type_name(self) -> str:
         """The type as a user reads it: "int or float", or the choices."""
-        return " | ".join(map(str, self.choices)) or _spell(self.annotation)
+        return "path" if self.is_file else " | ".join(map(str, self.choices)) or _spell(self.annotation)
 
     def checked(self, value: Any, owner: str) -> Any:
         """`value` as this option's type; text is converted, as a command line needs it.
 
         Raises:
-            OptionError: it is not one of the choices, or not of the type.
+            OptionError: it is not one of the choices, not of the type, or names a file that may not be named.
         """
+        if self.is_file and isinstance(value, str):
+            return allowed(value, f"{owner}: {self.name}")
         if self.choices:
             if value not in self.choices:
                 raise OptionError(f"{owner}: {self.name}={value!r} must be one of {', '.join(map(repr, self.choices))}")
@@ -113,6 +123,15 @@ class Entry(Generic[T]):
     def summary(self) -> str:
         """The first line of the docstring."""
         return (inspect.getdoc(self.build) or "").split("\n")[0]
+
+    def with_files_read(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The same options; the files that they name are read now and not again.
+
+        Raises:
+            OptionError: a file cannot be read.
+        """
+        files = [name for name, option in self.options.items() if option.is_file and options.get(name)]
+        return options | {name: OptionFile(options[name]) for name in files if isinstance(options[name], str)}
 
     def __call__(self, **options: Any) -> T:
         """Build with checked options.
@@ -195,8 +214,9 @@ def _options_of(build: Callable[..., Any]) -> dict[str, Option]:
     hints = typing.get_type_hints(build, include_extras=True)
     options = {}
     for name, parameter in inspect.signature(build).parameters.items():
-        hint, text = hints[name], ""
+        hint, text, is_file = hints[name], "", False
         if typing.get_origin(hint) is typing.Annotated:
-            hint, text = typing.get_args(hint)[:2]
-        options[name] = Option(name, hint, parameter.default, text)
+            hint, text, *more = typing.get_args(hint)
+            is_file = FILE in more
+        options[name] = Option(name, hint, parameter.default, text, is_file)
     return options

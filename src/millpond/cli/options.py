@@ -57,7 +57,7 @@ def kept_as(
     return {"budget": None, **chosen}
 
 
-def parse_options(pairs: Sequence[str]) -> dict[str, str]:
+def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:
     """{"name": "value"} from ["name=value", ...]; what the text means is the registry's to decide.
 
     Raises:
@@ -71,7 +71,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or not name:
-            raise OptionError(f"option {pair!r} must read name=value, for example recent=0.25")
+            raise OptionError(f"option {pair!r} must read name=value, for example {example}")
         if name in options:
             raise OptionError(f"option {name!r} is given twice")
         options[name] = value

@@ -73,6 +73,13 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish when the server is stopped.")
     ] = 30.0,
+    option_file: Annotated[
+        list[str] | None,
+        optional(
+            metavar="NAME=PATH",
+            help="A file that options of requests may name, by this name; may be repeated. Others they cannot name.",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         optional(help=f"A key that clients must send; may be repeated. Also: {KEYS_VARIABLE}, separated by commas."),
@@ -90,6 +97,7 @@ def serve(
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), timeout_s=timeout, drain_s=drain,
+        option_files=parse_options(option_file or [], "heads=heads.json"),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)
     kept |= {"options": parse_options(option or []), "calibration": calibration}

@@ -37,6 +37,7 @@ from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibrated import Given, loaded
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.packed import PackedModel, Runner
+from millpond.methods import METHODS
 
 
 class Engine:
@@ -86,10 +87,11 @@ class Engine:
         self._told: list[Live] = []  # requests that changed outside a step
         self._sharing = Sharing(self._account, self._model.layers, enabled=prefix_cache)
         self._files: SwapFiles | None = None
-        defaults = CacheOptions(method=method, options=dict(options or {}), budget=budget, codec=codec)
         try:
+            chosen = METHODS.get(method).with_files_read(dict(options or {}))
+            defaults = CacheOptions(method=method, options=chosen, budget=budget, codec=codec)
             self._files = None if swap_to is None else SwapFiles(swap_to)
-            budget_of(method, budget, policy_of(method, dict(options or {})))  # refuses one where none is taken
+            budget_of(method, budget, policy_of(method, chosen))  # refuses one where none is taken
             self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration))
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe

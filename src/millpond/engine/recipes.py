@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from millpond.hf.calibrated import Given, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
 from millpond.hf.packed import PackedModel
 from millpond.hf.recipe import Recipe
+from millpond.option_files import OptionFile, only_listed
 
 #: Groups that are kept although nobody decodes in them.
 IDLE = 64
+#: Ways of asking whose meaning is kept.
+COMPLETED = 256
 
 
 class Recipes:
@@ -45,6 +50,7 @@ class Recipes:
         self._calibration = calibration
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._pools: dict[tuple[Any, ...], Pools] = {}
+        self._completed: dict[tuple[Any, ...], CacheOptions] = {}
 
     @property
     def groups(self) -> list[Group]:
@@ -57,23 +63,30 @@ class Recipes:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: as `compress`; or a method that the engine cannot run.
         """
-        chosen = self.complete(asked)
-        codec = "auto" if chosen.codec is None else chosen.codec
-        method = str(chosen.method)
-        key = (
-            method,
-            *sorted((name, repr(value)) for name, value in chosen.options.items()),
-            repr(chosen.budget),
-            repr(codec),
-        )
-        if key not in self._groups:
-            self._forget_idle()
-            recipe = Recipe(
-                self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
-                self._calibration if needs_calibration(codec) else None,
-            )  # fmt: skip
-            self._groups[key] = Group(recipe, self._model.layers)
+        files = self._files_of(asked)
+        wanted = _key(asked, files)
+        with only_listed(files):
+            if wanted not in self._completed:  # it may read a file: not at each request
+                if len(self._completed) >= COMPLETED:
+                    self._completed.clear()
+                self._completed[wanted] = self.complete(asked)
+            chosen = self._completed[wanted]
+            codec = "auto" if chosen.codec is None else chosen.codec
+            method = str(chosen.method)
+            key = _key(replace(chosen, codec=codec), files)
+            if key not in self._groups:
+                self._forget_idle()
+                recipe = Recipe(
+                    self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
+                    self._calibration if needs_calibration(codec) else None,
+                )  # fmt: skip
+                self._groups[key] = Group(recipe, self._model.layers)
         return self._groups[key]
+
+    def _files_of(self, asked: CacheOptions) -> Mapping[str, OptionFile] | None:
+        """What the options of a request may name; the engine's own options, as they are, may name any file."""
+        own = asked.method in (None, self.defaults.method) and not asked.options
+        return None if own else asked.files
 
     def _forget_idle(self) -> None:
         """Let go of groups that nobody decodes in, so that ever new settings do not pile up."""
@@ -103,3 +116,14 @@ class Recipes:
                 storage, self._page_slots, self._account, masses=masses, ropes=ropes_of(storage, self._model.model)
             )
         return self._pools[key]
+
+
+def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[Any, ...]:
+    """Equal where the same is wanted, and the same files may be named."""
+    return (
+        wanted.method,
+        *sorted((name, repr(value)) for name, value in wanted.options.items()),
+        repr(wanted.budget),
+        repr(wanted.codec),
+        None if files is None else tuple(sorted(files.items())),
+    )

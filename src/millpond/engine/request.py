@@ -8,6 +8,7 @@ from typing import Any
 
 from millpond.budget import Budget
 from millpond.engine.sampling_params import SamplingParams
+from millpond.option_files import OptionFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +18,14 @@ class CacheOptions:
     Attributes:
         method, options: a method's name and options, as `compress` takes them. budget: "20%", 512, "64MiB", a Budget.
         codec: the name of a number format, or a pair for keys and values.
+        files: what options may name as files, by name; None: any file, by its path.
     """
 
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | str | int | float | None = None
     codec: str | tuple[str, str] | None = None
+    files: Mapping[str, OptionFile] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.option_files import FILE, read_file
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.retrieval import ProfiledLayers, RetrievalHeads, RetrievalLayers, ThenRecency
@@ -16,7 +16,7 @@ from millpond.policy.retrieval import ProfiledLayers, RetrievalHeads, RetrievalL
 @method("duo_attention", paper="arXiv:2410.10819")
 def duo_attention(
     heads: Annotated[
-        str, "a JSON file, per layer a list of one number per KV head; empty: profiled from the prompt"
+        str, "a JSON file, per layer a list of one number per KV head; empty: profiled from the prompt", FILE
     ] = "",
     threshold: Annotated[float, "a head whose number is above is a retrieval head, 0 to 1"] = 0.5,
     sinks: Annotated[int, "first positions that always stay; the paper has 64"] = 4,
@@ -71,8 +71,8 @@ def _layers(split: RetrievalHeads) -> RetrievalLayers | ProfiledLayers:
 
 def _table(path: str) -> tuple[tuple[float, ...], ...]:
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        rows = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"duo_attention: heads={path!r} cannot be read as JSON: {error}") from None
     is_table = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
     if not is_table or not all(isinstance(number, int | float) for row in rows for number in row):

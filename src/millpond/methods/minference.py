@@ -1,11 +1,11 @@
 """MInference: prompts attend in sparse patterns (Jiang et al., NeurIPS 2024, arXiv:2407.02490)."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.option_files import FILE, read_file
 from millpond.policy.pattern import Pattern, PatternPolicy
 from millpond.policy.patterns import BlockSparse, make_pattern
 from millpond.policy.policy import Policy
@@ -22,7 +22,9 @@ def minference(
     last: Annotated[int, "last queries of the prompt that choose columns and diagonals"] = 64,
     ratio: Annotated[float, "factor on all these numbers of entries"] = 1.0,
     patterns: Annotated[
-        str, "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.patterns` finds one"
+        str,
+        "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.patterns` finds one",
+        FILE,
     ] = "",
 ) -> Policy:
     """Read prompts with sparse attention; store everything, and attend to all of it while decoding.
@@ -50,8 +52,8 @@ def _table(path: str, last: int, ratio: float) -> dict[tuple[int, int], Pattern]
     """By layer and query head."""
     rule = 'a list of layers, each a map from query head to [kind, number, number]: [{"0": ["a_shape", 100, 800]}]'
     try:
-        layers = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        layers = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"minference: patterns={path!r} cannot be read as JSON: {error}") from None
     try:
         if not isinstance(layers, list):

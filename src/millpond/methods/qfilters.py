@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.option_files import FILE, read_file
 from millpond.policy.filters import QueryFilter
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -15,7 +16,9 @@ from millpond.policy.protect import Protect
 
 @method("qfilters", paper="arXiv:2503.02812")
 def qfilters(
-    filters: Annotated[str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own"] = "",
+    filters: Annotated[
+        str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own", FILE
+    ] = "",
     flip: Annotated[bool, "the file's filters point away from the queries, as those that the authors publish"] = False,
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
@@ -44,8 +47,8 @@ def _load(path: str, flip: bool) -> torch.Tensor | None:
             raise OptionError("qfilters: flip turns the filters of a file round; name one with filters")
         return None
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        tensors = load(read_file(path))
+    except (OptionError, SafetensorError) as error:
         raise OptionError(f"qfilters: filters={path!r} cannot be read as a .safetensors file: {error}") from None
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     if len(shapes) != 1 or len(shapes[0]) != 3:

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from millpond.methods import METHODS
+from millpond.option_files import shown
 from millpond.server.errors import ApiError
 from millpond.server.fields import DetokenizeBody, TokenizeBody
 from millpond.server.service import Service
@@ -81,7 +82,7 @@ def _model(service: Service, created: int) -> dict[str, Any]:
             "context_length": llm.context_length,
             "methods": METHODS.names(),
             "method": cache.method,
-            "options": dict(cache.options),
+            "options": {name: shown(value) for name, value in cache.options.items()},
             "budget": None if cache.budget is None else str(cache.budget),
             "codec": cache.codec,
             "kv_limit_bytes": llm.stats().kv_limit,

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import MillpondError
+from millpond.option_files import listed_files
 from millpond.server.errors import ApiError
 from millpond.server.figures import usage
 from millpond.server.gate import Gate
@@ -52,6 +53,9 @@ class Service:
 
     Attributes:
         llm, settings, tokens, gate, metrics: see their classes.
+
+    Raises:
+        OptionError: a file of the settings cannot be read.
     """
 
     def __init__(self, llm: ServedLLM, settings: ServerSettings) -> None:
@@ -60,6 +64,7 @@ class Service:
         self.tokens = Tokens(llm)
         self.gate = Gate(llm, settings.max_queue)
         self.metrics = Metrics(llm, self.gate)
+        self._files = listed_files(settings.option_files)
 
     def check_model(self, name: str | None) -> None:
         """Raises:
@@ -88,8 +93,9 @@ class Service:
 
     async def _outputs(self, job: Job) -> Outputs:
         """What the engine says, from the gate in to the gate out."""
-        with self.gate.enter([request.request_id for request in job.requests]):
-            async with aclosing(together(self.llm, job.requests)) as outputs:
+        requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in job.requests]
+        with self.gate.enter([request.request_id for request in requests]):
+            async with aclosing(together(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
                         self.metrics.finished(output)

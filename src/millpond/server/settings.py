@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from millpond.errors import OptionError
 
@@ -18,17 +20,19 @@ class ServerSettings:
         max_body_bytes: longest body of a request.
         timeout_s: seconds after which a request ends with what it has; None: never.
         drain_s: seconds that running requests have to finish when the server is told to stop.
+        option_files: the files that options of requests may name, by their names there.
 
     Raises:
         OptionError: a value out of its range.
     """
 
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_queue: int = 256
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
     timeout_s: float | None = None
     drain_s: float = 30.0
+    option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_tokens", "max_body_bytes"):

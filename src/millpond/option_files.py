@@ -1,0 +1,115 @@
+"""Options that name files: how they are marked, who may name which, and how they are read.
+
+In one's own process an option names any file by its path. What comes over a network names files that were listed
+before, and nothing else: inside `only_listed` a path is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from millpond.errors import OptionError
+
+#: Third part of the annotation of an option that names a file: `Annotated[str, "help", FILE]`.
+FILE = "file"
+#: Most bytes of such a file.
+MOST_BYTES = 256 * 2**20
+
+_listed: ContextVar[Mapping[str, OptionFile] | None] = ContextVar("listed", default=None)
+
+
+class OptionFile(str):
+    """The path of a file that was read already.
+
+    Attributes:
+        name: what it is called in errors. content: its bytes.
+    """
+
+    name: str
+    content: bytes
+
+    def __new__(cls, path: str | os.PathLike[str], name: str | None = None) -> OptionFile:
+        """Read it.
+
+        Raises:
+            OptionError: it cannot be read; see `read_file`.
+        """
+        made = super().__new__(cls, os.fspath(path))
+        made.name = os.fspath(path) if name is None else name
+        made.content = read_file(os.fspath(path))
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, OptionFile]:
+    """Files by the names under which options may name them, read once.
+
+    Raises:
+        OptionError: one of them cannot be read; see `read_file`.
+    """
+    return {name: OptionFile(path, name) for name, path in paths.items()}
+
+
+@contextmanager
+def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
+    """Inside it options name these files by their names, and no others; None changes nothing."""
+    token = _listed.set(_listed.get() if files is None else files)
+    try:
+        yield
+    finally:
+        _listed.reset(token)
+
+
+def allowed(value: str, option: str) -> str:
+    """`value` of an option that names a file, if it may be named here; "" names none.
+
+    Raises:
+        OptionError: only listed files may be named, and it is none. The message is the same for every path.
+    """
+    files = _listed.get()
+    if files is None or isinstance(value, OptionFile) or not value:
+        return value
+    if value not in files:
+        known = f"listed are {', '.join(sorted(files))}" if files else "it listed none"
+        raise OptionError(
+            f"{option} names a file: a request may name those that the server's operator listed "
+            f"(--option-file NAME=PATH), by their names; {known}"
+        )
+    return files[value]
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file that an option names.
+
+    Raises:
+        OptionError: it is not there, no regular file (a device, a pipe, a folder), or has more than `MOST_BYTES`.
+    """
+    if isinstance(path, OptionFile):
+        return path.content
+    name = os.fspath(path)
+    try:
+        handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise OptionError(f"{name!r} is no regular file")
+            content = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > MOST_BYTES:
+        raise OptionError(f"{name!r} has more than {MOST_BYTES:,} bytes")
+    return content
+
+
+def shown(value: object) -> object:
+    """An option's value as others may see it: of a file its last name."""
+    return Path(value).name if isinstance(value, OptionFile) else value
