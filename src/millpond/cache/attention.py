@@ -27,7 +27,6 @@ class Attention:
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
         rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
         outputs: see `View.outputs`. Set by whoever knows the model.
-        turned: keys and values are stored after a Hadamard rotation.
     """
 
     def __init__(self, index: int, companions: Companions) -> None:
@@ -35,7 +34,6 @@ class Attention:
         self.shape = AttentionShape(1.0)
         self.rope: Rotation | None = None
         self.outputs: Callable[[], Tensor] | None = None
-        self.turned = False
         self._companions = companions
 
     def value_dim(self, v: Tensor) -> int:
@@ -104,7 +102,7 @@ class Attention:
         """(H, N, key_dim): the keys that queries meet."""
         return found.keys
 
-    def contents(self, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
-        """(H, N, dim): the keys or the values of candidates, for a score that looks at them."""
+    def contents(self, table: RegionTable, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
+        """(H, N, dim): the keys or the values of candidates of a table, for a score that looks at them."""
         stored = found.keys if part == "keys" else found.values
-        return rotate(stored) if self.turned else stored
+        return rotate(stored) if table.turned else stored

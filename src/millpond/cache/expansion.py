@@ -87,13 +87,13 @@ class ExpandedAttention(Attention):
     def keys(self, sequence: int, found: Candidates) -> Tensor:
         return self._expanded(sequence, found).keys
 
-    def contents(self, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
+    def contents(self, table: RegionTable, found: Candidates, part: Literal["keys", "values"]) -> Tensor:
         """
         Raises:
             UnsupportedModelError: what is stored are latents.
         """
         if self.expansion is None:
-            return super().contents(found, part)
+            return super().contents(table, found, part)
         raise UnsupportedModelError(
             f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
             "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"

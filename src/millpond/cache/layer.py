@@ -101,8 +101,9 @@ class LayerCache:
 
     def read(self, sequence: int) -> ops.Dense:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
-        found = contents.in_order(contents.read(self._require_table(), sequence))
-        if self.attention.turned:
+        table = self._require_table()
+        found = contents.in_order(contents.read(table, sequence))
+        if table.turned:
             found = found._replace(keys=rotate(found.keys), values=rotate(found.values))
         return found
 
@@ -153,8 +154,7 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table if self._table is not None and self._opened else self.open(k, v, shape)
         self.attention.shape = shape
-        turned = self.attention.turned
-        if turned:
+        if table.turned:
             q, k, v = rotate(q), rotate(k), rotate(v)
         if self._decodes(span):
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
@@ -163,7 +163,7 @@ class LayerCache:
         else:
             out = self._prefill(table, q, k, v, span)
         self.columns += span.length
-        return rotate(out) if turned else out
+        return rotate(out) if table.turned else out
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """`attend` for one new token of every sequence, none a pad.
@@ -175,7 +175,7 @@ class LayerCache:
             (S, Hq, value_dim).
         """
         span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
-        if self._table is None or not self._opened or self.attention.turned or not self._decodes(span):
+        if self._table is None or not self._opened or self._table.turned or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape
         out = self._newest(self._table, q, k, v, span)
@@ -220,7 +220,6 @@ class LayerCache:
         table = self._table = self._table or RegionTable(pool, k.shape[0], k.shape[1])
         table.sealed = sealed
         self._opened = True
-        self.attention.turned = sealed is not None and sealed.codec.rotated
         self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered)
         return table
 

@@ -184,7 +184,7 @@ class Planner:
             alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
-        view = self.views.of(sequence, found, positions, order, seen)
+        view = self.views.of(table, sequence, found, positions, order, seen)
         plan = self._policy.plan(view, budget)
         if plan.merged is None:
             contents.rewrite(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
@@ -204,4 +204,4 @@ class Planner:
         """A number `of` one sequence as a plan would see it now."""
         found = self.views.signal(sequence, contents.read(table, sequence))
         order = by_position(found.positions)
-        return of(self.views.of(sequence, found, found.positions, order, int(found.positions.max()) + 1))
+        return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))

@@ -93,7 +93,7 @@ class Stepper:
     def plain(self, table: RegionTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
         besides = (table.sealed, self._companions.rolling, self._companions.focus)
-        if type(self._attention) is not Attention or self._attention.turned or self._policy.replans:
+        if type(self._attention) is not Attention or self._policy.replans:
             return False
         return all(part is None for part in besides) and self._attention.runs(table, self._rule, shape) is None
 

@@ -61,6 +61,11 @@ class RegionTable:
     def n_regions(self) -> int:
         return len(self._rows.owned)
 
+    @property
+    def turned(self) -> bool:
+        """Whether keys and values are stored after a Hadamard rotation."""
+        return self.sealed is not None and self.sealed.codec.rotated
+
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
         return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()

@@ -11,6 +11,7 @@ from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions
 from millpond.cache.headwise import Headwise
 from millpond.cache.parts import Candidates
+from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.errors import CacheMismatchError
 from millpond.policy.moments import QueryMoments, QueryView
@@ -27,8 +28,10 @@ class Views:
         self._attention = attention
         self._companions = companions
 
-    def of(self, sequence: int, found: Candidates, positions: Tensor, order: Tensor, seen: int) -> View:
-        """What the policy sees of candidates, their signal as `scores`, in the given order.
+    def of(
+        self, table: RegionTable, sequence: int, found: Candidates, positions: Tensor, order: Tensor, seen: int
+    ) -> View:
+        """What the policy sees of candidates of a table, their signal as `scores`, in the given order.
 
         positions: of the candidates, -1 for those that it shall not see.
         """
@@ -36,7 +39,7 @@ class Views:
         view = View(
             columns_of(positions, order), columns_of(found.scores, order), seen, self._attention.index,
             int(self._timeline.origin[sequence]), seen - begin if begin else 0,
-            read=lambda part: columns_of(self._attention.contents(found, part), order),
+            read=lambda part: columns_of(self._attention.contents(table, found, part), order),
             outputs=self._attention.outputs, memory=self._companions.memories.get(sequence),
             log_masses=None if found.log_masses is None else columns_of(found.log_masses, order),
             latest=lambda: columns_of(self._latest(sequence, found), order),
