@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "snapkv think": ("snapkv", {"window": 8}, "70%", "think"),
     "ada pair": ("ada", {"score": "snapkv/window=8"}, "70%", "int8+int4"),
     "h2o mikv": ("h2o", {}, "30%", "mikv"),
+    "full rotated4": ("full", {}, None, "rotated4"),
     "streaming int4": ("streaming", {"positions": "absolute"}, "70%", "int4"),
 }
 
@@ -77,7 +78,7 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
     assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(case, n) for n in LENGTHS}
 
 
-@pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think"])
+@pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4"])
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="450kB", overcommit=8)
     for n in LENGTHS:

@@ -129,6 +129,22 @@ def test_bytes_are_real(method: str, codec: str) -> None:
         assert sum(pool.n_live for pool in cache.pools) == 0
 
 
+@pytest.mark.parametrize("method", ["kvmerger", "merge_on_evict", "d2o", "ems"])
+def test_what_is_merged_is_stored_as_the_rest(method: str) -> None:
+    """A merge makes entries of numbers that are not rotated; a rotated format holds them rotated too."""
+    ids, mask = prompts(1)
+    options = {"decode": "grow"} if method in ("d2o", "ems") else {}
+    held = []
+    for codec in ("bf16", "rotated4"):
+        with torch.no_grad(), mp.compress(llama(), method, BUDGET, codec, **options) as cache:
+            run(cache, ids, mask, 2)
+            held.append([core.read(0) for core in cache.cores])
+    for plain, rotated in zip(*held, strict=True):
+        assert torch.equal(plain.positions, rotated.positions)
+        for a, b in ((plain.keys, rotated.keys), (plain.values, rotated.values)):
+            assert 0 < float((a.float() - b).norm() / a.float().norm()) < 0.12
+
+
 def test_bytes_follow_the_plan() -> None:
     """After the prompt pages of codes hold what the plan keeps, within a page per head of each part."""
     ids, mask = prompts(2)

@@ -17,6 +17,7 @@ from millpond.cache.slot_merger import SlotMerger
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.cache.views import Views
+from millpond.codec.rotate import rotate
 from millpond.errors import OptionError
 from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.merge import Merged
@@ -195,7 +196,8 @@ class Planner:
     def _hold_merged(self, table: RegionTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor) -> None:
         """Hold what a plan has merged, in fresh pages."""
         masses = merged.log_masses if self._policy.mass_bias else None
-        found = Candidates(merged.keys, merged.values, positions, merged.scores, masses)
+        keys, values = (rotate(t) if table.turned else t for t in (merged.keys, merged.values))
+        found = Candidates(keys, values, positions, merged.scores, masses)
         contents.rewrite(table, sequence, found, keep)
         if merged.memory is not None:
             self._companions.memories[sequence] = merged.memory
