@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
-from millpond.hf.outputs import output_maps
+from millpond.hf.outputs import output_maps, output_projections
 from millpond.methods import METHODS
 from millpond.policy.allocate import Ada, Uniform
 from millpond.policy.critical import CriticalValues, output_norms
@@ -95,7 +96,7 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
         for core in cache.cores:
             assert core.attention.outputs is not None
             maps = core.attention.outputs()
-            linear = core.attention.outputs.args[0]  # type: ignore[attr-defined]
+            linear: Any = output_projections(model)[core.index]
             heads = torch.randn(7, *maps.shape[:2], generator=torch.Generator().manual_seed(0))
             expected = linear(heads.flatten(1)) - linear(torch.zeros(1, heads[0].numel()))
             assert torch.allclose(torch.einsum("nhd,hdo->no", heads, maps), expected, atol=1e-5)

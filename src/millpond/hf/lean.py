@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -16,30 +17,46 @@ from transformers import AttentionInterface
 
 from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import attention
-from millpond.hf.linears import STAND_IN as LINEARS
 from millpond.hf.stand_in import StandIn
 from millpond.kernels import rows
 from millpond.kernels.dense import TOLERANCE, choose
 from millpond.models.lean.block import Block
 from millpond.models.lean.fuse import apart
 from millpond.models.lean.layers import block_of
-from millpond.models.lean.watch import Watch
+from millpond.models.lean.watch import Watch, own_forward
 
 #: What a layer says of its attention; the rest of what it passes on is nothing to us.
 _SETTINGS = ("scaling", "sliding_window", "softcap", "s_aux", "position_bias")
-_WATCH = "millpond_watch"
-
-#: The parts of layers that are switched, and the settings of their attention.
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[_Parts, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_TRIAL, _SEEN = "millpond_trial", "_millpond_seen"
 
 
 class _Parts(NamedTuple):
-    """A layer taken apart."""
+    """A layer taken apart.
+
+    Attributes:
+        settings: of its attention, as the layer itself passes them. dtype: of all weights.
+    """
 
     attention: Any
     block: Block
+    settings: dict[str, Any]
+    dtype: torch.dtype
+
+
+class _Known(NamedTuple):
+    """What is known of a layer, as long as `watch` finds it the same.
+
+    Attributes:
+        tried: whether it was tried out. parts: None if it was not, or only its own forward will do.
+    """
+
     watch: Watch
-    weights: tuple[Tensor | None, ...]
+    tried: bool = False
+    parts: _Parts | None = None
+
+
+#: The layers that are switched.
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 def forward(
@@ -53,43 +70,49 @@ def forward(
     **kwargs: Any,
 ) -> Any:
     """Stands in for the forward of a decoder layer."""
-    parts, settings = _parts_of(self)
-    if parts is None or position_embeddings is None or past_key_values is None or not _ready(parts, hidden_states):
+    parts = None
+    if position_embeddings is not None and past_key_values is not None and rows.fits(hidden_states, ()):
+        parts = _parts_of(self, hidden_states.dtype)
+    if parts is None:
         return type(self).forward(
             self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
         )  # fmt: skip
-    return _run(parts, settings, hidden_states, attention_mask, past_key_values, position_embeddings)
+    assert position_embeddings is not None, "looked at above"
+    return _run(parts, hidden_states, attention_mask, past_key_values, position_embeddings)
 
 
 STAND_IN = StandIn(forward)
 
 
-def _parts_of(layer: nn.Module) -> tuple[_Parts | None, dict[str, Any]]:
-    """What is known of a layer; taken apart anew where its weights were replaced or moved, so that new ones count."""
-    parts, settings = _known.get(layer, (None, {}))
-    if parts is not None and not parts.watch.in_place():
-        parts = _take_apart(layer)
-        if parts is not None:
-            _known[layer] = parts, settings
-    return parts, settings
+def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
+    """The parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
 
-
-def _ready(parts: _Parts, x: Tensor) -> bool:
-    """Whether the kernels take this pass, and nothing watches or replaces a module that would not be called."""
-    known = parts.attention.config._attn_implementation in AttentionInterface._global_mapping
-    return known and rows.fits(x, parts.weights) and parts.watch.quiet()
+    A layer of which anything was replaced since is taken apart and tried out anew.
+    """
+    known = _known.get(layer)
+    if known is None:
+        return None
+    if not known.watch.same():
+        _known[layer] = known = _begin(layer)
+    if not known.watch.quiet():
+        return None
+    if not known.tried:
+        _known[layer] = known = _learn(layer, known)
+    parts = known.parts
+    if parts is None or parts.dtype is not dtype:
+        return None
+    return parts if parts.attention.config._attn_implementation in AttentionInterface._global_mapping else None
 
 
 def _run(
     parts: _Parts,
-    settings: dict[str, Any],
     x: Tensor,
     mask: Tensor | None,
     cache: Any,
     embeddings: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """The layer: (B, Q, width) -> (B, Q, width). settings: of its attention, as the layer itself would pass them."""
+    """The layer: (B, Q, width) -> (B, Q, width)."""
     module = parts.attention
     batch, length = x.shape[:2]
     together = AttentionInterface._global_mapping[module.config._attn_implementation]
@@ -98,7 +121,7 @@ def _run(
         q, k, v = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, index)
-        out: Tensor = together(module, q, k, v, mask, dropout=0.0, **settings)[0]
+        out: Tensor = together(module, q, k, v, mask, dropout=0.0, **parts.settings)[0]
         return out.reshape(batch * length, -1)
 
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in embeddings)
@@ -117,70 +140,89 @@ def use_lean_layers(model: nn.Module) -> Callable[[], None]:
     """
     ours = []
     for module in model.modules():
-        parts = _take_apart(module)
-        if parts is None:
-            continue
         if not STAND_IN.serves(module):
-            settings = _try_out(module, parts)
-            if settings is None:
+            if not _may_be_taken_apart(module):
                 continue
-            _known[module] = parts, settings
+            known = _begin(module)
+            if known.watch.quiet():
+                known = _learn(module, known)
+            if known.parts is None:
+                continue
+            _known[module] = known
         ours.append(module)
     return STAND_IN.begin(ours)
 
 
+def _may_be_taken_apart(layer: Any) -> bool:
+    """Whether a module may be a decoder layer as Llama has it."""
+    return hasattr(layer, "input_layernorm") and hasattr(getattr(layer, "self_attn", None), "config")
+
+
+def _begin(layer: nn.Module) -> _Known:
+    """A layer as it is now, not tried out yet."""
+    return _Known(Watch([module for module in layer.modules() if module is not layer], around=layer))
+
+
+def _learn(layer: nn.Module, known: _Known) -> _Known:
+    """What the layer is made of, and whether our pass gives what its own forward gives."""
+    return known._replace(tried=True, parts=_take_apart(layer))
+
+
 def _take_apart(layer: Any) -> _Parts | None:
-    """The parts of a decoder layer as Llama has it; None if it is anything else."""
-    attn = getattr(layer, "self_attn", None)
-    if not hasattr(layer, "input_layernorm") or not hasattr(attn, "config") or not STAND_IN.may_serve(layer):
+    """The parts of a decoder layer as Llama has it; None if it is anything else, or computes anything else."""
+    inside = [module for module in layer.modules() if module is not layer]
+    if not _may_be_taken_apart(layer) or any(own_forward(module) is not None for module in (layer, *inside)):
         return None
     try:
         block = block_of(layer, apart)
     except UnsupportedModelError:
         return None
-    inside = [module for module in layer.modules() if module is not layer]
-    if not all(LINEARS.may_serve(m) if type(m) is nn.Linear else "forward" not in m.__dict__ for m in inside):
+    weight = layer.input_layernorm.weight
+    if not weight.is_cpu or weight.dtype not in TOLERANCE:
         return None
-    return _Parts(attn, block, Watch(inside), tuple(w for m in inside for w in m._parameters.values()))
+    weights = [weight for module in inside for weight in module._parameters.values()]
+    return _try_out(layer, block, weights)
 
 
 @torch.no_grad()
-def _try_out(layer: Any, parts: _Parts) -> dict[str, Any] | None:
-    """The settings that the layer gives its attention, if two random tokens come out of our pass as out of its own."""
+def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts | None:
+    """The layer's parts, if two random tokens come out of our pass as out of its own."""
     weight, attn = layer.input_layernorm.weight, layer.self_attn
-    if not weight.is_cpu or weight.dtype not in TOLERANCE:
-        return None
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)
     angles = torch.rand(1, 2, attn.head_dim // 2, generator=draw).repeat(1, 1, 2) * 6
     embeddings = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    if not _ready(parts, x):
+    if not rows.fits(x, weights):
         return None
+    twin, seen = _twin(layer)
     try:
-        own, settings = _watched(layer, x, embeddings)
-        found = _run(parts, settings, x, None, None, embeddings)
+        own = type(layer).forward(twin, x, position_embeddings=embeddings)
+        found = _run(_Parts(twin.self_attn, block, seen, x.dtype), x, None, None, embeddings)
     except (TypeError, ValueError, RuntimeError):
         return None  # not a layer like Llama's after all
     if not isinstance(own, Tensor) or own.shape != found.shape:
         return None
     error, size = (found - own).abs().max(), (own - x).abs().max()
-    return settings if bool(error <= TOLERANCE[x.dtype] * size) else None
+    return _Parts(attn, block, seen, x.dtype) if bool(error <= TOLERANCE[x.dtype] * size) else None
 
 
-def _watched(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, Any]]:
-    """What the layer's own forward returns, and the settings that it gave its attention."""
-    settings: dict[str, Any] = {}
+def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """The layer, made of the same modules, whose attention tells what settings it is given: layer, settings.
 
-    def watch(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
-        settings.update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
-        return attention(module, q, k, v, mask, **given)
+    The layer itself stays as it is: another thread may be passing it.
+    """
+    if _TRIAL not in AttentionInterface._global_mapping:
+        AttentionInterface.register(_TRIAL, _tell)
+    twin, attn = copy(layer), copy(layer.self_attn)
+    attn.config = copy(layer.self_attn.config)
+    attn.config._attn_implementation_internal = _TRIAL
+    seen: dict[str, Any] = {}
+    attn.__dict__[_SEEN] = seen
+    twin._modules = dict(layer._modules, self_attn=attn)
+    return twin, seen
 
-    config = layer.self_attn.config
-    before = config._attn_implementation
-    AttentionInterface.register(_WATCH, watch)
-    config._attn_implementation = _WATCH
-    try:
-        return type(layer).forward(layer, x, position_embeddings=embeddings), settings
-    finally:
-        config._attn_implementation = before
-        AttentionInterface._global_mapping.pop(_WATCH, None)
+
+def _tell(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    """The attention of a trial."""
+    module.__dict__[_SEEN].update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
+    return attention(module, q, k, v, mask, **given)

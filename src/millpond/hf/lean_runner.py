@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from millpond.cache.parts import AttentionShape
 from millpond.errors import UnsupportedModelError
-from millpond.hf.lean import STAND_IN as LAYERS
-from millpond.hf.linears import STAND_IN as LINEARS
 from millpond.hf.packed_pass import LayerAttend, Split
 from millpond.kernels import ops
 from millpond.kernels.dense import TOLERANCE, choose
 from millpond.models.lean.block import Attend
 from millpond.models.lean.describe import describe
+from millpond.models.lean.watch import own_forward
 
 #: Where the tokens of the trial stand in their text.
 _PLACES = (0, 1, 5)
@@ -40,7 +39,7 @@ class LeanRunner:
         shapes: Sequence[AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
     ) -> None:
-        if not all(LINEARS.may_serve(module) or LAYERS.may_serve(module) for module in model.modules()):
+        if any(own_forward(module) is not None for module in model.modules()):
             raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
         described = describe(model)
         self._shapes = shapes

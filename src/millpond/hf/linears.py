@@ -11,6 +11,7 @@ from millpond.hf.stand_in import StandIn
 from millpond.kernels import native
 from millpond.kernels.backends import NATIVE_DTYPES
 from millpond.kernels.linear import linear
+from millpond.models.lean.watch import own_forward
 
 #: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
 LEAST_BYTES = 2**19
@@ -23,10 +24,14 @@ _advised: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """Stands in for torch.nn.Linear.forward."""
+    """Stands in for torch.nn.Linear.forward, as long as the module has that of its class."""
+    kind = type(self)
+    if kind.forward is not _TORCHS:
+        return kind.forward(self, input)
     return linear(input, self.weight, self.bias)
 
 
+_TORCHS = nn.Linear.forward
 STAND_IN = StandIn(forward)
 
 
@@ -51,7 +56,7 @@ def _fits(module: nn.Linear) -> bool:
     """Whether the layer is of a kind that `kernels.linear` reads fast, and has torch's forward or already ours."""
     weight = module.weight
     return (
-        STAND_IN.may_serve(module)
+        own_forward(module) is None
         and weight.is_cpu
         and weight.dtype in NATIVE_DTYPES
         and weight.nbytes >= LEAST_BYTES

@@ -20,21 +20,30 @@ NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 def output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The last linear map of each attention layer of the decoder, where one is found."""
-    found: dict[int, nn.Module] = {}
+    return {index: getattr(module, name) for index, (module, name) in _places(model).items()}
+
+
+def _places(model: PreTrainedModel) -> dict[int, tuple[nn.Module, str]]:
+    """Where these are: an attention layer, and their name in it."""
+    found: dict[int, tuple[nn.Module, str]] = {}
     for module in decoder_modules(model)[-1].modules():
         index = getattr(module, "layer_idx", None)
-        linear = next((part for name in NAMES if isinstance(part := getattr(module, name, None), nn.Module)), None)
-        if isinstance(index, int) and linear is not None:
-            found[index] = linear
+        name = next((name for name in NAMES if isinstance(getattr(module, name, None), nn.Module)), None)
+        if isinstance(index, int) and name is not None:
+            found[index] = module, name
     return found
 
 
 def show_outputs(model: PreTrainedModel, cores: Iterable[LayerCache]) -> None:
-    """Let scores see the output maps of their layers. They are looked up here and read when a score asks."""
-    found = output_projections(model)
+    """Let scores see the output maps of their layers: those that are there when a score asks."""
+    places, n_heads, name = _places(model), int(text_config(model).num_attention_heads), type(model).__name__
+
+    def maps(index: int) -> Tensor:
+        linear = getattr(*places[index], None) if index in places else None
+        return output_maps(linear, n_heads, name)
+
     for core in cores:
-        n_heads = int(text_config(model).num_attention_heads)
-        core.attention.outputs = partial(output_maps, found.get(core.index), n_heads, type(model).__name__)
+        core.attention.outputs = partial(maps, core.index)
 
 
 @torch.no_grad()

@@ -65,7 +65,10 @@ def describe(model: PreTrainedModel) -> Described:
     with mapped.moving(model.parameters()):
         own(model.modules(), but=fused)
     decoder = Decoder(blocks=tuple(blocks), head=(head.weight, head.bias), **ends)
-    return Described(decoder, Watch(model.modules()), tuple(base.layers))
+    layers = tuple(base.layers)
+    # the model's own settings and those of its rotary embedding change as it runs
+    watch = Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
+    return Described(decoder, watch, layers)
 
 
 def _ends(base: Any) -> dict[str, Any]:
