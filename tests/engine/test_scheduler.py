@@ -123,10 +123,12 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 60), reading=st.integers(1, 500), each=st.integers(1, 120), width=st.integers(1, 4),
-        priority=st.integers(0, 2), tokens=st.integers(1, 5), whole=st.booleans(),
+        priority=st.integers(0, 2), tokens=st.integers(1, 5), whole=st.booleans(), client=st.sampled_from("abc"),
     )  # fmt: skip
-    def come(self, prompt: int, reading: int, each: int, width: int, priority: int, tokens: int, whole: bool) -> None:
-        one = Job(f"{self.number}", prompt, Need(reading, 20, each), width, priority, whole=whole)
+    def come(
+        self, prompt: int, reading: int, each: int, width: int, priority: int, tokens: int, whole: bool, client: str
+    ) -> None:
+        one = Job(f"{self.number}", prompt, Need(reading, 20, each), width, client, priority, whole=whole)
         self.number += 1
         self.scheduler.add(one)
         self.jobs.append(one)

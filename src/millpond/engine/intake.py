@@ -65,7 +65,7 @@ class Intake:
                 f"{limit:,}; shorten it, lower max_tokens or the budget, or raise kv_memory"
             )
         job = Job(
-            request.request_id, len(ids), need, params.n, request.priority,
+            request.request_id, len(ids), need, params.n, request.client, request.priority,
             None if request.deadline is None else arrived + request.deadline, group.recipe.whole_prompt,
         )  # fmt: skip
         answers = [

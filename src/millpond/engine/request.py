@@ -35,7 +35,9 @@ class Request:
     Attributes:
         request_id: a name that no other request in flight has.
         prompt: a text, or token ids.
-        priority: lower goes first; equal ones in the order of arrival.
+        client: who asks. Of those with one priority the client goes first that has had less service, in tokens read and
+            written; of one client's requests the one that came first.
+        priority: lower goes first, whoever asks.
         deadline: seconds after arrival at which the request ends with what it has; None: never.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
     """
@@ -44,6 +46,7 @@ class Request:
     prompt: str | tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    client: str = ""
     priority: int = 0
     deadline: float | None = None
     watch: bool = False

@@ -1,7 +1,7 @@
 """Scheduler: which requests run in the next step, and which must wait, or make room.
 
-It knows numbers only: tokens to read, bytes that a request will hold, priorities and deadlines. It sees no model, no
-page and no clock.
+It knows numbers only: tokens to read, bytes that a request will hold, who asks, priorities and deadlines. It sees no
+model, no page and no clock.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from millpond.engine.clients import Client, Clients
 from millpond.errors import OptionError
 
-#: Share of a step's tokens that prompts get at least, however many sequences decode.
+#: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while somebody
+#: decodes whose client has had less service, so that its next tokens do not wait for long passes.
 READING_SHARE = 8
+#: Jobs of other clients that may begin before one that does not fit.
+MOST_PASSES = 16
+#: Steps that a job waits before it takes the room of a client who has had more service, but less than a step's tokens
+#: more.
+PATIENCE = 8
+#: Clients whose first waiting jobs may take the place of running ones in a step.
+_TRIES = 4
 
 
 class State(enum.Enum):
@@ -52,25 +61,31 @@ class Job:
 
     Attributes:
         key: its name. prompt: tokens to read. need: see `Need`. width: answers that are not finished.
-        priority: lower goes first. deadline: when it ends at the latest, on the caller's clock; None: never.
-        whole: its prompt cannot be cut. arrival: given by the scheduler. read: tokens of the prompt that were read.
+        client: who asks. priority: lower goes first.
+        deadline: when it ends at the latest, on the caller's clock; None: never. whole: its prompt cannot be cut.
+        arrival, account: given by the scheduler. read: tokens of the prompt that were read.
+        passes: jobs of others that began before it while it did not fit. waited: steps in which it did not.
     """
 
     key: str
     prompt: int
     need: Need
     width: int = 1
+    client: str = ""
     priority: int = 0
     deadline: float | None = None
     whole: bool = False
     arrival: int = 0
     read: int = 0
+    passes: int = 0
+    waited: int = 0
+    account: Client = field(default_factory=lambda: Client(0))
     state: State = State.WAITING
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int, int]:
         """The lowest goes first."""
-        return self.priority, self.arrival
+        return self.priority, *self.account.rank, self.arrival
 
     @property
     def running(self) -> bool:
@@ -104,10 +119,12 @@ class Step:
 
 
 class Scheduler:
-    """Decodes first, then prompts in the order of priority and arrival, under a budget of tokens per step.
+    """Decodes first, then prompts, under a budget of tokens per step.
 
-    A job begins when what it may hold fits beside what is kept for those that run. The first in the queue is never
-    passed over, so none starves. Jobs of a better priority take the place of running ones.
+    The order is that of priority, then of the client who has had less service, then of arrival. A job begins when what
+    it may hold fits beside what is kept for those that run. Jobs of a better priority take the place of running ones;
+    so do those of a client who has had less service than another and holds less than this one. The first in the queue
+    is passed over by few others, and by none of its own client, so none starves.
 
     Args:
         limit_bytes: of the pages of all jobs; None for no limit.
@@ -128,6 +145,7 @@ class Scheduler:
         self.most_running = most_running
         self._promised = None if limit_bytes is None else int(limit_bytes * overcommit)
         self._jobs: dict[str, Job] = {}
+        self._clients = Clients()
         self._arrivals = 0
         self._closed = False  # somebody was carried out because pages ran short: nobody begins until somebody ends
 
@@ -138,18 +156,20 @@ class Scheduler:
         assert job.key not in self._jobs, f"{job.key} is there already"
         assert self.limit_bytes is None or job.need.most(job.width) <= self.limit_bytes, "it can never run"
         assert job.width <= self.most_running, "it can never run"
-        job.arrival = self._arrivals
+        job.arrival, job.account = self._arrivals, self._clients.enter(job.client)
         self._arrivals += 1
         self._jobs[job.key] = job
 
     def remove(self, job: Job) -> None:
         """A job is finished or cancelled; its pages are free."""
         del self._jobs[job.key]
+        self._clients.leave(job.account)
         self._closed = False
 
-    def took(self, job: Job, n_tokens: int) -> None:
-        """Some tokens of a prompt were read."""
+    def took(self, job: Job, n_tokens: int, *, served: bool = True) -> None:
+        """Some tokens of a prompt were read; or, where they are not `served`, taken over from another."""
         job.read += n_tokens
+        job.account.served += n_tokens * served
         assert job.read <= job.prompt, "a prompt is read once"
         if job.read == job.prompt:
             job.state = State.DECODING
@@ -164,7 +184,7 @@ class Scheduler:
 
         Nobody begins or comes back before somebody ends, so that two do not push each other out at every step.
         """
-        job = max(self._in((State.READING, State.DECODING)), key=lambda j: j.rank, default=None)
+        job = max(self._running(), key=lambda j: j.rank, default=None)
         if job is not None:
             job.state = State.SWAPPED
             self._closed = True
@@ -189,7 +209,7 @@ class Scheduler:
     @property
     def reserved(self) -> int:
         """Bytes that are kept for the running jobs."""
-        return sum(job.reserved for job in self._in((State.READING, State.DECODING)))
+        return sum(job.reserved for job in self._running())
 
     # ------------------------------------------------------------------ the step
 
@@ -200,44 +220,90 @@ class Scheduler:
         self._admit_carried_and_new(step)
         step.decodes = self._ordered((State.DECODING,))
         rows = sum(job.width for job in step.decodes)
-        left = max(self.step_tokens - rows, self.step_tokens // READING_SHARE, 1)
+        few = max(self.step_tokens // READING_SHARE, 1)
+        left = max(self.step_tokens - rows, few)
+        least = min((job.account.served for job in step.decodes), default=None)
         for job in self._ordered((State.READING,)):
+            if least is not None and job.account.served - least >= self.step_tokens:
+                left = min(left, few - sum(n for _, n in step.chunks))
             rest = job.prompt - job.read
             if left <= 0 or (job.whole and rest > left and step.chunks):
                 break
             n = rest if job.whole else min(rest, left)
             step.chunks.append((job, n))
             left -= n
+        for job in step.decodes:
+            job.account.served += job.width
         return step
 
     def _make_way(self, step: Step) -> None:
-        """Carry out running jobs that are worse than the first in the queue, if it does not fit beside them."""
-        queue = self._queue()
-        while queue and not self._closed and not self._fits(queue[0]):
-            worst = max(self._in((State.READING, State.DECODING)), key=lambda j: j.rank, default=None)
-            if worst is None or worst.priority <= queue[0].priority:
+        """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""
+        tried: dict[Client, Job] = {}
+        for first in () if self._closed else self._queue():
+            if first.account in tried:
+                continue
+            out: list[tuple[Job, State]] = []
+            while not self._fits(first) and (worst := self._in_whose_place(first)) is not None:
+                out.append((worst, worst.state))
+                worst.state = State.SWAPPED
+            if self._fits(first):
+                step.out = [job for job, _ in out]
                 return
-            worst.state = State.SWAPPED
-            step.out.append(worst)
+            for job, state in out:
+                job.state = state
+            first.waited += 1
+            tried[first.account] = first
+            if len(tried) == _TRIES or first.passes >= MOST_PASSES:
+                return
+
+    def _in_whose_place(self, first: Job) -> Job | None:
+        """The running job that makes way: of a worse priority; or of a client that has had more service and holds more
+        than the other would, so that two do not push each other out in turns."""
+        worst = max(self._running(), key=lambda job: job.rank, default=None)
+        if worst is None or worst.priority > first.priority:
+            return worst
+        held: dict[Client, tuple[int, int]] = {first.account: (first.reserved, first.width)}
+        for job in self._running():
+            n_bytes, width = held.get(job.account, (0, 0))
+            held[job.account] = n_bytes + job.reserved, width + job.width
+        own_bytes, own_width = held[first.account]
+        room = self._promised is None or self.reserved + first.reserved <= self._promised
+        slots = sum(width for _, width in held.values()) <= self.most_running
+
+        def may_go(job: Job) -> bool:
+            more = job.account.served - first.account.served
+            if job.priority < first.priority or more <= 0 or (more < self.step_tokens and first.waited < PATIENCE):
+                return False
+            n_bytes, width = held[job.account]
+            return (room or n_bytes > own_bytes) and (slots or width > own_width)
+
+        return max(filter(may_go, self._running()), key=lambda job: job.rank, default=None)
 
     def _admit_carried_and_new(self, step: Step) -> None:
-        left = self.step_tokens
+        passed: dict[Client, Job] = {}
         for job in self._queue():
-            alone = not any(True for _ in self._in((State.READING, State.DECODING)))
-            unread = sum(j.prompt - j.read for j in self._in((State.READING,)))
-            if job in step.out or not (alone or self._may_begin(job, unread < left)):
-                return
-            if job.state is State.SWAPPED:
-                step.back.append(job)
-                job.state = State.DECODING if job.read == job.prompt else State.READING
+            if job.account in passed:
+                continue
+            if job in step.out or not self._may_begin(job):
+                passed[job.account] = job
             else:
-                job.state = State.READING
+                for other in passed.values():
+                    other.passes += 1
+                if job.state is State.SWAPPED:
+                    step.back.append(job)
+                job.state = State.DECODING if job.read == job.prompt else State.READING
+                job.waited = job.passes = 0
+            if len(passed) == MOST_PASSES or any(other.passes >= MOST_PASSES for other in passed.values()):
+                return
 
-    def _may_begin(self, job: Job, room_to_read: bool) -> bool:
-        return not self._closed and self._fits(job) and (room_to_read or job.state is State.SWAPPED)
+    def _may_begin(self, job: Job) -> bool:
+        if not any(True for _ in self._running()):
+            return True
+        unread = sum(j.prompt - j.read for j in self._in((State.READING,)) if j.rank < job.rank)
+        return not self._closed and self._fits(job) and (unread < self.step_tokens or job.state is State.SWAPPED)
 
     def _fits(self, job: Job) -> bool:
-        width = sum(j.width for j in self._in((State.READING, State.DECODING)))
+        width = sum(j.width for j in self._running())
         fits = self._promised is None or self.reserved + job.reserved <= self._promised
         return fits and width + job.width <= self.most_running
 
@@ -246,6 +312,9 @@ class Scheduler:
 
     def _ordered(self, states: tuple[State, ...]) -> list[Job]:
         return sorted(self._in(states), key=lambda job: job.rank)
+
+    def _running(self) -> Iterable[Job]:
+        return self._in((State.READING, State.DECODING))
 
     def _in(self, states: tuple[State, ...]) -> Iterable[Job]:
         return (job for job in self._jobs.values() if job.state in states)

@@ -89,7 +89,7 @@ class Turn:
         if live.job.read or live.stack is not None:
             return n
         shared = self._sharing.begin(live)
-        self._scheduler.took(live.job, shared)
+        self._scheduler.took(live.job, shared, served=False)
         self.counts["shared_tokens"] += shared
         for answer in live.answers:
             answer.shared = shared

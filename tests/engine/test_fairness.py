@@ -1,0 +1,179 @@
+"""Clients share the engine by service: what one of them asks for never holds up another, whatever it holds already."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from millpond.engine.clients import IDLE, Clients
+from millpond.engine.scheduler import MOST_PASSES, PATIENCE, READING_SHARE, Job, Need, Scheduler, State, Step
+
+STEP = 512
+
+
+class Line:
+    """A scheduler, and what an engine does with it: prompts are read, and answers of `tokens` end."""
+
+    def __init__(self, limit: int | None = None, **options: int) -> None:
+        self.scheduler = Scheduler(limit, step_tokens=STEP, **options)
+        self.left: dict[Job, int] = {}
+        self.served: Counter[str] = Counter()
+        self.carried_out = 0
+
+    def come(self, client: str, prompt: int, tokens: int, size: int = 0, **rest: object) -> Job:
+        job = Job(f"{len(self.left)}-{client}", prompt, Need(size, 0, size), client=client, **rest)  # type: ignore[arg-type]
+        self.scheduler.add(job)
+        self.left[job] = tokens
+        return job
+
+    def step(self) -> Step:
+        step = self.scheduler.plan()
+        self.carried_out += len(step.out)
+        for job, n in step.chunks:
+            self.scheduler.took(job, n)
+            self.served[job.client] += n
+        for job in [*step.decodes, *(job for job, _ in step.chunks if job.read == job.prompt)]:
+            self.left[job] -= 1
+            self.served[job.client] += job in step.decodes
+            if not self.left[job]:
+                self.scheduler.remove(job)
+        return step
+
+    def work(self, job: Job) -> tuple[int, int]:
+        """Run until a job is done; how many steps that took, and how many tokens these had."""
+        steps = tokens = 0
+        while self.left[job]:
+            step = self.step()
+            steps += 1
+            tokens += len(step.decodes) + sum(n for _, n in step.chunks)
+            assert steps < 10_000, "it never ends"
+        return steps, tokens
+
+
+@pytest.mark.parametrize("size", [0, 250, 1000], ids=["there is room", "four hold all memory", "one holds all memory"])
+def test_twenty_tokens_behind_forty_long_prompts_of_another_client(size: int) -> None:
+    line = Line(1000)
+    for _ in range(40):
+        line.come("many", 3500, 50, size)
+    for _ in range(40):
+        line.step()
+    steps, tokens = line.work(line.come("one", 20, 20, 1))
+    assert steps <= 21 + PATIENCE  # its prompt, a token each, and what it waits for room
+    assert tokens <= 2 * STEP + 20 * (STEP // READING_SHARE + 60)
+    assert line.carried_out <= 1
+
+
+def test_all_slots_taken_by_another_client() -> None:
+    line = Line(most_running=4)
+    for _ in range(40):
+        line.come("many", 100, 10_000)
+    for _ in range(300):
+        line.step()
+    steps, _ = line.work(line.come("one", 20, 20))
+    assert steps <= 21 + PATIENCE
+
+
+def test_one_client_is_served_in_the_order_of_arrival() -> None:
+    line = Line(1000)
+    jobs = [line.come("", 700, 3, 400) for _ in range(6)]
+    ended = []
+    while len(ended) < len(jobs):
+        line.step()
+        ended += [job for job in jobs if not line.left[job] and job not in ended]
+    assert ended == jobs
+    assert line.carried_out == 0
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_clients_get_the_same_service_however_much_they_ask_for(limit: int | None) -> None:
+    line = Line(limit)
+    for _ in range(30):
+        line.come("long", 3500, 100, 300)
+    for _ in range(300):
+        line.come("short", 200, 40, 30)
+    for _ in range(150):
+        line.step()
+    more, less = line.served.most_common(2)
+    assert more[1] - less[1] <= 0.2 * more[1]
+    assert line.carried_out <= sum(line.served.values()) / STEP
+
+
+def test_who_comes_late_gets_no_credit_for_the_time_before() -> None:
+    line = Line()
+    for _ in range(60):
+        line.come("early", 3500, 1)
+    for _ in range(100):
+        line.step()
+    line.served.clear()
+    for _ in range(60):
+        line.come("late", 3500, 1)
+    for _ in range(100):
+        line.step()
+    assert abs(line.served["late"] - line.served["early"]) <= 2 * STEP
+
+
+def test_who_goes_and_comes_back_keeps_what_counts_against_it() -> None:
+    clients = Clients()
+    clients.enter("other").served = 10
+    greedy = clients.enter("greedy")
+    greedy.served = 500
+    clients.leave(greedy)
+    assert clients.enter("greedy").served == 500
+    assert clients.enter("new").served == 10
+
+
+def test_names_of_clients_that_are_gone_do_not_pile_up() -> None:
+    clients = Clients()
+    stays = clients.enter("stays")
+    for number in range(3 * IDLE):
+        one = clients.enter(str(number))
+        one.served += 7
+        stays.served += 9
+        clients.leave(one)
+    assert len(clients) <= IDLE + 1
+    clients.leave(stays)
+    assert len(clients) == 0
+
+
+def test_tokens_that_were_taken_over_are_no_service() -> None:
+    line = Line()
+    job = line.come("a", 100, 1)
+    line.scheduler.plan()
+    line.scheduler.took(job, 90, served=False)
+    assert job.account.served == 0
+    line.scheduler.took(job, 10)
+    assert job.account.served == 10
+
+
+def test_a_job_that_does_not_fit_holds_up_no_other_client_and_does_not_starve() -> None:
+    line = Line(1000)
+    line.come("runs", 10, 200, 600)
+    line.step()
+    large = line.come("large", 10, 1, 900)
+    small = [line.come(f"small {n}", 10, 1000, 10) for n in range(2 * MOST_PASSES)]
+    for _ in range(20):
+        line.step()
+    assert sum(job.running for job in small) == MOST_PASSES
+    assert large.state is State.WAITING
+    line.work(large)
+
+
+def test_two_clients_that_want_all_memory_do_not_push_each_other_out() -> None:
+    line = Line(1000)
+    for client in "abab":
+        line.come(client, 3500, 300, 900)
+    while len(line.scheduler):
+        line.step()
+    assert line.carried_out == 0
+
+
+def test_nobody_is_carried_out_where_that_would_not_make_enough_room() -> None:
+    line = Line(1000)
+    line.come("many", 2000, 500, 300)
+    line.come("first", 10, 500, 500, priority=-1)
+    for _ in range(5):
+        line.step()
+    line.come("one", 10, 1, 900)
+    for _ in range(5):
+        assert not line.step().out
