@@ -67,6 +67,9 @@ def serve(
         int | None, optional(min=1, help="Most new tokens per answer. Default: what the context holds.")
     ] = None,
     max_body: Annotated[str, typer.Option(help="Longest body of a request.")] = "16MiB",
+    max_body_items: Annotated[
+        int, typer.Option(min=16, help="Most values in it; an eighth as many keys, a sixteenth as many objects.")
+    ] = 2**17,
     timeout: Annotated[
         float | None, optional(help="Seconds after which a request ends with what it has. Default: none.")
     ] = None,
@@ -96,8 +99,8 @@ def serve(
 
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
-        max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), timeout_s=timeout, drain_s=drain,
-        option_files=parse_options(option_file or [], "heads=heads.json"),
+        max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), max_body_items=max_body_items,
+        timeout_s=timeout, drain_s=drain, option_files=parse_options(option_file or [], "heads=heads.json"),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)
     kept |= {"options": parse_options(option or []), "calibration": calibration}

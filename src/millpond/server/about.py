@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from millpond.methods import METHODS
 from millpond.option_files import shown
+from millpond.server.bodies import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.fields import DetokenizeBody, TokenizeBody
 from millpond.server.service import Service
@@ -18,7 +19,7 @@ from millpond.server.service import Service
 
 def routes(service: Service) -> APIRouter:
     """The routes that tell of the server and its tokenizer."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
     began = int(time.time())
 
     @router.get("/v1/models")

@@ -30,6 +30,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         await service.gate.drain(settings.drain_s)
         await llm.close(drain=False)
         service.tokens.close()
+        service.bodies.close()
 
     app = FastAPI(
         title="Millpond", version=millpond.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,

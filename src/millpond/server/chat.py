@@ -9,6 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from millpond.server.asked import check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.bodies import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.fields import ChatBody
 from millpond.server.service import Job, Service
@@ -18,7 +19,7 @@ from millpond.server.voice import ChatVoice
 
 def routes(service: Service) -> APIRouter:
     """The route that answers chats."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response:

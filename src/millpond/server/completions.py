@@ -9,6 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from millpond.server.asked import check_room, most_tokens, requests, sampling
+from millpond.server.bodies import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.fields import CompletionBody
 from millpond.server.service import Job, Service
@@ -20,7 +21,7 @@ _MAX_TOKENS = 16
 
 def routes(service: Service) -> APIRouter:
     """The route that continues texts."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, http: HttpRequest) -> Response:
@@ -69,6 +70,7 @@ async def _prompts(
         return [await service.tokens.encode(prompt)], [prompt]
     if all(isinstance(part, int) for part in prompt):  # an empty list too: one prompt without a token
         prompt = [[part for part in prompt if isinstance(part, int)]]
+    service.gate.check_number(len(prompt))
     prompts: list[tuple[int, ...]] = []
     texts: list[str | None] = []
     for part in prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
     (OptionError, 400, "invalid_value"),
     (DataError, 400, "invalid_value"),
 )
+#: Characters of a message that are sent, and of a field's name that are looked at: both may be a client's own.
+_LONGEST, _LONGEST_NAME = 1_000, 80
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 #: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
@@ -72,8 +75,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """What is sent; a lone surrogate from the request cannot be, and is replaced."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        text = self.message.encode("utf-8", "replace").decode()
-        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
+        text = self.message if len(self.message) <= _LONGEST else f"{self.message[: _LONGEST - 3]}..."
+        text = text.encode("utf-8", "replace").decode()
+        param = None if self.param is None else self.param[:_LONGEST].encode("utf-8", "replace").decode()
         return {"error": {"message": text, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -115,11 +119,11 @@ def install(app: FastAPI) -> None:
 def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     """What pydantic found, the first of it: broken JSON, an unknown field, a value of the wrong kind."""
     first = next(iter(errors))
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(part)[:_LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path")]
     name = ".".join(place)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body is not JSON: {reason} (at byte {place[0]})", "invalid_json")
+        return ApiError(400, f"the body is not JSON: {reason}", "invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, _unknown(place), "unknown_parameter", name)
     if not place:
@@ -144,7 +148,7 @@ def _unknown(place: list[str]) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        text = repr(value)
+        text = reprlib.repr(value)  # which looks at the first of many values only
     except (ValueError, RecursionError):  # an integer of thousands of digits; a value nested beyond reason
         return f"this {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 #: Of seeds and priorities: what 64 bits hold.
 _INT64 = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+#: Lists of what clients send end at the first bad value: the errors of all would be many.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 
 
@@ -70,7 +72,12 @@ class SamplingFields(Body):
 class CompletionBody(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     best_of: int | None = Field(default=None, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -87,7 +94,7 @@ class Message(Body):
     """One message of a chat, as the template gets it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -141,7 +148,7 @@ class SchemaFormat(Body):
 class ChatFields(Body):
     """What makes a prompt of messages."""
 
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
@@ -149,7 +156,7 @@ class ChatFields(Body):
 class ChatBody(SamplingFields, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -163,14 +170,14 @@ class TokenizeBody(ChatFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 #: Every field by name, for suggestions.

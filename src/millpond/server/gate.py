@@ -39,9 +39,7 @@ class Gate:
         """
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_LEAST_WAIT))
-        if len(ids) > self._max_queue:
-            rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
-            raise ApiError(400, f"{len(ids)} prompts in one request: {rule}", "too_many_prompts", "prompt")
+        self.check_number(len(ids))
         waiting = self.waiting
         if waiting + len(ids) > self._max_queue:
             wait = self._wait_s(waiting)
@@ -53,6 +51,14 @@ class Gate:
         finally:
             self.under_way.difference_update(ids)
             self._ends.append(time.monotonic())
+
+    def check_number(self, prompts: int) -> None:
+        """Raises:
+        ApiError: 400, so many prompts never fit.
+        """
+        if prompts > self._max_queue:
+            rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
+            raise ApiError(400, f"{prompts} prompts in one request: {rule}", "too_many_prompts", "prompt")
 
     @property
     def waiting(self) -> int:

@@ -16,6 +16,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import MillpondError
 from millpond.option_files import listed_files
+from millpond.server.bodies import JsonBodies
 from millpond.server.errors import ApiError
 from millpond.server.figures import usage
 from millpond.server.gate import Gate
@@ -52,7 +53,7 @@ class Service:
     """The engine, and what stands in front of it.
 
     Attributes:
-        llm, settings, tokens, gate, metrics: see their classes.
+        llm, settings, tokens, gate, metrics, bodies: see their classes.
 
     Raises:
         OptionError: a file of the settings cannot be read.
@@ -64,6 +65,7 @@ class Service:
         self.tokens = Tokens(llm)
         self.gate = Gate(llm, settings.max_queue)
         self.metrics = Metrics(llm, self.gate)
+        self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)
 
     def check_model(self, name: str | None) -> None:
@@ -71,7 +73,7 @@ class Service:
         ApiError: 404, another model is served.
         """
         if name is not None and name != self.llm.model_name:
-            message = f"model {name!r} is not here; this server has {self.llm.model_name!r}"
+            message = f"model {name[:200]!r} is not here; this server has {self.llm.model_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
     async def answer(self, http: HttpRequest, job: Job) -> Response:

@@ -18,6 +18,7 @@ class ServerSettings:
         max_queue: most prompts that wait for the engine; beyond it requests are refused with 429.
         max_tokens: most new tokens per answer; None: as many as the model's context holds.
         max_body_bytes: longest body of a request.
+        max_body_items: most values in it; an eighth as many keys, and a sixteenth as many arrays and objects.
         timeout_s: seconds after which a request ends with what it has; None: never.
         drain_s: seconds that running requests have to finish when the server is told to stop.
         option_files: the files that options of requests may name, by their names there.
@@ -30,12 +31,13 @@ class ServerSettings:
     max_queue: int = 256
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
+    max_body_items: int = 2**17
     timeout_s: float | None = None
     drain_s: float = 30.0
     option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_tokens", "max_body_bytes"):
+        for name in ("max_queue", "max_tokens", "max_body_bytes", "max_body_items"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}: must be at least 1")

@@ -1,8 +1,11 @@
-"""Tokens: text to ids and back, in a thread of its own, so that a long prompt stops nobody else."""
+"""Tokens: text to ids and back, away from the event loop; long texts in a thread of their own, so that short ones
+wait for none of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +20,14 @@ T = TypeVar("T")
 #: For tokenizers without a chat template: names before the messages, and the model writes until the user's next turn.
 PLAIN_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 PLAIN_STOP = "\nUser:"
+#: Characters from which on a text is a long one; and most of them per token of the model's context.
+_LONG, _PER_TOKEN = 2**15, 32
 #: What the template is given by the server, and `chat_template_kwargs` may not change.
 _OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
 
 
 class Tokens:
-    """The tokenizer of a model behind one thread.
+    """The tokenizer of a model behind one thread, and a copy behind another for long texts.
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
@@ -34,11 +39,14 @@ class Tokens:
         self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._most = max(_LONG, _PER_TOKEN * llm.context_length)
+        self._threads = {long: ThreadPoolExecutor(1, "tokenizer") for long in (False, True)}
+        self._tokenizers = {False: llm.tokenizer}  # two threads cannot share one
 
     def close(self) -> None:
-        """Let the thread go."""
-        self._thread.shutdown()
+        """Let the threads go."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def need(self, what: str, param: str | None = None) -> None:
         """Raises:
@@ -52,11 +60,12 @@ class Tokens:
         """The ids of a text, with the special tokens that the tokenizer puts around it or without.
 
         Raises:
-            ApiError: the text is no Unicode, or there is no tokenizer.
+            ApiError: the text is no Unicode, far longer than the model's context, or there is no tokenizer.
         """
         self.need("a text", "prompt")
+        self._check_length(len(text), "prompt")
         check_text(text, "prompt")
-        return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
+        return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included.
@@ -66,13 +75,13 @@ class Tokens:
         """
         self.need("the text of tokens", "tokens")
         self.check(ids, "tokens")
-        return await self._run(lambda: str(self._tokenizer.decode(list(ids), skip_special_tokens=False)))
+        return await self._run(lambda own: str(own.decode(list(ids), skip_special_tokens=False)), len(ids))
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of every id alone; `token_id:N` where there is no tokenizer."""
         if self._tokenizer is None:
             return [f"token_id:{i}" for i in ids]
-        return await self._run(lambda: [str(self._tokenizer.decode([i], skip_special_tokens=False)) for i in ids])
+        return await self._run(lambda own: [str(own.decode([i], skip_special_tokens=False)) for i in ids], len(ids))
 
     def check(self, ids: Sequence[int], param: str) -> None:
         """Raises:
@@ -102,7 +111,9 @@ class Tokens:
                 no tokenizer.
         """
         self.need("a chat", "messages")
-        messages = [_plain(message) for message in said]
+        size = sum(map(_length, said))
+        self._check_length(size, "messages")
+        messages = await self._run(lambda _: [_plain(message) for message in said], size)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if use_tools else []
         extra = body.chat_template_kwargs or {}
         if taken := sorted(_OWN & extra.keys()):
@@ -114,22 +125,36 @@ class Tokens:
                     raise ApiError(400, message, "no_chat_template", name)
             text = plain_chat(messages, body.add_generation_prompt)
         else:
-            text = await self._run(lambda: self._render(messages, tools, body.add_generation_prompt, extra))
+            text = await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
         return text, await self.encode(text, special=not self.has_template)
 
-    def _render(self, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **extra
-                )
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._most:
+            message = (
+                f"{characters:,} characters: this server reads texts of at most {self._most:,}, {_PER_TOKEN} per token "
+                "of the model's context"
             )
-        except Exception as error:  # the template is a program of the model's, run on what the client sent
-            message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
-            raise ApiError(400, message, "template_error", "messages") from error
+            raise ApiError(400, message, "context_length_exceeded", param)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, work: Callable[[Any], T], size: int) -> T:
+        """What `work` makes with a tokenizer of so many characters."""
+        loop, long = asyncio.get_running_loop(), size > _LONG
+        if long not in self._tokenizers:
+            copied = loop.run_in_executor(self._threads[False], copy.deepcopy, self._tokenizer)
+            self._tokenizers[long] = await copied
+        return await loop.run_in_executor(self._threads[long], work, self._tokenizers[long])
+
+
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **extra
+            )
+        )
+    except Exception as error:  # the template is a program of the model's, run on what the client sent
+        message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
+        raise ApiError(400, message, "template_error", "messages") from error
 
 
 def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
@@ -141,6 +166,12 @@ def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> s
     """
     lines = [f"{PLAIN_NAMES[message['role']]}: {message.get('content') or ''}" for message in messages]
     return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
+
+
+def _length(message: Message) -> int:
+    """Characters of a message's text."""
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -1,0 +1,183 @@
+"""Bodies of requests: counted before anything is built of them, and parsed and checked away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import email.message
+import typing
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from millpond.server.errors import ApiError, of_validation
+
+M = TypeVar("M", bound=BaseModel)
+
+#: Bodies of so many bytes and values are parsed at once: that takes less than handing them to a thread.
+_SHORT, _FEW = 2**15, 500
+#: Most backslashes: each makes a string longer to read.
+_ESCAPES = 2**20
+#: Errors of one body beyond which none is shown: to write them down takes longer than to find them.
+_SHOWN_ERRORS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a JSON text is made of, outside its strings.
+
+    Attributes:
+        values: of all kinds, about. keys: of objects. nests: arrays and objects.
+    """
+
+    values: int
+    keys: int
+    nests: int
+
+    def within(self, items: int) -> bool:
+        """Whether it has at most `items` values, an eighth as many keys and a sixteenth as many arrays and objects."""
+        return self.values <= items and self.keys <= items // 8 and self.nests <= items // 16
+
+
+class JsonBodies:
+    """Makes checked bodies of JSON texts.
+
+    Args:
+        most_items: values that a body may have, see `Counts.within`.
+    """
+
+    def __init__(self, most_items: int) -> None:
+        self._most = most_items
+        self._thread = ThreadPoolExecutor(1, "bodies")
+
+    def close(self) -> None:
+        """Let the thread go."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, raw: bytes, kind: type[M]) -> M:
+        """The body as `kind`.
+
+        Raises:
+            ApiError: too many values, no JSON, or not what `kind` says.
+        """
+        if len(raw) <= _SHORT and _count(raw, 0, len(raw)).values <= _FEW:
+            return _parsed(raw, kind)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, raw, kind)
+
+    def _checked(self, raw: bytes, kind: type[M]) -> M:
+        found, escapes = _count(raw, 0, len(raw)), raw.count(b"\\")
+        if escapes > _ESCAPES:
+            message = f"the body has {escapes:,} escapes in its strings and may have {_ESCAPES:,}; send text as UTF-8"
+            raise ApiError(413, message, "body_too_large")
+        if not found.within(self._most):  # in strings these characters are text
+            found = count_outside_strings(raw, self._most)
+        if not found.within(self._most):
+            message = (
+                f"the body has more than {self._most:,} values, {self._most // 8:,} keys or {self._most // 16:,} "
+                "arrays and objects; send less in one request"
+            )
+            raise ApiError(413, message, "body_too_large")
+        return _parsed(raw, kind)
+
+
+class ParsedRoute(APIRoute):
+    """A route whose body is parsed by the app's `JsonBodies`."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """What answers a request."""
+        handle = super().get_route_handler()
+        hints = typing.get_type_hints(self.endpoint).values()
+        kinds = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, BaseModel)]
+        if not kinds:
+            return handle
+        (kind,) = kinds
+
+        async def parse_first(http: Request) -> Response:
+            bodies: JsonBodies = http.app.state.service.bodies
+            return await handle(_Parsed(http, await bodies.parse(await _read(http), kind)))
+
+        return parse_first
+
+
+class _Parsed(Request):
+    """A request whose JSON is checked already."""
+
+    def __init__(self, http: Request, found: BaseModel) -> None:
+        super().__init__(http.scope, http.receive)
+        self._found = found
+
+    async def body(self) -> bytes:
+        """Not empty."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """The checked body."""
+        return self._found
+
+
+async def _read(http: Request) -> bytes:
+    """The body, which `http` does not keep."""
+    kind = email.message.Message()
+    kind["content-type"] = http.headers.get("content-type", "")
+    subtype = kind.get_content_subtype()
+    if kind.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        raise ApiError(400, message, "invalid_body")
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message_ = await http.receive()
+        parts.append(message_.get("body", b""))
+        more = message_.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _parsed(raw: bytes, kind: type[M]) -> M:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        if error.error_count() > _SHOWN_ERRORS:
+            message = f"{error.error_count():,} values of the body are not as they must be, too many to name one"
+            raise ApiError(400, message, "invalid_body") from None
+        raise of_validation(error.errors(include_url=False)) from None
+
+
+def count_outside_strings(raw: bytes, enough: int) -> Counts:
+    """Counts of a JSON text, or of its beginning where there are more than `enough` values.
+
+    Example:
+        >>> count_outside_strings(b'{"a,b": [1, 2]}', 100)
+        Counts(values=3, keys=1, nests=2)
+    """
+    values = keys = nests = 0
+    place = 0
+    while place < len(raw) and values <= enough:
+        begin = raw.find(b'"', place)
+        part = _count(raw, place, len(raw) if begin < 0 else begin)
+        values, keys, nests = values + part.values, keys + part.keys, nests + part.nests
+        if begin < 0:
+            break
+        place = _end_of_string(raw, begin + 1)
+    return Counts(values, keys, nests)
+
+
+def _count(raw: bytes, begin: int, end: int) -> Counts:
+    nests = raw.count(b"[", begin, end) + raw.count(b"{", begin, end)
+    return Counts(raw.count(b",", begin, end) + nests, raw.count(b":", begin, end), nests)
+
+
+def _end_of_string(raw: bytes, place: int) -> int:
+    """The place behind the quote that ends a string that begins at `place`."""
+    while (quote := raw.find(b'"', place)) >= 0:
+        before = quote
+        while before > place and raw[before - 1] == 0x5C:
+            before -= 1
+        if (quote - before) % 2 == 0:
+            return quote + 1
+        place = quote + 1
+    return len(raw)
