@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millpond.errors import DataError
-from millpond.evals.paired import Difference, difference
+from millpond.evals.paired import difference
 from millpond.evals.record import Record
 
 
@@ -27,6 +27,14 @@ def test_the_mean_is_over_tasks_of_the_mean_over_questions() -> None:
 def test_it_sees_what_unpaired_intervals_would_not() -> None:
     hard = [0.1 * (i % 10) for i in range(40)]  # samples differ far more than contenders do
     found = difference({"t": records([score + 0.02 for score in hard])}, {"t": records(hard)}, seed=7)
+    assert found.mean == pytest.approx(0.02)
+    assert found.high - found.low < 0.01  # apart, means of such scores have intervals of 0.18 each
+    assert found.verdict == "holds"
+
+
+def test_numbers_without_bounds_are_resampled() -> None:
+    nats = [0.1 * (i % 10) for i in range(40)]
+    found = difference({"t": records([score + 0.02 for score in nats])}, {"t": records(nats)}, seed=7, shares=False)
     assert (found.low, found.high) == (pytest.approx(0.02), pytest.approx(0.02))
     assert found.verdict == "holds"
 
@@ -47,7 +55,7 @@ def test_samples_are_drawn_anew_in_each_task() -> None:
 
 
 def test_the_order_does_not_count_and_the_sides_mirror() -> None:
-    ours, theirs = records([1, 0.5, 0.2, 0.9]), records([0.3, 0.5, 0.1, 0.4])
+    ours, theirs = records([1, 0.5, 0.2, 0.9] * 5), records([0.3, 0.5, 0.1, 0.4] * 5)
     found, back = difference({"t": ours}, {"t": theirs[::-1]}, 7), difference({"t": theirs}, {"t": ours}, 7)
     assert found == difference({"t": ours}, {"t": theirs}, 7)
     assert (back.mean, back.low, back.high) == pytest.approx((-found.mean, -found.high, -found.low))
@@ -59,12 +67,14 @@ def test_questions_of_one_sample_stay_together() -> None:
     theirs = {"t": [*records([0, 0], question=0), *records([0, 0], question=1)]}
     found = difference(ours, theirs, 7)
     assert (found.mean, found.n) == (0.5, 2)
-    assert (found.low, found.high) == (0.0, 1.0)
+    assert found == difference({"t": records([1, 0])}, {"t": records([0, 0])}, 7)
 
 
 def test_equal_sides_differ_in_nothing() -> None:
     same = {"t": records([1, 0, 1])}
-    assert difference(same, same, 7) == Difference(0.0, 0.0, 0.0, 3)
+    found = difference(same, same, 7)
+    assert (found.mean, found.low, found.n) == (0.0, -found.high, 3)
+    assert found.high > 0.4  # three equal answers say little
     assert difference(same, same, 7).verdict == "no difference seen"
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from millpond.evals.record import Cell, Record
-from millpond.evals.summary import bootstrap, markdown, score_text, summarise
+from millpond.evals.summary import markdown, score_text, summarise
 
 CELL = Cell("m", "h2o", "20%", "auto", "t", "aware", 3)
 
@@ -39,15 +38,6 @@ def test_questions_of_one_sample_are_drawn_together() -> None:
     a, b = summarise(CELL, once, "generate"), summarise(CELL, tenfold, "generate")
     assert (a.low, a.high) == (b.low, b.high)
     assert b.n == 300
-
-
-def test_the_bootstrap_is_seeded_and_the_same_in_any_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums, weights = np.arange(50.0), np.ones(50)
-    first = bootstrap(sums, weights, 1)
-    assert (first == bootstrap(sums, weights, 1)).all()
-    assert (first != bootstrap(sums, weights, 2)).any()
-    monkeypatch.setattr("millpond.evals.summary._AT_ONCE", 333)
-    assert (first == bootstrap(sums, weights, 1)).all()
 
 
 def test_perplexity_is_the_exponential_of_the_mean_over_tokens() -> None:

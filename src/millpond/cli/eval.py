@@ -108,10 +108,11 @@ def progress_bars(cells: list[Cell]) -> Iterator[Progress]:
 def show_scores(rows: list[Row], out: Path) -> None:
     """The table, and what a person must know before believing it."""
     from millpond.cli.scores import failure_note, score_table
+    from millpond.evals.summary import HOW
 
     screen = output()
     screen.print(score_table(rows))
-    screen.print(f"\n[dim]95 % bootstrap intervals over samples. Written to {escape(str(out))}[/]", soft_wrap=True)
+    screen.print(f"\n[dim]{HOW} Written to {escape(str(out))}[/]", soft_wrap=True)
     failed = failure_note(rows)
     if failed:
         errors().print(f"[bold yellow]warning:[/] {escape(failed)}", soft_wrap=True, highlight=False)

@@ -7,6 +7,9 @@ import random
 import string
 import uuid
 
+#: Digits of a number where nobody says how many, as in RULER.
+SEVEN = 7
+
 
 def stream(*names: object) -> random.Random:
     """A random stream of its own for these names, the same on every machine.
@@ -21,7 +24,7 @@ def stream(*names: object) -> random.Random:
     return random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big"))
 
 
-def number(rng: random.Random, digits: int = 7) -> str:
+def number(rng: random.Random, digits: int = SEVEN) -> str:
     """A number of exactly `digits` digits."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 

@@ -118,7 +118,7 @@ class Runs:
             return  # no task says where its facts lie
         first, second = pairs[0]
         better, worse = sides if first.better == "higher" else sides[::-1]
-        found = difference(better, worse, seed=first.seed)
+        found = difference(better, worse, first.seed, shares=first.better == "higher")
         yield Finding(
             claim, first.method, second.method, second.peer, _where(first), budget, tuple(sides[0]),
             **asdict(found), held=_held([row for row, _ in pairs]), other_held=_held([row for _, row in pairs]),

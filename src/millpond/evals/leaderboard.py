@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from millpond.evals.record import Row
+from millpond.evals.summary import HOW
 
 K = TypeVar("K")
 
@@ -108,7 +109,7 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
 
 def _legend(rows: Sequence[Row]) -> str:
     text = (
-        "Score and its 95 % bootstrap interval; **bold** is the best of its column, with what reads the same. "
+        f"Score and interval; **bold** is the best of its column, with what reads the same. {HOW} "
         "*Slanted* rows are references, outside the ranking: "
         + "; ".join(f"`{name}` {what}" for name, what in REFERENCES.items())
         + ". Rows are sorted by the average. KV bytes: keys and values really held when answering began.\n"

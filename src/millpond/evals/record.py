@@ -74,8 +74,8 @@ class Row:
 
     Attributes:
         model ... peer: the cell.
-        score: mean over questions; for perplexity exp of the weighted mean. low, high: its 95 % bootstrap interval
-            over samples. better: which way is better. n: questions. failures: of them, those that failed.
+        score: mean over questions; for perplexity exp of the weighted mean. low, high: its 95 % interval over
+            samples. better: which way is better. n: questions. failures: of them, those that failed.
         kv_bytes, full_kv_bytes: means over samples. kept_share: mean.
         masks_only: True where entries were hidden, not freed: kv_bytes and kept_share are what is really held, and
             extra holds what attention is let see (`PRETENDED`).

@@ -1,4 +1,4 @@
-"""Rows of the summary: means with bootstrap intervals over samples, and the table that a person reads."""
+"""Rows of the summary: means with their intervals over samples, and the table that a person reads."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
-import numpy.typing as npt
 
+from millpond.evals.intervals import Interval, resampled_interval, share_interval
 from millpond.evals.record import PRETENDED, Cell, Record, Row
 from millpond.evals.task import Kind
 
-RESAMPLES = 2000
-#: Numbers drawn at once, 32 MB.
-_AT_ONCE = 4_000_000
-
-Floats = npt.NDArray[np.float64]
+#: How the intervals came about, for those who read a table.
+HOW = "95 % intervals over samples: Wilson's; of perplexities, the bootstrap's."
 
 
 def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> Row:
-    """The row of a cell. Questions of one sample are drawn together, as they share a context."""
+    """The row of a cell."""
     exp = kind == "perplexity"
-    score, low, high = _interval(records, cell.seed, np.exp if exp else np.positive)
+    found = _interval(records, cell.seed, exp)
     held = [record for record in records if record.full_kv_bytes]
     return Row(
-        **asdict(cell), score=score, low=low, high=high, better="lower" if exp else "higher",
+        **asdict(cell), score=found.mean, low=found.low, high=found.high, better="lower" if exp else "higher",
         n=len(records), failures=sum(bool(record.failure) for record in records),
         kv_bytes=_over_samples(held, lambda r: r.kv_bytes),
         full_kv_bytes=_over_samples(held, lambda r: r.full_kv_bytes),
@@ -34,36 +31,15 @@ def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> Row:
     )  # fmt: skip
 
 
-def bootstrap(sums: Floats, weights: Floats, seed: int, resamples: int = RESAMPLES) -> Floats:
-    """Weighted means of resampled samples, (resamples,): sums (n,) of weight * score, weights (n,); NaN where 0 / 0.
-
-    Each resample draws n samples with replacement. The same seed gives the same numbers.
-    """
-    rng, n = np.random.default_rng(seed), len(sums)
-    rows = max(1, _AT_ONCE // n)
-    parts = []
-    for begin in range(0, resamples, rows):
-        drawn = rng.integers(0, n, (min(rows, resamples - begin), n))
-        parts.append(_ratio(sums[drawn].sum(1), weights[drawn].sum(1)))
-    return np.concatenate(parts)
-
-
-def _interval(records: Sequence[Record], seed: int, scale: Callable[[Floats], Floats]) -> tuple[float, float, float]:
-    """Score and its 95 % percentile interval."""
+def _interval(records: Sequence[Record], seed: int, perplexity: bool) -> Interval:
+    """Score and its interval. Questions of one sample are taken together, as they share a context."""
     samples = list(by_sample(records).values())
     sums = np.array([sum(r.weight * r.score for r in own) for own in samples])
     weights = np.array([sum(r.weight for r in own) for own in samples])
-    if not weights.any():
-        return math.nan, math.nan, math.nan
-    means = bootstrap(sums, weights, seed)
-    low, high = np.percentile(means[~np.isnan(means)], [2.5, 97.5])
-    middle, low, high = scale(np.array([sums.sum() / weights.sum(), low, high]))
-    return float(middle), float(low), float(high)
-
-
-def _ratio(sums: Floats, weights: Floats) -> Floats:
-    ratio: Floats = np.divide(sums, weights, out=np.full(len(sums), math.nan), where=weights != 0)
-    return ratio
+    if perplexity:
+        return resampled_interval(sums, weights, seed, np.exp)
+    asked = weights > 0
+    return share_interval(sums[asked] / weights[asked], weights[asked])
 
 
 def by_sample(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -103,7 +79,7 @@ def markdown(rows: Sequence[Row], *notes: str) -> str:
             f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", str(row.n), str(row.failures),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    note = "Intervals: 95 % bootstrap over samples. Score: higher is better, but for perplexity (ppl)."
+    note = f"{HOW} Score: higher is better, but for perplexity (ppl)."
     return "\n".join([*lines, "", *filter(None, [note, *notes])])
 
 

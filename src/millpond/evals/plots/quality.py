@@ -41,7 +41,7 @@ def quality(rows: Sequence[Row]) -> Figure:
     first = known[0]
     heading(
         made, f"{first.model}: quality against bytes",
-        f"protocol {first.protocol}, seed {first.seed}; bars are 95 % bootstrap intervals"
+        f"protocol {first.protocol}, seed {first.seed}; bars are 95 % intervals"
         + ("; hollow: entries are hidden, not freed" if any(row.masks_only for row in known) else ""),
     )  # fmt: skip
     made.legend(

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from millpond.evals.draw import identifier, number
+from millpond.errors import OptionError
+from millpond.evals.draw import SEVEN, identifier, number
 from millpond.evals.english import keys as draw_keys
 from millpond.evals.generated import Draft, Generated, at_least, at_most, one_of
 from millpond.evals.hay import Hay, depths
@@ -20,6 +21,7 @@ _NEEDLE = "The secret {what} of {key} is {value}."
 
 Length = Annotated[int, "tokens of context, question and answer"]
 Essay = Annotated[str, "a text file to fill with, instead of sentences made here"]
+Digits = Annotated[int, "digits of a number; what takes several tokens must be kept as a whole"]
 
 
 @task("niah_single", paper="arXiv:2404.06654")
@@ -27,11 +29,12 @@ def niah_single(
     length: Length = 4096,
     variant: Annotated[int, "1: a number among repeated sentences, 2: a number in prose, 3: a UUID in prose"] = 1,
     essay: Essay = "",
+    digits: Digits = SEVEN,
 ) -> Task:
     """Find the one needle in a haystack."""
     one_of("niah_single", variant=variant, among=(1, 2, 3))
     source = Source("noise" if variant == 1 else "prose", essay)
-    kind = _Kind("identifier" if variant == 3 else "number")
+    kind = _Kind("niah_single", "identifier" if variant == 3 else "number", digits)
 
     def write(rng: random.Random, index: int) -> Draft:
         (key,), (depth,), value = draw_keys(rng, 1), depths(rng, 1), kind.value(rng)
@@ -48,12 +51,13 @@ def niah_multikey(
     keys: Annotated[int, "needles of which some are asked for; variants 2 and 3 add more until the text is full"] = 4,
     questions: Annotated[int, "how many of the keys are asked for, each by itself"] = 1,
     essay: Essay = "",
+    digits: Digits = SEVEN,
 ) -> Task:
     """Find one needle among others like it."""
     at_least("niah_multikey", 1, keys=keys, questions=questions)
     at_most("niah_multikey", "questions", questions, "keys", keys)
     one_of("niah_multikey", variant=variant, among=(1, 2, 3))
-    kind = _Kind("identifier" if variant == 3 else "number")
+    kind = _Kind("niah_multikey", "identifier" if variant == 3 else "number", digits)
     if essay:
         one_of("niah_multikey with an essay", variant=variant, among=(1,))
     source = Source("prose", essay)
@@ -73,11 +77,14 @@ def niah_multikey(
 
 @task("niah_multivalue", paper="arXiv:2404.06654")
 def niah_multivalue(
-    length: Length = 4096, values: Annotated[int, "needles of the one key"] = 4, essay: Essay = ""
+    length: Length = 4096,
+    values: Annotated[int, "needles of the one key"] = 4,
+    essay: Essay = "",
+    digits: Digits = SEVEN,
 ) -> Task:
     """Find all the values of one key."""
     at_least("niah_multivalue", 1, values=values)
-    source, kind = Source("prose", essay), _Kind("number")
+    source, kind = Source("prose", essay), _Kind("niah_multivalue", "number", digits)
 
     def write(rng: random.Random, index: int) -> Draft:
         (key,), found = draw_keys(rng, 1), [kind.value(rng) for _ in range(values)]
@@ -85,16 +92,21 @@ def niah_multivalue(
         text = f"\n\nWhat are all the secret numbers of {key} in the text above? The secret numbers of {key} are"
         return Draft(kind.context(Hay(source.sentences(rng)), needles), (Question(text, tuple(found)),))
 
-    return Generated("niah_multivalue", length, write, english={"values": (values, 4), **source.english})
+    return Generated(
+        "niah_multivalue", length, write, english={"values": (values, 4), **source.english, **kind.english}
+    )
 
 
 @task("niah_multiquery", paper="arXiv:2404.06654")
 def niah_multiquery(
-    length: Length = 4096, queries: Annotated[int, "keys asked for at once"] = 4, essay: Essay = ""
+    length: Length = 4096,
+    queries: Annotated[int, "keys asked for at once"] = 4,
+    essay: Essay = "",
+    digits: Digits = SEVEN,
 ) -> Task:
     """Find the values of several keys in one answer."""
     at_least("niah_multiquery", 1, queries=queries)
-    source, kind = Source("prose", essay), _Kind("number")
+    source, kind = Source("prose", essay), _Kind("niah_multiquery", "number", digits)
 
     def write(rng: random.Random, index: int) -> Draft:
         names = draw_keys(rng, queries)
@@ -107,20 +119,27 @@ def niah_multiquery(
         question = Question(text, tuple(values[i] for i in order))
         return Draft(kind.context(Hay(source.sentences(rng)), needles), (question,))
 
-    return Generated("niah_multiquery", length, write, english={"queries": (queries, 4), **source.english})
+    return Generated(
+        "niah_multiquery", length, write, english={"queries": (queries, 4), **source.english, **kind.english}
+    )
 
 
 class _Kind:
     """What is hidden, in words: numbers or identifiers."""
 
-    def __init__(self, what: Literal["number", "identifier"]) -> None:
-        self.what = what
-        self.value: Callable[[random.Random], str] = number if what == "number" else identifier
+    def __init__(self, owner: str, what: Literal["number", "identifier"], digits: int) -> None:
+        at_least(owner, 1, digits=digits)
+        self.what, self.digits = what, digits
+        if what == "identifier" and digits != SEVEN:
+            raise OptionError(f"{owner}: digits={digits} is for numbers, and variant 3 hides identifiers; leave it out")
+
+    def value(self, rng: random.Random) -> str:
+        return number(rng, self.digits) if self.what == "number" else identifier(rng)
 
     @property
     def english(self) -> dict[str, tuple[int, int]]:
-        """Identifiers are no words of `pond-recall`."""
-        return {"variant": (3, 1)} if self.what == "identifier" else {}
+        """Identifiers are no words of `pond-recall`, and its numbers are words."""
+        return {"variant": (3, 1)} if self.what == "identifier" else {"digits": (self.digits, SEVEN)}
 
     def needle(self, key: str, value: str) -> str:
         return _NEEDLE.format(what=self.what, key=key, value=value)
