@@ -297,3 +297,19 @@ class TestPond:
         with pytest.raises(OptionError, match="none of the words of a file"):
             draw(build("piqa"), word_tokenizer())
         assert asked == []
+
+
+@pytest.mark.parametrize("family", ["niah_single 2", "niah_multikey", "niah_multivalue", "niah_multiquery"])
+def test_numbers_of_needles_have_the_digits_that_are_asked_for(family: str) -> None:
+    for digits in (3, 9):
+        (sample,) = draw(of(family, length=512, digits=digits), word_tokenizer())
+        for question in sample.questions:
+            assert {len(value) for value in question.references} == {digits}
+            assert all(value in sample.context for value in question.references)
+    with pytest.raises(OptionError, match="digits=0 must be at least 1"):
+        of(family, digits=0)
+
+
+def test_identifiers_have_no_digits_to_choose() -> None:
+    with pytest.raises(OptionError, match="niah_single: digits=3 is for numbers, and variant 3 hides identifiers"):
+        build("niah_single", variant=3, digits=3)
