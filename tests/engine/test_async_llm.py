@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,3 +159,56 @@ def test_names_and_defaults() -> None:
         assert (llm.cache.method, llm.cache.budget) == ("h2o", "30%")
 
     served(body, model_name="pond")
+
+
+def test_a_step_that_hangs_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    goes_on = threading.Event()
+
+    async def run() -> None:
+        llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
+        step = llm._engine.step
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine, "step", lambda: (goes_on.wait(30) and []) or step())
+            task = asyncio.create_task(last(llm, ask(40)))
+            while llm.trouble(0.1) is None:
+                await asyncio.sleep(0.01)
+            assert "one step" in str(llm.trouble(0.1))
+            assert llm.trouble(60) is None
+        goes_on.set()
+        assert tokens(await task) == alone("h2o", 40)
+        assert llm.trouble(0.5) is None
+        goes_on.clear()
+        monkeypatch.setattr(llm._engine, "step", lambda: (goes_on.wait(30) and []) or step())
+        task = asyncio.create_task(last(llm, ask(40)))
+        while llm.trouble(0.05) is None:
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await llm.close(drain=False, timeout=0.2)
+        assert time.monotonic() - began < 5
+        assert "left alone" in caplog.text
+        goes_on.set()
+        with suppress(MillpondError):
+            await task
+        await llm.close(drain=False)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_tells_everybody(caplog: Any) -> None:
+    async def run() -> None:
+        llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
+        task = asyncio.create_task(last(llm, ask(40, greedy(200))))
+        await asyncio.sleep(0.05)
+        llm._post(lambda: (_ for _ in ()).throw(SystemExit("secret of somebody")))
+        with pytest.raises(MillpondError, match="the engine ended"):
+            await task
+        llm._thread.join(10)
+        assert "thread ended with SystemExit" in str(llm.trouble(60))
+        assert "secret" not in str(llm.trouble(60))
+        assert "secret of somebody" in caplog.text
+        with pytest.raises(MillpondError, match="clos"):
+            await last(llm, ask(31))
+        assert llm.stats().kv_reserved == 0
+        await llm.close()
+
+    asyncio.run(run())

@@ -57,6 +57,7 @@ class FakeLLM:
         self.fails: MillpondError | None = None
         self.reason: FinishReason | None = None
         self.closed = False
+        self.hangs: str | None = None
         self._cancelled: set[str] = set()
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -133,6 +134,9 @@ class FakeLLM:
         running = len(self.running) if self.open.is_set() else 0
         done = len(self.ended)
         return EngineStats(running, len(self.running) - running, 0, 500, 1000, 4000, 1500, 70, 30, 20, 9, 1, done)
+
+    def trouble(self, limit_s: float) -> str | None:
+        return self.hangs
 
     async def memory(self, request_id: str, layer: int) -> Memory | None:
         if request_id not in self.running and request_id not in {r.request_id for r in self.asked if r.watch}:

@@ -76,6 +76,9 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish when the server is stopped.")
     ] = 30.0,
+    step_limit: Annotated[
+        float, typer.Option(help="Seconds that a step of the engine may take; beyond it /health says 503.")
+    ] = 120.0,
     option_file: Annotated[
         list[str] | None,
         optional(
@@ -100,7 +103,8 @@ def serve(
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), max_body_items=max_body_items,
-        timeout_s=timeout, drain_s=drain, option_files=parse_options(option_file or [], "heads=heads.json"),
+        timeout_s=timeout, drain_s=drain, step_limit_s=step_limit,
+        option_files=parse_options(option_file or [], "heads=heads.json"),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)
     kept |= {"options": parse_options(option or []), "calibration": calibration}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from millpond.engine.engine import Engine
@@ -17,6 +20,8 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -50,6 +55,8 @@ class AsyncLLM:
         self._asked: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closing = self._stopped = False
+        self._failed: BaseException | None = None
+        self._since: float | None = None  # when the engine's thread began what it does now; None: it waits
         self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
         self._thread.start()
 
@@ -78,6 +85,18 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """The engine after its last step."""
         return self._engine.stats()
+
+    def trouble(self, limit_s: float) -> str | None:
+        """Why nothing moves: the engine's thread ended, or has been at one step for more than `limit_s` seconds.
+
+        May be asked from any thread; None: all is well.
+        """
+        if self._failed is not None:
+            return f"the engine's thread ended with {type(self._failed).__name__}"
+        since = self._since
+        if since is not None and (taken := time.monotonic() - since) > limit_s:
+            return f"one step of the engine has taken {taken:.0f} seconds"
+        return None
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The answers of a request as they grow, each time all of them; closing the generator cancels the request.
@@ -128,36 +147,64 @@ class AsyncLLM:
         return await asyncio.wrap_future(answer)
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests and stop; with `drain` what runs may finish first, for at most `timeout` seconds."""
+        """Take no more requests and stop; with `drain` what runs may finish first.
+
+        Args:
+            timeout: most seconds that this may take; a step that takes longer is left alone. None: any time.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def join() -> None:
+            self._thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
         with self._changed:
             self._closing = True
             self._changed.notify()
         if drain:
-            await asyncio.to_thread(self._thread.join, timeout)
+            await asyncio.to_thread(join)
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(join)
+        if self._thread.is_alive():
+            _log.error("the engine's thread did not end within %s s and is left alone", timeout)
 
     # ------------------------------------------------------------------ the engine's thread
 
     def _work(self) -> None:
+        ended: Exception | None = None
         try:
-            while self._wait():
-                while self._asked:
-                    self._asked.popleft()()
-                if self._engine.busy:
-                    self._hand_out(self._step())
-        finally:
-            with self._changed:
-                self._stopped = True
-            self._hand_out(self._engine.end_all())
-            while self._asked:
+            self._serve()
+        except BaseException as error:  # nobody above would hear of it
+            _log.critical("the engine's thread ended", exc_info=error)
+            self._failed = error
+            ended = MillpondError("the engine ended and takes no requests any more; the server's log says why")
+        with self._changed:
+            self._stopped = True
+        try:
+            self._hand_out(self._engine.end_all(ended))
+        except Exception as error:
+            _log.critical("requests could not be ended", exc_info=error)
+        for box in self._boxes.values():  # what the engine knows nothing of any more
+            box.fail(ended or MillpondError("the engine was closed"))
+        while self._asked:
+            with suppress(Exception):
                 self._asked.popleft()()
-            self._engine.close()
+        self._since = None
+        self._engine.close()
+
+    def _serve(self) -> None:
+        while self._wait():
+            while self._asked:
+                self._since = time.monotonic()
+                self._asked.popleft()()
+            if self._engine.busy:
+                self._since = time.monotonic()
+                self._hand_out(self._step())
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: it is time to stop."""
+        self._since = None
         with self._changed:
             while not (self._asked or self._engine.busy or self._closing or self._stopped):
                 self._changed.wait()
@@ -167,10 +214,11 @@ class AsyncLLM:
         try:
             return self._engine.step()
         except Exception as error:  # a mistake of ours must not leave anybody waiting
+            _log.error("a step of the engine failed", exc_info=error)
             return self._engine.end_all(error)
 
     def _take_in(self, engine: Engine, request: Request, box: _Box) -> None:
-        if self._closing:
+        if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
         engine.add(request)
         self._boxes[request.request_id] = box
@@ -208,19 +256,38 @@ class _Box:
         self._loop = loop
         self._there = asyncio.Event()
         self._output: RequestOutput | None = None
+        self._error: Exception | None = None
 
     def put(self, output: RequestOutput) -> bool:
         """Called by the engine's thread; False if nobody can read it any more."""
+        return self._post(lambda: self._arrive(output))
+
+    def fail(self, error: Exception) -> None:
+        """Called by the engine's thread: no output comes any more."""
+
+        def arrive() -> None:
+            self._error = error
+            self._there.set()
+
+        self._post(arrive)
+
+    def _post(self, arrive: Callable[[], None]) -> bool:
         try:
-            self._loop.call_soon_threadsafe(self._arrive, output)
+            self._loop.call_soon_threadsafe(arrive)
         except RuntimeError:  # the loop is closed
             return False
         return True
 
     async def next(self) -> RequestOutput:
-        """The newest output that was not read yet."""
+        """The newest output that was not read yet.
+
+        Raises:
+            MillpondError: none comes any more.
+        """
         await self._there.wait()
         self._there.clear()
+        if self._error is not None:
+            raise self._error
         assert self._output is not None, "an output came"
         self.finished = self._output.finished
         return self._output

@@ -35,9 +35,11 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether new requests are let in: 200, or 503 while the server goes down."""
+        """Whether new requests are let in: 200, or 503 while the server goes down or the engine hangs or has ended."""
         if service.gate.draining:
             return JSONResponse({"status": "shutting down"}, 503)
+        if (trouble := service.gate.trouble) is not None:
+            return JSONResponse({"status": "stalled", "reason": trouble}, 503)
         return JSONResponse({"status": "ok"})
 
     @router.get("/metrics", response_class=Response)

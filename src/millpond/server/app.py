@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,9 @@ from millpond.server.metrics import Counted
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 
+#: Seconds that the engine has to end when the server goes down.
+_CLOSE_S = 1.0
+
 
 def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI app that serves one model; `app.state.service` is what stands behind its routes.
@@ -26,9 +30,11 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.gate.watch())
         yield
+        watching.cancel()
         await service.gate.drain(settings.drain_s)
-        await llm.close(drain=False)
+        await llm.close(drain=False, timeout=_CLOSE_S)
         service.tokens.close()
         service.bodies.close()
 

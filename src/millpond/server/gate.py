@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from millpond.server.errors import ApiError
 from millpond.server.llm import ServedLLM
 
 #: Seconds that a refused client is asked to wait, at least and at most.
 _LEAST_WAIT, _MOST_WAIT = 1, 60
+#: Seconds that requests have to end when the server goes down, after they were told to.
+LEAVE_S = 2.5
+
+_log = logging.getLogger(__name__)
 
 
 class Gate:
@@ -23,9 +28,11 @@ class Gate:
         under_way: ids of the prompts that came in and are not answered. draining: nobody comes in any more.
     """
 
-    def __init__(self, llm: ServedLLM, max_queue: int) -> None:
+    def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
         self.under_way: set[str] = set()
         self.draining = False
+        self._step_limit_s = step_limit_s
+        self._drained_by: float | None = None
         self._llm = llm
         self._max_queue = max_queue
         self._ends: deque[float] = deque(maxlen=32)
@@ -35,10 +42,14 @@ class Gate:
         """Come in with some prompts, all or none of them.
 
         Raises:
-            ApiError: 503, the server is going down; 429, too many wait already; 400, so many prompts never fit.
+            ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, so many
+                prompts never fit.
         """
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_LEAST_WAIT))
+        if self.trouble is not None:
+            message = f"{self.trouble}: nothing new is let in"
+            raise ApiError(503, message, "engine_stalled", headers=_after(_MOST_WAIT))
         self.check_number(len(ids))
         waiting = self.waiting
         if waiting + len(ids) > self._max_queue:
@@ -61,6 +72,23 @@ class Gate:
             raise ApiError(400, f"{prompts} prompts in one request: {rule}", "too_many_prompts", "prompt")
 
     @property
+    def trouble(self) -> str | None:
+        """Why the engine answers nobody now, if it does not."""
+        return self._llm.trouble(self._step_limit_s)
+
+    async def watch(self) -> None:
+        """Log when the engine hangs, and when it goes on."""
+        known = False
+        while True:
+            trouble = self.trouble
+            if trouble is not None and not known:
+                _log.error("%s; /health says 503 until it goes on", trouble)
+            elif known and trouble is None:
+                _log.warning("the engine goes on")
+            known = trouble is not None
+            await asyncio.sleep(min(1.0, self._step_limit_s / 4))
+
+    @property
     def waiting(self) -> int:
         """Prompts that came in and do not run yet."""
         return max(0, len(self.under_way) - self._llm.stats().running)
@@ -73,12 +101,19 @@ class Gate:
         return min(_MOST_WAIT, max(_LEAST_WAIT, math.ceil(gap * waiting / 2)))
 
     async def drain(self, within_s: float) -> None:
-        """Let nobody in, give what runs `within_s` seconds, then end it with what it has."""
+        """Let nobody in, give what runs `within_s` seconds from the first call on, then end it with what it has.
+
+        An engine that hangs ends nothing: it is waited for `LEAVE_S` seconds more.
+        """
         self.draining = True
-        end = time.monotonic() + within_s
-        while self.under_way and time.monotonic() < end:
+        if self._drained_by is None:
+            self._drained_by = time.monotonic() + within_s
+        while self.under_way and time.monotonic() < self._drained_by:
             await asyncio.sleep(0.02)
-        await asyncio.gather(*(self._llm.cancel(request) for request in list(self.under_way)))
+        left = max(0.0, self._drained_by + LEAVE_S - time.monotonic())
+        ends = asyncio.gather(*(self._llm.cancel(request) for request in list(self.under_way)), return_exceptions=True)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ends, left)
 
 
 def _after(seconds: int) -> dict[str, str]:

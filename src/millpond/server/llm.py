@@ -44,10 +44,14 @@ class ServedLLM(Protocol):
         """The engine at this moment."""
         ...
 
+    def trouble(self, limit_s: float) -> str | None:
+        """Why nothing moves: the engine ended, or one step takes more than `limit_s` seconds. None: all is well."""
+        ...
+
     async def memory(self, request_id: str, layer: int) -> Memory | None:
         """What one layer remembers of a request's first answer; None if nothing is known of the request."""
         ...
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Stop; with `drain` what runs may finish first, for at most `timeout` seconds."""
+        """Stop within `timeout` seconds; with `drain` what runs may finish first."""
         ...

@@ -34,6 +34,7 @@ class EngineCollector(Collector):
             "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
             "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
             "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
+            "engine_stalled": ("1 while the engine hangs or has ended.", int(self._gate.trouble is not None)),
             "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
             "kv_reserved_bytes": ("Bytes of all pages, free ones included.", stats.kv_reserved),
             "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),

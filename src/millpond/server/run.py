@@ -8,18 +8,16 @@ from types import FrameType
 import uvicorn
 
 from millpond.server.app import create_app
+from millpond.server.gate import LEAVE_S
 from millpond.server.llm import ServedLLM
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
-
-#: Seconds that answers have to leave after their requests were ended.
-_LEAVE_S = 5.0
 
 
 class DrainingServer(uvicorn.Server):
     """At the first signal nobody comes in any more, and what runs may finish or returns what it has.
 
-    The second signal ends the process at once.
+    It ends within `drain_s` + 5 seconds, whatever the engine does. The second Ctrl-C ends the process at once.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -49,6 +47,6 @@ def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) ->
     app = create_app(llm, settings)
     config = uvicorn.Config(
         app, host=host, port=port, log_level="info", access_log=False, server_header=False,
-        timeout_graceful_shutdown=int(settings.drain_s + _LEAVE_S) + 1,
+        timeout_graceful_shutdown=settings.drain_s + LEAVE_S,  # type: ignore[arg-type]
     )  # fmt: skip
     return DrainingServer(config, app.state.service)

@@ -63,7 +63,7 @@ class Service:
         self.llm = llm
         self.settings = settings
         self.tokens = Tokens(llm)
-        self.gate = Gate(llm, settings.max_queue)
+        self.gate = Gate(llm, settings.max_queue, settings.step_limit_s)
         self.metrics = Metrics(llm, self.gate)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class ServerSettings:
         max_body_items: most values in it; an eighth as many keys, and a sixteenth as many arrays and objects.
         timeout_s: seconds after which a request ends with what it has; None: never.
         drain_s: seconds that running requests have to finish when the server is told to stop.
+        step_limit_s: seconds that one step of the engine may take; beyond it the server is not healthy (503).
         option_files: the files that options of requests may name, by their names there.
 
     Raises:
@@ -34,6 +36,7 @@ class ServerSettings:
     max_body_items: int = 2**17
     timeout_s: float | None = None
     drain_s: float = 30.0
+    step_limit_s: float = 120.0
     option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,7 +46,9 @@ class ServerSettings:
                 raise OptionError(f"{name}={value}: must be at least 1")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise OptionError(f"timeout_s={self.timeout_s}: must be above 0; leave it out for no limit")
-        if not self.drain_s >= 0:
-            raise OptionError(f"drain_s={self.drain_s}: must not be negative")
+        if not self.step_limit_s > 0:
+            raise OptionError(f"step_limit_s={self.step_limit_s}: must be above 0")
+        if not 0 <= self.drain_s < math.inf:
+            raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("an API key is empty; leave it out to let everybody ask")
