@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import threading
 import types
 import typing
 from collections.abc import Callable
@@ -154,7 +155,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self._package = package
         self._entries: dict[str, Entry[T]] = {}
-        self._walked = False
+        self._walked = self._complete = False
+        self._lock = threading.RLock()  # modules that are walked over look names up themselves
 
     def register(self, name: str, paper: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
         """Decorator that files a builder under `name`."""
@@ -184,14 +186,18 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def _walk(self) -> None:
-        if self._walked:
+        if self._complete:
             return
-        self._walked = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
-        for point in entry_points(group=self._package):
-            self._load(point)
+        with self._lock:
+            if self._walked:
+                return
+            self._walked = True
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for point in entry_points(group=self._package):
+                self._load(point)
+            self._complete = True
 
     def _load(self, point: EntryPoint) -> None:
         """Import what another package adds.

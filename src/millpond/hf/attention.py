@@ -9,21 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from millpond.cache.parts import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf import stock
 from millpond.hf.plain import refuse_gradients
+from millpond.hf.switch import before
 
 NAME = "millpond"
 _TAG = "_millpond_layer"
+_STOCK_MASKS: dict[str, Callable[..., Any]] = {"eager": eager_mask, "sdpa": sdpa_mask}
 
 
 class _Pending(threading.local):
-    """The layer whose update() came last in this thread, until its attention has run."""
+    """What this thread is at.
+
+    Attributes:
+        layer: whose update() came last, until its attention has run.
+        ours: whether a pass on a Millpond cache is under way. Other passes of a switched model are transformers' own.
+    """
 
     layer: Any = None
+    ours: bool = False
 
 
 _pending = _Pending()
@@ -45,21 +53,15 @@ def tag(keys: Tensor, layer: Any) -> Tensor:
     Raises:
         UnsupportedModelError: the attention of the layer before did not follow its update().
     """
-    none_pending()
+    _check_none_pending()
     view = keys.view(keys.shape)
     setattr(view, _TAG, layer)
     _pending.layer = layer
     return view
 
 
-def none_pending() -> None:
-    """Check that the attention of the last update() came.
-
-    Raises:
-        UnsupportedModelError: it did not.
-    """
-    layer = _pending.layer
-    forget_pending()
+def _check_none_pending() -> None:
+    layer, _pending.layer = _pending.layer, None
     if layer is not None:
         raise UnsupportedModelError(
             f"layer {layer.index} took in keys, but its attention did not come back to the cache: the model bypasses "
@@ -67,9 +69,24 @@ def none_pending() -> None:
         )
 
 
-def forget_pending() -> None:
-    """Expect no attention any more, because a pass begins or was broken off."""
-    _pending.layer = None
+def begin_pass() -> None:
+    """A pass on a Millpond cache begins in this thread."""
+    _pending.layer, _pending.ours = None, True
+
+
+def end_pass() -> None:
+    """It came to its end.
+
+    Raises:
+        UnsupportedModelError: the attention of the last update() did not come.
+    """
+    _pending.ours = False
+    _check_none_pending()
+
+
+def break_off() -> None:
+    """It was broken off; no attention is expected any more."""
+    _pending.layer, _pending.ours = None, False
 
 
 def mask(
@@ -84,8 +101,16 @@ def mask(
 ) -> Tensor:
     """The padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
 
-    A model called without a mask says of the new tokens alone, in (B, q_length), that none is a pad.
+    A model called without a mask says of the new tokens alone, in (B, q_length), that none is a pad. A pass on another
+    cache gets the mask that it would get without a switch, so that it may end after the switch was undone.
     """
+    own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
+    if own is not None and not _pending.ours:
+        made: Tensor = own(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
+        return made
     if attention_mask is None:
         result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
@@ -117,7 +142,7 @@ def attention(
     Shapes: query (B, Hq, Q, D), key and value (B, Hkv, Q, D): the new entries. Returns (B, Q, Hq, D) and None.
     """
     layer = getattr(key, _TAG, None) or _pending.layer
-    forget_pending()
+    _pending.layer = None
     if layer is None:
         return stock.attention(
             module, query, key, value, attention_mask, scaling, softcap, s_aux,

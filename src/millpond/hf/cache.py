@@ -207,7 +207,12 @@ class MillpondCache(Cache):
 
     @plain
     def reset(self) -> None:
-        """Forget everything and give all memory back, before an unrelated prompt."""
+        """Forget everything and give all memory back, before an unrelated prompt.
+
+        Raises:
+            CacheMismatchError: another thread runs a pass with the cache.
+        """
+        self._passes.check_free()
         self.journal.reset()
         super().reset()  # type: ignore[no-untyped-call]
         self.timeline.reset()

@@ -23,6 +23,7 @@ from millpond.hf.outputs import show_outputs
 from millpond.hf.rebuild import ask_ids
 from millpond.hf.rotation import ModelRotation
 from millpond.hf.support import check_supported, layer_cache, n_layers, text_config
+from millpond.hf.switch import switch
 from millpond.hf.tokens import fill_classes
 from millpond.methods import METHODS
 from millpond.policy.nested import NestedPolicy
@@ -150,23 +151,7 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
     return chosen
 
 
-#: Configurations whose attention is switched: id -> (caches that use it, the implementation before the first).
-_switched: dict[int, tuple[int, str | None]] = {}
-
-
 def switch_attention(model: PreTrainedModel) -> Callable[[], None]:
     """Let the model's language side attend through Millpond; returns what undoes it, once no other cache needs it."""
     attention.register()
-    config = text_config(model)
-    users, before = _switched.get(id(config), (0, config._attn_implementation))
-    _switched[id(config)] = (users + 1, before)
-    config._attn_implementation = attention.NAME
-
-    def undo() -> None:
-        users, before = _switched.pop(id(config))
-        if users > 1:
-            _switched[id(config)] = (users - 1, before)
-        else:
-            config._attn_implementation = before
-
-    return undo
+    return switch(text_config(model), attention.NAME)

@@ -95,9 +95,14 @@ class Entropies:
 
     # ------------------------------------------------------------------ a pass
 
+    @staticmethod
+    def _carries(cache: MillpondCache | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a pass is one of this cache; others may run in other threads."""
+        return cache is not None and (kwargs.get("past_key_values") is cache or any(a is cache for a in args))
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = self._cache()
-        if cache is None or not (kwargs.get("past_key_values") is cache or any(a is cache for a in args)):
+        if cache is None or not self._carries(cache, args, kwargs):
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
@@ -107,6 +112,8 @@ class Entropies:
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         cache, start = self._cache(), self._start
+        if not self._carries(cache, args, kwargs):
+            return None
         self._start = -1
         if output is None or cache is None or start < 0:  # not this cache, or an exception
             return None

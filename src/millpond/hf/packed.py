@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import OptionError, UnsupportedModelError, unknown
-from millpond.hf.attention import forget_pending, none_pending
+from millpond.hf.attention import begin_pass, end_pass
 from millpond.hf.budgets import layer_windows
 from millpond.hf.compress import switch_attention
 from millpond.hf.lean_runner import LeanRunner
@@ -120,13 +120,13 @@ class PackedModel:
 
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
-        forget_pending()
+        begin_pass()
         cache = PackedPass(served, n_layers(self.config))
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
         )
-        none_pending()
+        end_pass()
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
 

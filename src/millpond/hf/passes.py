@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
 from millpond.errors import CacheMismatchError, OptionError
-from millpond.hf.attention import forget_pending, none_pending
+from millpond.hf.attention import begin_pass, break_off, end_pass
 
 
 class Passes:
@@ -23,6 +24,7 @@ class Passes:
         self._cache = weakref.ref(cache)
         self._model = type(modules[0]).__name__
         self._running: list[nn.Module] = []
+        self._thread = threading.current_thread()  # that of the running pass
         self._hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]
         self._hooks += [
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True) for module in modules
@@ -35,10 +37,21 @@ class Passes:
         """
         if not self._hooks:
             raise CacheMismatchError("this cache is closed; make another one with compress()")
-        if not self._running:
+        if not self._running or self._thread is not threading.current_thread():
             raise CacheMismatchError(
                 f"this cache was made for one {self._model} and met another model (or a part of it, called on its "
                 "own); make a cache for each model with compress()"
+            )
+
+    def check_free(self) -> None:
+        """
+        Raises:
+            CacheMismatchError: another thread runs a pass with the cache.
+        """
+        if self._running and self._thread is not threading.current_thread() and self._thread.is_alive():
+            raise CacheMismatchError(
+                f"this cache is in a pass of the thread {self._thread.name!r}; a cache serves one generate() at a "
+                "time: make one cache per thread with compress(), they may share a model"
             )
 
     def close(self) -> None:
@@ -53,11 +66,13 @@ class Passes:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._carries(args, kwargs):
             return
-        if module in self._running:  # a pass that was interrupted from outside
-            self._running.clear()
+        self.check_free()
+        if self._thread is not threading.current_thread() or module in self._running:
+            self._running.clear()  # a pass that was interrupted from outside
         if not self._running:
-            forget_pending()
+            self._thread = threading.current_thread()
             self._begin(module, args, kwargs)
+            begin_pass()
         self._running.append(module)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,13 +92,15 @@ class Passes:
         )
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self._carries(args, kwargs) or self._thread is not threading.current_thread():
+            return  # another pass of this model, on another cache or in another thread
         if not self._running or self._running[-1] is not module:
             return
         self._running.pop()
         if output is None:  # torch calls this hook after an exception too, without an output
-            forget_pending()
+            break_off()
         elif not self._running:
-            none_pending()
+            end_pass()
             cache = self._cache()
             assert cache is not None, "a pass that carries the cache keeps it alive"
             cache.end_pass()
