@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import huggingface_hub
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -21,6 +23,9 @@ from millpond.codec import DTYPES
 from millpond.errors import OptionError, unknown
 
 T = TypeVar("T")
+
+#: Seconds in which the hub must answer; without it only what was downloaded earlier is loaded.
+CONNECT_S = 5.0
 
 _BUNDLED = Path(__file__).parent / "bundled"
 #: Names of files that tokenizers are saved in.
@@ -96,9 +101,30 @@ def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
         raise unknown("bundled model", path, bundled_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars():
-            return load(path)
+            return load(path if is_local or _hub_answers() else _downloaded(path))
     except (OSError, ValueError) as error:
         raise OptionError(_not_found(os.fspath(name), error)) from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: asked once, where each file of a model would be asked for six times."""
+    try:
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=CONNECT_S)
+    except Exception:  # of the HTTP client that this version of the hub's library is built on
+        return False
+    return True
+
+
+def _downloaded(name: str) -> str:
+    """The folder of an earlier download.
+
+    Raises:
+        OSError: there is none.
+    """
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except FileNotFoundError:
+        raise OSError("the hub does not answer, and there is no earlier download") from None
 
 
 def _not_found(name: str, error: Exception) -> str:
