@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from millpond.engine.engine import Engine
+from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
+from millpond.errors import OptionError
 from millpond.hf.packed import PackedModel
 from tests.engine.helpers import add, ask, finish, greedy, tokens
 from tests.hf.families import family
@@ -79,3 +81,18 @@ def test_passes_that_somebody_watches_go_through_the_modules(monkeypatch: pytest
     add(plain, ask(40, greedy(12)))
     assert tokens(finish(plain)["40"]) == tokens(done["40"])
     plain.close()
+
+
+def test_layers_are_left_to_torch_where_that_is_asked() -> None:
+    model = family("llama").make()
+    answers = []
+    settings: list[tuple[Any, bool]] = [("auto", True), ("modules", True), ("auto", False)]
+    for runner, native_layers in settings:
+        with LLM(model, method="h2o", budget="30%", runner=runner, native_layers=native_layers) as llm:
+            assert llm.engine._model.runner == ("lean" if (runner, native_layers) == ("auto", True) else "modules")
+            if llm.engine._model.runner == "modules":
+                assert any("forward" in module.__dict__ for module in model.modules()) == native_layers
+            answers.append(llm.generate([list(range(2, 30))], greedy(5))[0].completions[0].token_ids)
+    assert answers[0] == answers[1] == answers[2]
+    with pytest.raises(OptionError, match="leave one of the two out"):
+        LLM(model, native_layers=False, runner="lean")

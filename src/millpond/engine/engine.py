@@ -49,7 +49,7 @@ class Engine:
         kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
         max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
         prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
-        overcommit: see `Scheduler`. page_slots, calibration: see `compress`. runner: see `PackedModel`.
+        overcommit: see `Scheduler`. page_slots, calibration, native_layers: see `compress`. runner: see `PackedModel`.
         swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
 
     Raises:
@@ -72,6 +72,7 @@ class Engine:
         prefix_cache: bool = False,
         page_slots: int = DEFAULT_SLOTS,
         runner: Runner = "auto",
+        native_layers: bool = True,
         swap_to: str | PathLike[str] | None = None,
         calibration: Given = None,
     ) -> None:
@@ -81,7 +82,7 @@ class Engine:
         self._account = Account(limit)
         self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
         self._sampler = Sampler(tokenizer)
-        self._model = PackedModel(model, runner=runner)
+        self._model = PackedModel(model, runner=runner, native_layers=native_layers)
         self._memories = Memories(self._model.layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step

@@ -41,6 +41,7 @@ class LLM:
         calibration: the file that `millpond calibrate` made of the model, for the codecs that need one.
         runner: "lean" passes tokens through the model's weights without its modules, "modules" through these; "auto":
             lean where that gives what the modules give.
+        native_layers: as of `compress`; False leaves the layers to transformers and torch.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
@@ -63,12 +64,13 @@ class LLM:
         threads: int | None = None,
         calibration: Given = None,
         runner: Runner = "auto",
+        native_layers: bool = True,
     ) -> None:
         model, tokenizer = load(model, tokenizer, dtype, threads)
         self.engine = Engine(
             model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
             max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to, calibration=calibration,
-            runner=runner,
+            runner=runner, native_layers=native_layers,
         )  # fmt: skip
         self._names = count()
 

@@ -59,6 +59,7 @@ class PackedModel:
     Args:
         runner: "lean": without the model's modules, whose weights are fused (`LeanRunner`); "modules": through them;
             "auto": lean where that gives what the modules give. Passes that somebody watches go through the modules.
+        native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
@@ -68,12 +69,17 @@ class PackedModel:
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
-        OptionError: no such runner.
+        OptionError: no such runner, or runner="lean" beside native_layers=False.
     """
 
-    def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto", native_layers: bool = True) -> None:
         if runner not in get_args(Runner):
             raise unknown("runner", runner, get_args(Runner))
+        if not native_layers and runner == "lean":
+            raise OptionError(
+                "native_layers=False leaves layers to transformers and torch, and runner='lean' runs none of them; "
+                "leave one of the two out"
+            )
         check_supported(model)
         self._check_packable(model)
         self.model = model
@@ -88,8 +94,9 @@ class PackedModel:
         try:
             watch = self._probe()
             self.layers = self._layers_of(watch)
-            self._lean = self._make_lean(watch, runner)
-            self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
+            self._lean = self._make_lean(watch, runner if native_layers else "modules")
+            if native_layers:
+                self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
         except BaseException:
             self.close()
             raise
