@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: A part imports only what stands to its left.
 ORDER = [
-    {"errors", "budget", "option_files", "registry"},
+    {"errors", "scalar", "budget", "option_files", "registry"},
     {"kernels"},
     {"codec"},
     {"policy"},

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millpond.errors import BudgetError
+from millpond.scalar import number
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[a-zA-Z]*)\s*$")
+_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|[a-zA-Z]*)\s*(?:,\s*at least (\d+)\s*)?$")
 _WAY_OUT = 'write "20%" (of each prompt), 512 (tokens per KV head) or "64MiB" (the whole cache)'
 
 
@@ -21,69 +22,82 @@ class Budget:
     Attributes:
         kind: "tokens", "ratio" or "bytes".
         amount: tokens >= 1, a share in (0, 1], or bytes >= 1.
+        at_least: of a share, the tokens that are kept of a prompt however short it is.
 
     Example:
         >>> Budget.parse("20%")
-        Budget(kind='ratio', amount=0.2)
+        Budget(kind='ratio', amount=0.2, at_least=0)
         >>> Budget.parse("2GiB").amount
         2147483648
     """
 
     kind: Literal["tokens", "ratio", "bytes"]
     amount: float | int
+    at_least: int = 0
 
     @classmethod
     def parse(cls, text: str | int | float | Budget) -> Budget:
-        """A budget from what a user writes: "20%", 512, "512", "64MiB", or a float in (0, 1] as a ratio.
+        """A budget from what a user writes: "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a ratio.
+
+        Numbers may be numpy's or torch's. "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
 
         Raises:
             BudgetError: the text is not a budget, or its amount is out of range.
         """
         if isinstance(text, Budget):
             return text
-        if isinstance(text, bool):
-            raise BudgetError(f"budget {text!r} is not a budget; {_WAY_OUT}")
-        if isinstance(text, int):
-            return cls._checked("tokens", text, text)
-        if isinstance(text, float):
-            return cls._checked("ratio", text, text)
-        found = _PATTERN.match(text)
+        given = number(text)
+        if isinstance(given, int) and not isinstance(given, bool):
+            return cls._checked("tokens", given, given)
+        if isinstance(given, float):
+            return cls._checked("ratio", given, given)
+        found = _PATTERN.match(given) if isinstance(given, str) else None
         if not found:
             raise BudgetError(f"budget {text!r} is not a budget; {_WAY_OUT}")
-        number, unit = float(found[1]), found[2].lower()
-        if unit == "%":
-            return cls._checked("ratio", number / 100, text)
+        amount, unit = float(found[1]), found[2].lower()
+        ratio = unit == "%" or (not unit and "." in found[1])
+        if found[3] is not None and not ratio:
+            raise BudgetError(f'budget {text!r}: "at least" belongs to a share of the prompt; {_WAY_OUT}')
+        if ratio:
+            return cls._checked("ratio", amount / 100 if unit else amount, text, int(found[3] or 0))
         if unit in ("", "tokens", "token"):
-            if number != int(number):
+            if amount != int(amount):
                 raise BudgetError(f"budget {text!r} is neither whole tokens nor a share; {_WAY_OUT}")
-            return cls._checked("tokens", int(number), text)
+            return cls._checked("tokens", int(amount), text)
         if unit not in _UNITS:
             raise BudgetError(f"budget {text!r} has the unknown unit {found[2]!r}; {_WAY_OUT}")
-        return cls._checked("bytes", int(number * _UNITS[unit]), text)
+        return cls._checked("bytes", int(amount * _UNITS[unit]), text)
 
     @classmethod
-    def _checked(cls, kind: Literal["tokens", "ratio", "bytes"], amount: float | int, text: object) -> Budget:
+    def _checked(
+        cls, kind: Literal["tokens", "ratio", "bytes"], amount: float | int, text: object, at_least: int = 0
+    ) -> Budget:
         if kind == "ratio" and not 0 < amount <= 1:
             raise BudgetError(f"budget {text!r}: a ratio must lie in (0, 1]; {_WAY_OUT}")
         if kind != "ratio" and amount < 1:
             raise BudgetError(f"budget {text!r}: must be at least 1; {_WAY_OUT}")
-        return cls(kind, amount)
+        return cls(kind, amount, at_least)
 
     def entries(self, seen: int) -> int:
-        """Entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at least 1.
+        """Entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at least 1
+        and `at_least`.
 
         Bytes have no such meaning; the cache turns them into tokens first.
         """
         if self.kind == "ratio":
-            return max(1, math.floor(self.amount * seen + 0.5))
+            return max(1, self.at_least, math.floor(self.amount * seen + 0.5))
         if self.kind == "tokens":
             return int(self.amount)
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
     def __str__(self) -> str:
         if self.kind == "ratio":
-            return f"{100 * self.amount:g}%"
+            return f"{100 * self.amount:g}%" + (f", at least {self.at_least}" if self.at_least else "")
         return f"{self.amount} tokens" if self.kind == "tokens" else f"{self.amount} bytes"
+
+
+#: What is kept where no budget is given, wherever that is: a fifth of a short chat is too little to answer from.
+DEFAULT = Budget("ratio", 0.2, at_least=512)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -92,8 +106,9 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         BudgetError: not an amount of bytes.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return int(Budget._checked("bytes", text, text).amount)
+    given = number(text)
+    if isinstance(given, int) and not isinstance(given, bool):
+        return int(Budget._checked("bytes", given, given).amount)
     budget = Budget.parse(text)
     if budget.kind != "bytes":
         raise BudgetError(f'{text!r} is not an amount of bytes; write a number with a unit, such as "64MiB"')

@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
 from millpond.option_files import FILE, OptionFile, allowed
+from millpond.scalar import number
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Option:
         """
         if self.is_file and isinstance(value, str):
             return allowed(value, f"{owner}: {self.name}")
+        value = number(value)
         if self.choices:
             if value not in self.choices:
                 raise OptionError(f"{owner}: {self.name}={value!r} must be one of {', '.join(map(repr, self.choices))}")

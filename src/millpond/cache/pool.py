@@ -62,7 +62,7 @@ def side_bytes(masses: bool) -> int:
 def check_slots(slots: int) -> None:
     """
     Raises:
-        OptionError: `slots` is not a power of two.
+        OptionError: `slots` is not a whole number, or not a power of two.
     """
-    if slots < 1 or slots & (slots - 1):
+    if not isinstance(slots, int) or slots < 1 or slots & (slots - 1):
         raise OptionError(f"page_slots={slots} must be a power of two")

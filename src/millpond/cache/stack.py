@@ -196,3 +196,12 @@ class Stack:
         else:
             found = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
         return found
+
+    def used_bytes(self, held: np.ndarray) -> np.ndarray:
+        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
+        tables = [table for core in self.cores if (table := core.table) is not None]
+        if not tables or any(table.sealed is not None for table in tables):
+            return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
+        slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
+        found: np.ndarray = slot_bytes @ held.sum(2)
+        return found

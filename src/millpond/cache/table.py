@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.counted import CountedPages
 from millpond.cache.page_rows import Mask, PageRows
 from millpond.cache.pool import PageIds, PagePool
 from millpond.cache.sealed import Sealed
@@ -102,6 +105,11 @@ class RegionTable:
         pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
         own = pages * self.pool.kv_bytes_per_page
         return own if self.sealed is None else own + self.sealed.kv_bytes()
+
+    def used_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
+        own = _slot_bytes(self.pool, self.lengths())
+        return own if self.sealed is None else own + _slot_bytes(self.sealed.pool, self.sealed.live)
 
     # ------------------------------------------------------------------ budgets
 
@@ -383,3 +391,9 @@ class RegionTable:
             self.caps: Tensor = torch.from_numpy(self._caps).to(device)
             self.recent: Tensor = torch.from_numpy(self._recent).to(device)
             self.kinds: Tensor = torch.from_numpy(self._kinds).to(device)
+
+
+def _slot_bytes(pool: CountedPages[Any], entries: Ints) -> npt.NDArray[np.int64]:
+    """(n_seq,) bytes of keys and values in the slots of entries (n_seq, n_kv_heads)."""
+    found: npt.NDArray[np.int64] = entries.sum(1).astype(np.int64) * pool.kv_bytes_per_page // pool.slots
+    return found

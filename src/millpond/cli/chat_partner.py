@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from millpond.cli.console import size
+from millpond.cli.console import held_of
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Here:
             return "no answer yet"
         kv = self._kv
         return (
-            f"{self._clock} · KV {size(kv.kv_bytes)} held, full cache {size(kv.full_kv_bytes)} · "
+            f"{self._clock} · {held_of(kv.kv_bytes, kv.unused_bytes, kv.full_kv_bytes)} · "
             f"{kv.held:,.0f} of {kv.seen:,} entries per head"
         )
 

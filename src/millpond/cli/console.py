@@ -32,6 +32,18 @@ def notes() -> Iterator[None]:
                 errors().print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True, highlight=False)
 
 
+def held_of(kv_bytes: int, unused_bytes: int, full_kv_bytes: int) -> str:
+    """What a cache holds beside a full one in the model's dtype, and what of it pages take beyond their entries.
+
+    Example:
+        >>> held_of(327680, 17920, 309760)
+        'KV 320.0 KiB held, 17.5 KiB of it in unfilled pages, full cache 302.5 KiB (106%)'
+    """
+    rounding = f" {size(unused_bytes)} of it in unfilled pages," if unused_bytes else ""
+    share = kv_bytes / full_kv_bytes if full_kv_bytes else 1.0
+    return f"KV {size(kv_bytes)} held,{rounding} full cache {size(full_kv_bytes)} ({share:.0%})"
+
+
 def size(n_bytes: float) -> str:
     """Bytes as people read them, in binary units.
 

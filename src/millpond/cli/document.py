@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from millpond.cli.console import errors, notes, output, size
+from millpond.cli.console import errors, held_of, notes, output, size
 from millpond.cli.generate import encode, pick_device, read_prompt
 from millpond.cli.options import (
     BudgetText,
@@ -63,7 +63,8 @@ def remember(
         n_bytes = save_document(cache, ids, out, note=json.dumps({"model": model, "dtype": dtype}))
         stats = cache.stats()
     errors().print(
-        f"[dim]{ids.shape[1]:,} tokens read · KV {size(stats.kv_bytes)} kept of {size(stats.full_kv_bytes)} · "
+        f"[dim]{ids.shape[1]:,} tokens read · "
+        f"{held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)} · "
         f"{escape(out)}: {size(n_bytes)}[/]",
         soft_wrap=True, highlight=False,
     )  # fmt: skip

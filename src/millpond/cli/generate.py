@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from millpond.cli.console import errors, notes, size
+from millpond.cli.console import errors, held_of, notes
 from millpond.cli.options import (
     BudgetText,
     CalibrationFile,
@@ -195,9 +195,7 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:
     """What was done, how fast, and what the cache holds of what a full one would."""
     prefill = n_prompt / watch.prefill_s if watch.prefill_s else 0.0
-    share = stats.kv_bytes / stats.full_kv_bytes if stats.full_kv_bytes else 1.0
     return (
         f"prompt {n_prompt:,} tokens at {prefill:,.0f} tokens/s · {len(watch.ticks):,} new at "
-        f"{watch.tokens_per_s:,.1f} tokens/s · KV {size(stats.kv_bytes)} held, full cache {size(stats.full_kv_bytes)} "
-        f"({share:.0%})"
+        f"{watch.tokens_per_s:,.1f} tokens/s · {held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)}"
     )

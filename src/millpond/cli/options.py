@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from millpond.budget import DEFAULT
 from millpond.errors import OptionError
 from millpond.named import preset as preset_of
 
@@ -22,7 +23,9 @@ MethodOptions = Annotated[
 ]
 BudgetText = Annotated[
     str | None,
-    optional(help="'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: 20%; full takes none."),
+    optional(
+        help=f"'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: {DEFAULT}; full takes none."
+    ),
 ]
 CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")]
 CalibrationFile = Annotated[

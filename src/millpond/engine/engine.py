@@ -38,6 +38,7 @@ from millpond.hf.calibrated import Given, loaded
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.packed import PackedModel, Runner
 from millpond.methods import METHODS
+from millpond.scalar import number
 
 
 class Engine:
@@ -76,6 +77,7 @@ class Engine:
         swap_to: str | PathLike[str] | None = None,
         calibration: Given = None,
     ) -> None:
+        page_slots = number(page_slots)
         check_slots(page_slots)
         limit = None if kv_memory is None else parse_bytes(kv_memory)
         self.tokenizer = tokenizer

@@ -69,13 +69,14 @@ def figures_of(stack: Stack, recipe: Recipe, layers: list[LayerShape]) -> list[K
     """What each sequence of a stack holds."""
     held, seen = stack.held(), stack.timeline.seen
     heads = sum(layer.n_kv_heads for layer in layers)
-    kv_bytes = stack.kv_bytes(held).tolist()
+    kv_bytes, used = stack.kv_bytes(held).tolist(), stack.used_bytes(held).tolist()
     entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)
     entries = held.sum((0, 2))
     return [
         KVFigures(
             seen=int(seen[s]), held=float(entries[s]) / heads, kv_bytes=kv_bytes[s],
-            full_kv_bytes=round(int(seen[s]) * entry_bytes), evicted=int(seen[s]) * heads - int(entries[s]),
+            full_kv_bytes=int(seen[s]) * entry_bytes,
+            evicted=int(seen[s]) * heads - int(entries[s]), unused_bytes=max(0, kv_bytes[s] - used[s]),
         )
         for s in range(stack.n_seq)
     ]  # fmt: skip

@@ -32,7 +32,8 @@ class KVFigures:
 
     Attributes:
         seen: tokens processed. held: entries per KV head, on average over layers and heads.
-        kv_bytes: bytes of keys and values in its pages. full_kv_bytes: what all its tokens would take in this format.
+        kv_bytes: bytes of keys and values in its pages. unused_bytes: of these, in slots that hold no entry.
+        full_kv_bytes: what all its tokens would take in the model's dtype and without pages.
         evicted: entries that left, over all layers and heads. shared_tokens: of the prompt, read from shared pages.
     """
 
@@ -41,6 +42,7 @@ class KVFigures:
     kv_bytes: int
     full_kv_bytes: int
     evicted: int
+    unused_bytes: int = 0
     shared_tokens: int = 0
 
 

@@ -6,7 +6,7 @@ import warnings
 
 from transformers import PreTrainedConfig
 
-from millpond.budget import Budget
+from millpond.budget import DEFAULT, Budget
 from millpond.cache import sealing
 from millpond.cache.layer import LayerCache
 from millpond.cache.sealed import Sealed
@@ -18,10 +18,20 @@ from millpond.policy.allocate import Uniform
 from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
 from millpond.policy.policy import Policy
+from millpond.policy.score import Recency
 
 
 class BudgetFloorWarning(UserWarning):
     """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
+
+
+class FewEntriesWarning(UserWarning):
+    """So few entries stay that a model's answers suffer, or all of them stay whatever the method's score."""
+
+
+#: Entries per KV head below which a budget that evicts is warned of. A choice: a chat of a real model answered another
+#: question with 8 of them, and as with the full cache with 256.
+FEW = 64
 
 
 class Budgets:
@@ -42,7 +52,7 @@ class Budgets:
         self._budget = budget
         self._policy = policy
         self._windows = windows
-        self._warned = False
+        self._warned: set[type[Warning]] = set()
         self._decided: dict[int, LayerAllocation] = {}
         self.cores: list[LayerCache] = []
 
@@ -75,21 +85,50 @@ class Budgets:
     def _average(self, table: RegionTable, seen: int) -> int:
         """Entries per KV head on average over the layers."""
         assert self._budget is not None
+        entries = self._asked(table, seen)
+        self._tell_of_few(entries, seen)
+        return entries
+
+    def _asked(self, table: RegionTable, seen: int) -> int:
+        """What the budget means for a sequence of `seen` tokens."""
+        assert self._budget is not None
         if self._budget.kind == "bytes":
             return self._entries_of_bytes(table, int(self._budget.amount))
         entries = self._budget.entries(seen)
         least = self._policy.protect.minimum()
         if self._budget.kind == "ratio" and entries < least:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self._budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
-                    f"the method protects; keeping {least}",
-                    BudgetFloorWarning,
-                    stacklevel=2,
-                )
+            self._warn(
+                BudgetFloorWarning,
+                f"{self._budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
+                f"the method protects; keeping {least}",
+            )
             return least
         return entries
+
+    def _tell_of_few(self, entries: int, seen: int) -> None:
+        """Warn where `entries` per KV head of `seen` tokens are too few for answers, or for the score to choose any."""
+        protect = self._policy.protect
+        held = protect.sinks + protect.newest(entries)
+        if entries >= seen:
+            return
+        if self._policy.score is not None and not isinstance(self._policy.score, Recency) and held >= entries:
+            self._warn(
+                FewEntriesWarning,
+                f"of {entries} entries per KV head {protect.sinks} are sinks and the rest the newest, so that the "
+                "method's score chooses none; raise the budget, or lower sinks or recent",
+            )
+        elif entries < FEW:
+            self._warn(
+                FewEntriesWarning,
+                f"budget {self._budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
+                f"most models suffer; raise the budget, or leave it out for {DEFAULT}",
+            )
+
+    def _warn(self, kind: type[Warning], text: str) -> None:
+        """Once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, kind, stacklevel=2)
 
     def _entries_of_bytes(self, table: RegionTable, amount: int) -> int:
         regions = len(self._windows) * table.n_regions

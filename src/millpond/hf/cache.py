@@ -52,7 +52,8 @@ class CacheStats:
         evicted: entries that left, over all layers, sequences and heads.
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
         metadata_bytes: bytes of positions, scores and tables beside them.
-        full_kv_bytes: bytes of keys and values that a cache without a budget would hold, in the format of plain pages.
+        unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
+        full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
         reserved_bytes: bytes of all pool buffers, free pages included.
         bits_per_element: bits that one number of a stored key or value takes, unused slots included.
     """
@@ -61,6 +62,7 @@ class CacheStats:
     stored: list[list[list[int]]]
     evicted: int
     kv_bytes: int
+    unused_bytes: int
     metadata_bytes: int
     full_kv_bytes: int
     reserved_bytes: int
@@ -94,6 +96,7 @@ class MillpondCache(Cache):
         self.budget = budget
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
         self.model = weakref.ref(model)
+        self._dtype: torch.dtype = model.dtype
         self.timeline = Timeline()
         self._image_ids = image_ids(model.config)
         looks_at_tokens = isinstance(policy, NestedPolicy | RebuildPolicy)
@@ -141,22 +144,22 @@ class MillpondCache(Cache):
         stored = [core.stored for core in self.cores]
         seen = self.timeline.seen
         entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
+        tables = [core.table for core in self.cores if core.table is not None]
         full = numbers = 0
-        for core in self.cores:
-            if core.table is not None:
-                arrays = core.table.pool.arrays
-                item = torch.empty(0, dtype=arrays.dtype).element_size()
-                full += int(seen.sum()) * core.table.n_kv_heads * (arrays.key_dim + arrays.value_dim) * item
-                numbers += int(core.stored.sum()) * (arrays.key_dim + arrays.value_dim)
+        for table in tables:
+            wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim
+            full += int(seen.sum()) * table.n_kv_heads * wide * self._dtype.itemsize
+            numbers += int(table.entries().sum()) * wide
         live = [(pool, pool.n_live) for pool in self.pools]
         kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live)
-        tables = sum(core.table.nbytes for core in self.cores if core.table is not None)
         return CacheStats(
             seen=[int(n) for n in seen],
             stored=[s.tolist() for s in stored],
             evicted=entries - sum(int(s.sum()) for s in stored),
             kv_bytes=kv_bytes,
-            metadata_bytes=tables + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
+            unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
+            metadata_bytes=sum(table.nbytes for table in tables)
+            + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
             full_kv_bytes=full,
             reserved_bytes=sum(pool.nbytes for pool in self.pools),
             bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.budget import Budget, parse_bytes
+from millpond.budget import DEFAULT, Budget, parse_bytes
 from millpond.cache.compose import check_composition
 from millpond.cache.layer import LayerCache
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
@@ -29,6 +29,7 @@ from millpond.methods import METHODS
 from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.rebuild import RebuildPolicy
+from millpond.scalar import number
 
 
 def compress(
@@ -51,8 +52,8 @@ def compress(
         model: any transformers decoder that uses the attention interface.
         method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
-            out, 20 % of the prompt; `full` and `minference` take none, and `fastgen` needs none. Of `infllm`, which
-            stores everything, it is what is attended to.
+            out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
+            none, and `fastgen` needs none. Of `infllm`, which stores everything, it is what is attended to.
         codec: how entries are stored; "auto" stores what the model computes, `millpond.codecs()` names the others. A
             pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are.
@@ -79,6 +80,7 @@ def compress(
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
     """
     check_supported(model)
+    page_slots = number(page_slots)
     check_slots(page_slots)
     policy = policy_of(method, options)
     if isinstance(policy, NestedPolicy):
@@ -113,7 +115,8 @@ def compress(
     )  # fmt: skip
     if isinstance(method, str):
         cache.settings = {
-            "method": method, "budget": None if chosen is None else [chosen.kind, chosen.amount], "codec": codec,
+            "method": method, "codec": codec,
+            "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
             "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
             "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
         }  # fmt: skip
@@ -142,7 +145,7 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
         return None
     if budget is None and isinstance(policy, NestedPolicy):
         return None
-    chosen = Budget.parse("20%" if budget is None else budget)
+    chosen = DEFAULT if budget is None else Budget.parse(budget)
     if policy.keeps_all and chosen.kind == "bytes":
         raise BudgetError(
             f"budget {chosen}: this method keeps everything, and its budget is what is attended to; give tokens or a "

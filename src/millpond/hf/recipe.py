@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.compose import check_composition
-from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
 from millpond.cache.packed_pool import PackedPool
 from millpond.cache.pool import PagePool
@@ -116,10 +115,9 @@ class Recipe:
             return None
         return self.pools.packed(layer.index, layer.key_dim, layer.value_dim, self._model.device)
 
-    def entry_bytes(self, layer: LayerShape) -> float:
-        """Bytes of a token's keys and values in one layer, in the format of most of them."""
-        pool: CountedPages[Any] = self.packed_pool(layer) or self.pool(layer.key_dim, layer.value_dim)
-        return layer.n_kv_heads * pool.kv_bytes_per_page / pool.slots
+    def entry_bytes(self, layer: LayerShape) -> int:
+        """Bytes of a token's keys and values in one layer, in the model's dtype."""
+        return layer.n_kv_heads * (layer.key_dim + layer.value_dim) * self._model.dtype.itemsize
 
     def _cores(self, timeline: Timeline, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: RegionTable, sequence: int, seen: int) -> int:

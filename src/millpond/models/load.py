@@ -109,7 +109,7 @@ def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
 def _hub_answers() -> bool:
     """Whether the hub can be reached: asked once, where each file of a model would be asked for six times."""
     try:
-        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=CONNECT_S)
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=CONNECT_S)
     except Exception:  # of the HTTP client that this version of the hub's library is built on
         return False
     return True

@@ -27,6 +27,7 @@ def sums(held: Sequence[KVFigures]) -> dict[str, Any]:
     """Of several caches together; `held` is the mean."""
     return {
         "kv_bytes": sum(kv.kv_bytes for kv in held),
+        "unused_bytes": sum(kv.unused_bytes for kv in held),
         "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
         "evicted": sum(kv.evicted for kv in held),
         "seen": sum(kv.seen for kv in held),

@@ -47,6 +47,7 @@ async def _shown(service: Service, memory: Memory, since: int) -> dict[str, Any]
         "seen": memory.kv.seen,
         "held": memory.kv.held,
         "kv_bytes": memory.kv.kv_bytes,
+        "unused_bytes": memory.kv.unused_bytes,
         "full_kv_bytes": memory.kv.full_kv_bytes,
         "evicted": memory.kv.evicted,
     }

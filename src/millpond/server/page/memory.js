@@ -91,7 +91,8 @@ export class MemoryView {
     });
     const share = found.full_kv_bytes ? found.kv_bytes / found.full_kv_bytes : 0;
     $("fill").style.width = `${Math.min(100, 100 * share)}%`;
-    const text = `${bytes(found.kv_bytes)} held of ${bytes(found.full_kv_bytes)} for all of it (${(100 * share).toFixed(0)} %)`;
+    const text = `${bytes(found.kv_bytes)} held of ${bytes(found.full_kv_bytes)} for all of it (${(100 * share).toFixed(0)} %)` +
+      (found.unused_bytes ? `, ${bytes(found.unused_bytes)} in unfilled pages` : "");
     $("bar").setAttribute("aria-label", text);
     $("bytes").textContent = `${text} · ${found.seen.toLocaleString("en")} tokens seen, ` +
       `${found.held.toLocaleString("en", { maximumFractionDigits: 1 })} entries per head`;

@@ -1,0 +1,18 @@
+"""Numbers of numpy and torch as Python's own, where a user may hand in any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def number(value: Any) -> Any:
+    """A scalar of numpy or torch (of no dimensions) as Python's int, float or bool; all else as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> number(np.int64(512)), number(np.float32(0.5)), number("20%")
+        (512, 0.5, '20%')
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return value
