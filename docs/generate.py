@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from millpond.evals.record import Row
 from millpond.evals.results import read_notes, read_rows, unite
 from millpond.evals.store import SUMMARY
 from millpond.evals.task import TASKS
+from millpond.kernels.rules import Evict
 from millpond.methods import METHODS
+from millpond.policy.policy import Policy
 from millpond.registry import Entry
 
 ROOT = Path(__file__).parent.parent
@@ -125,9 +128,39 @@ def option_table(entry: Entry[Any]) -> str:
 def method_page(entry: Entry[Any]) -> str:
     """One method: its docstring, its options, and its curve where there is one."""
     head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
-    text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n## Options\n\n{options(entry)}"
+    text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n{in_bytes(entry)}## Options\n\n{options(entry)}"
     quality = quality_section(method_panels(entry.name), curve_rows(), f"../../images/quality/{entry.name}.svg")
     return f"{text}\n{quality}" if quality else text
+
+
+def in_bytes(entry: Entry[Any]) -> str:
+    """How a method keeps to a budget in bytes while it decodes; nothing of one that takes no budget."""
+    policy = entry()
+    if not policy.takes_budget:
+        return ""
+    if policy.keeps_all:
+        return "## A budget in bytes\n\nIs refused: everything is stored. memory_limit bounds the bytes.\n\n"
+    text, who = "After the prompt the pages of the whole cache never take more.", "Where they are full,"
+    if not policy.grows_when_decoded and "grow" in getattr(entry.options.get("decode"), "type_name", ""):
+        policy, who = entry(decode="grow"), 'Where they are full with decode="grow" or "once",'
+    if policy.grows_when_decoded:
+        text += f" {who} {room(replace(policy, bounded=True))}"
+    return f"## A budget in bytes\n\n{text}\n\n"
+
+
+def room(policy: Policy) -> str:
+    """How a policy makes room that would grow while decoding, but for a budget in bytes."""
+    evict = policy.decode_rule(0).evict
+    if not evict.by_score:
+        return 'each step evicts as decode="evict" does.'
+    if evict is Evict.HEAVIEST:
+        return "each step lets the entry of a KV head go that had gathered most attention when the last prompt ended."
+    attention = "gathered least attention up to the end of the last prompt"
+    order = attention if policy.gathers else "the last plan ranked lowest"
+    return (
+        f"each step lets one entry of a KV head go: of those before the newest half, the one that {order}. What was "
+        "decoded since has no score and goes first, oldest first."
+    )
 
 
 def options(entry: Entry[Any]) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
+import millpond as mp
+from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import SamplingParams
 from tests.engine.helpers import (
@@ -19,8 +23,10 @@ from tests.engine.helpers import (
     engine_for,
     finish,
     greedy,
+    prompt,
     tokens,
 )
+from tests.hf.families import generate, shared_model
 
 FAMILIES = ["mistral", "qwen3", "opt", "gpt_neox", "gemma2", "gpt_oss", "gpt2", "phi3", "mixtral"]
 
@@ -132,3 +138,28 @@ def test_answers_of_one_prompt_differ_where_they_are_drawn() -> None:
     done = finish(engine)
     engine.close()
     assert len({tuple(tokens(done["40"], index)) for index in range(4)}) > 1
+
+
+@pytest.mark.parametrize("method", ["snapkv", "ada", "duo_attention", "h2o"])
+def test_bytes_of_one_sequence_bound_what_is_decoded_too(method: str) -> None:
+    """Each request stays inside its own bytes, whatever runs beside it, and answers as it does alone."""
+    chosen: dict[str, Any] = {"duo_attention": {"recent": 4}, "snapkv": {"window": 4}, "h2o": {"decode": "grow"}}
+    options, amount, new = chosen.get(method, {"score": "snapkv/window=4"}), 20_000, 60
+    model = shared_model("llama")
+    engine = Engine(
+        model, method=method, options=options, budget=f"{amount}B", page_slots=4, max_step_tokens=16
+    )
+    add(engine, *(ask(n, greedy(new)) for n in (57, 31)))
+    done = finish(engine)
+    engine.close()
+    for n in (57, 31):
+        ids = torch.tensor([prompt(n)])
+        with mp.compress(model, method, f"{amount}B", page_slots=4, **options) as kept:
+            out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, past_key_values=kept)
+            stats = kept.stats()
+        assert stats.evicted > 0
+        assert stats.kv_bytes <= amount
+        assert tokens(done[str(n)]) == out[0, n:].tolist()
+        answered = done[str(n)].completions[0].kv
+        assert answered is not None
+        assert 0 < answered.kv_bytes <= amount

@@ -147,3 +147,18 @@ def test_drop_equals_mask(case: str, batch: int, heads: str) -> None:
         for (layer, b, h), head in oracle.heads.items():
             assert cache.positions(layer, b)[h] == head.kept
         cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("d2o", {}), ("simlayerkv", {"recent": 4}), ("duo_attention", {"across": True, "recent": 4})],
+)
+def test_what_compares_layers_plans_at_the_end_of_each_pass(method: str, options: dict[str, Any]) -> None:
+    """The prompt, or each chunk of it, is held whole no longer than the pass that reads it."""
+    model, (ids, _) = llama(layers=3), prompts(1, length=60)
+    for chunk in (60, 20):
+        with torch.no_grad(), mp.compress(model, method, 16, **options) as cache:
+            for part in ids.split(chunk, 1):
+                model(part, past_key_values=cache)
+                assert sum(int(core.stored.sum()) for core in cache.cores) == 3 * 2 * 16
+                assert not any(core.pending for core in cache.cores)

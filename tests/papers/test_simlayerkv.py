@@ -55,7 +55,8 @@ def test_layers_hold_what_was_decided(chunk: int | None) -> None:
     with torch.no_grad():
         found = [shares(model, row, 4, 2, 6) for row in own]
         threshold = sorted(x for row in found for x in row)[5]
-        with mp.compress(model, "simlayerkv", 16, threshold=threshold, **SETTINGS) as cache:
+        whole = {"between_chunks": chunk is None, "threshold": threshold}
+        with mp.compress(model, "simlayerkv", 16, **whole, **SETTINGS) as cache:
             model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False, past_key_values=cache,
                 prefill_chunk_size=chunk,

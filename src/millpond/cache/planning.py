@@ -22,7 +22,7 @@ from millpond.errors import OptionError
 from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.merge import Merged
 from millpond.policy.nested import NestedPlan
-from millpond.policy.policy import REDUCE, Plan, Policy
+from millpond.policy.policy import REDUCE, Plan, Policy, with_rest
 from millpond.policy.slot_merge import slot_plan
 from millpond.policy.view import View
 
@@ -65,8 +65,8 @@ class Planner:
         numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
         if self._attention.shape.window:
             numbers = np.minimum(numbers, self._attention.shape.window)
-        newest = 0 if self._policy.keeps_all else self._policy.protect.newest(budget)
-        table.set_budget(sequence, numbers.astype(np.int32), newest)
+        newest = self._policy.newest(self._attention.index, torch.from_numpy(numbers), budget).numpy()
+        table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
 
     def _nothing_to_choose(self, table: RegionTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
@@ -163,10 +163,13 @@ class Planner:
         plan: Plan | None = None
         known = budget is not None and self._policy.waits  # only the first plan asks what the prompt decided
         visible = min(seen, window) if window else seen
-        done = self._policy.once and bool((alive.sum(1) < visible).any())
+        once, bounded = self._policy.once, self._policy.bounded
+        most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
+        counts = alive.sum(1)
+        done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
         if done or (not known and self._nothing_to_choose(table, sequence, seen)):
             contents.rewrite(table, sequence, found, alive)
-            self.set_budget(table, sequence, UNBOUNDED)
+            self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
         else:
             budget = self.budget(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, found, alive, seen, budget)
@@ -187,6 +190,8 @@ class Planner:
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)
         plan = self._policy.plan(view, budget)
+        if plan.standing is not None:
+            found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))
         if plan.merged is None:
             contents.rewrite(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
         else:

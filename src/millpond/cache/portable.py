@@ -79,7 +79,7 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         stored["positions"], stored["scores"], stored.get("log_masses"),
     )  # fmt: skip
     table.set_lengths(0, lens)
-    recent = int(stored["recent"].max())
+    recent = stored["recent"].cpu().numpy()
     table.set_budget(0, stored["caps"].cpu().numpy(), recent)
     table.set_kinds(0, stored["kinds"].cpu().numpy(), recent)
     if table.sealed is not None:

@@ -113,15 +113,15 @@ class RegionTable:
 
     # ------------------------------------------------------------------ budgets
 
-    def set_budget(self, sequence: int, caps: Ints, recent: int) -> None:
-        """How many entries each head of a sequence may hold, and how many newest ones are protected."""
+    def set_budget(self, sequence: int, caps: Ints, recent: Ints | int) -> None:
+        """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
         rows = self.rows(sequence)
         self._caps[rows] = caps
         self._recent[rows] = recent
         self._slack = 0
         self._publish(ids=False)
 
-    def set_kinds(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: int) -> None:
+    def set_kinds(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
         """The rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
         self._kinds[rows] = kinds

@@ -83,7 +83,7 @@ def _codes(recipe: Recipe, layer: LayerShape, entries: int, seen: int) -> int:
     if packed is None or codec is None:
         return 0
     stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead
-    if recipe.policy.keeps_all or not recipe.policy.every_step:
+    if recipe.policy.keeps_all or not (recipe.policy.every_step or recipe.policy.bounded):
         stored = seen if codec.tiered else entries
     return packed.page_bytes * layer.n_kv_heads * (stored // packed.slots + 2)
 
@@ -98,7 +98,9 @@ def _entries(
     else:
         budget = recipe.entries(index, total if policy.grows else prompt, table)
         before = min(prompt, budget)
-        if isinstance(policy, NestedPolicy) or isinstance(policy.heads, PromptHeads):
+        if policy.bounded:
+            after = min(total, budget + policy.plan_every)
+        elif isinstance(policy, NestedPolicy) or isinstance(policy.heads, PromptHeads):
             before, after = prompt, total
         elif policy.every_step:
             after = min(total, budget + policy.plan_every)

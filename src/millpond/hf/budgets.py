@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -17,6 +18,7 @@ from millpond.kernels.rules import UNBOUNDED
 from millpond.policy.allocate import Uniform
 from millpond.policy.decide import PromptHeads
 from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
+from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.score import Recency
 
@@ -93,7 +95,14 @@ class Budgets:
         """What the budget means for a sequence of `seen` tokens."""
         assert self._budget is not None
         if self._budget.kind == "bytes":
-            return self._entries_of_bytes(table, int(self._budget.amount))
+            entries = self._entries_of_bytes(table, int(self._budget.amount))
+            if entries < 1:
+                raise BudgetError(
+                    f"a budget of {self._budget} holds no entry of each of {len(self._windows) * table.n_regions} "
+                    f"heads (layers x sequences x KV heads) beside what gathers before it is evicted or stored as "
+                    "codes; raise the budget, or lower page_slots or what the method gathers"
+                )
+            return entries
         entries = self._budget.entries(seen)
         least = self._policy.protect.minimum()
         if self._budget.kind == "ratio" and entries < least:
@@ -145,13 +154,27 @@ class Budgets:
         plain = int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
         if table.sealed is None:
             return plain
+        if not self._all_alike:
+            return max(self._uneven_with_codes(table, table.sealed, amount))
         never_sealed = min(plain, sealing.most_loose(table.sealed) - 1)
         return max(never_sealed, self._entries_with_codes(table, table.sealed, amount))
+
+    def _uneven_with_codes(self, table: RegionTable, sealed: Sealed, amount: int) -> tuple[int, int]:
+        """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
+
+        An entry takes what it costs as a number, or twice what it costs as a code, for the tombstones beside it.
+        """
+        plain_page, packed_page = table.pool.page_bytes + 4, sealed.pool.page_bytes + 4
+        room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
+        each = max(plain_page / table.pool.slots, 2 * packed_page / sealed.slots)
+        anyhow = int((room - plain_page) / each) - self._policy.plan_every
+        full = -(-(sealing.most_loose(sealed) + self._policy.plan_every) // table.pool.slots) * plain_page
+        return anyhow, (room - full) // (2 * packed_page) * sealed.slots
 
     def _entries_with_codes(self, table: RegionTable, sealed: Sealed, amount: int) -> int:
         """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
 
-        A policy that evicts while decoding leaves tombstones, as many as entries before their pages are given back.
+        What leaves while decoding leaves tombstones, as many as entries before their pages are given back.
         """
         most = sealing.most_loose(sealed)
         plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
@@ -159,13 +182,17 @@ class Budgets:
         pages = room // (sealed.pool.page_bytes + 4)
         if pages < 1:
             return 0
-        evicts = self._policy.every_step and not self._policy.keeps_all
-        held = max(pages - 2, 0) // 2 if evicts else pages - (0 if self._all_alike else 1)
-        return int(held) * sealed.slots + most - sealed.slots
+        return int(max(pages - 2, 0) // 2) * sealed.slots + most - sealed.slots
 
     @property
     def _all_alike(self) -> bool:
-        return isinstance(self._policy.heads, Uniform) and isinstance(self._policy.layers, EvenLayers)
+        alike = isinstance(self._policy.heads, Uniform) and not isinstance(self._policy, NestedPolicy)
+        return alike and isinstance(self._policy.layers, EvenLayers)
+
+
+def within(policy: Policy, budget: Budget | None) -> Policy:
+    """The policy under a budget: one in bytes bounds what grows while decoding too."""
+    return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy
 
 
 def layer_windows(config: PreTrainedConfig, n_layers: int) -> list[int]:

@@ -327,12 +327,21 @@ class MillpondCache(Cache):
             )
         if self._between_chunks:
             self._rebuild()
+            if self.policy.waits and self._entropies is None:  # these plan when the model's head has run
+                self._settle()
 
     def _rebuild(self) -> None:
         """Let the model repeat what it has read, if the policy asks for it and anything waits for its plan."""
         rebuilder = self._rebuilder
         if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.cores):
             rebuilder.run(self)
+
+    @plain
+    def _settle(self) -> None:
+        """All layers have read the pass: plan what waited for that."""
+        for core in self.cores:
+            if core.pending:
+                core.settle()
 
     def _behind(self, columns: int) -> LayerCache | None:
         """The first layer that has not seen `columns` columns."""

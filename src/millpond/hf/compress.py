@@ -16,6 +16,7 @@ from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
+from millpond.hf.budgets import within
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibrated import Given, calibrated, ropes_of
 from millpond.hf.native import use_native_layers
@@ -90,6 +91,7 @@ def compress(
     chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
+    policy = within(policy, chosen)
     config = text_config(model)
     rotation = ModelRotation.of(model) if policy.positions == "cache_relative" else None
     sliding = bool(getattr(config, "sliding_window", None))

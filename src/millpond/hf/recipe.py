@@ -22,7 +22,7 @@ from millpond.cache.timeline import Timeline
 from millpond.cache.tokens import TokenIds
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError
-from millpond.hf.budgets import Budgets
+from millpond.hf.budgets import Budgets, within
 from millpond.hf.calibrated import Given, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.outputs import show_outputs
@@ -69,8 +69,8 @@ class Recipe:
         _check_packable(method, policy)
         if isinstance(policy, NestedPolicy):
             policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
-        self.policy = policy
         self.budget = budget_of(method, budget, policy)
+        self.policy = policy = within(policy, self.budget)
         if self.budget is not None and self.budget.kind == "tokens":
             policy.protect.check(int(self.budget.amount))
         stored = calibrated(resolve(codec), calibration, model.model)

@@ -35,8 +35,8 @@ def d2o(
     of u and follows tau <- 0.7 mean(u) + 0.3 tau, for each sequence and layer. Merged keys and values are
     x_c <- (e x_c + sum_i exp(u_i) x_i) / (e + sum_i exp(u_i)); the score of the kept entry stays its own.
 
-    Layers are compared when all of them have read the prompt: until the first token after it nothing leaves, a prompt
-    in chunks is planned once, and assisted generation is not possible.
+    Layers are compared when all of them have read the prompt, or a chunk of it: until the end of that pass nothing
+    leaves (between_chunks=False: until the first token behind the prompt). Assisted generation is not possible.
 
     Departs from the paper: variances are taken over the largest of all layers, because those of a long prompt would
     give one layer everything (density="absolute" takes them as they are). All layers share the budget, so that the

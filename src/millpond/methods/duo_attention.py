@@ -34,8 +34,7 @@ def duo_attention(
     sum_{sinks <= j < n - recent} sum_i A_ij / sum_ij A_ij. Retrieval heads share what the streaming heads leave in
     equal parts; `score` chooses inside them, and they keep everything where that fits. With `across` they share what
     the streaming heads of all layers leave. That is known at once from a table; from a profile when all layers have
-    read the prompt: until the first token after it nothing leaves, a prompt in chunks is planned once, and assisted
-    generation is not possible.
+    read it, or a chunk of it: until the end of that pass nothing leaves, and assisted generation is not possible.
 
     Departs from the paper: there retrieval heads keep everything, whatever that takes; here the total is the budget.
     Its gates are trained on passkeys, and a quantile of them parts the heads; here a threshold does. Heads are those

@@ -26,8 +26,8 @@ def simlayerkv(
 
     Departs from the paper: there every other layer keeps everything, so that the memory is not known beforehand. Here
     the total is the budget: the other layers share what the lazy ones leave, and `score` chooses inside them; they
-    keep everything where that fits. Which layers are lazy is known when all have read the prompt: until the first
-    token after it nothing leaves, and a prompt in chunks is planned once. Not for assisted generation.
+    keep everything where that fits. Which layers are lazy is known when all have read the prompt, or a chunk of it:
+    until the end of that pass nothing leaves. Not for assisted generation.
     """
     base = based_on("simlayerkv", score)
     assert base.score is not None, "a base has a score"

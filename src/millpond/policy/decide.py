@@ -23,6 +23,11 @@ class DecidedHeads(HeadAllocation, Protocol):
 class PromptHeads(Protocol):
     """An allocation that depends on the layer or on the prompt; its heads never compete while decoding."""
 
+    @property
+    def grows(self) -> bool:
+        """Some heads keep all that comes while decoding, until the next plan."""
+        ...
+
     def check(self, n_layers: int) -> None:
         """
         Raises:

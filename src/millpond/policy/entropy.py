@@ -48,6 +48,11 @@ class EntropyPolicy(Policy):
             raise OptionError("a method that looks at the model's predictions cannot be the score of another method")
 
     @property
+    def gathers(self) -> bool:
+        """What was found lies beside the entries."""
+        return True
+
+    @property
     def waits(self) -> bool:
         """Nothing can leave before the model has predicted all tokens of the prompt."""
         return True

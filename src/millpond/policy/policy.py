@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
@@ -16,7 +17,7 @@ from millpond.policy.merge import Merge, Merged
 from millpond.policy.over import decay_of
 from millpond.policy.protect import Protect
 from millpond.policy.score import Score
-from millpond.policy.select import keep_best
+from millpond.policy.select import keep_best, rank_by_value
 from millpond.policy.spaced import EvenlySpaced
 from millpond.policy.view import View
 
@@ -31,11 +32,13 @@ class Plan:
         keep: (H, N) bool over the view's columns.
         caps: (H,) int64: most entries each head may hold from now on.
         merged: the view's columns after those that leave were taken into those that stay; None: they are dropped.
+        standing: (H, N) float32, what is stored beside the entries as their scores; None: what they were chosen by.
     """
 
     keep: Tensor
     caps: Tensor
     merged: Merged | None = field(default=None, kw_only=True)
+    standing: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Policy:
         mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
         plan_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
         seed: of random scores and random merges.
+        bounded: what would grow while decoding stops at its budget, see `makes_room`.
     """
 
     score: Score | None = None
@@ -76,6 +80,7 @@ class Policy:
     mass_bias: bool = False
     plan_every: int = 1
     seed: int = 0
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         if self.reduce not in REDUCE:
@@ -172,6 +177,22 @@ class Policy:
         return False
 
     @property
+    def makes_room(self) -> bool:
+        """Decoding steps evict where the method itself would grow, once the cache holds its budget (`bounded`)."""
+        return self.bounded and self.grows_when_decoded
+
+    @property
+    def grows_when_decoded(self) -> bool:
+        """All that is decoded stays until the next plan, in some heads at least."""
+        heads_grow = isinstance(self.heads, PromptHeads) and self.heads.grows
+        return not self.keeps_all and (heads_grow or not self.every_step)
+
+    @property
+    def gathers(self) -> bool:
+        """The scores stored beside the entries go into later plans."""
+        return self.observes_all
+
+    @property
     def repeats_prompt(self) -> bool:
         """The model says each prompt again before there is a plan (`RebuildPolicy`)."""
         return False
@@ -187,6 +208,8 @@ class Policy:
 
     def decode_rule(self, layer: int) -> DecodeRule:
         """What the decode kernel does for this policy at each step."""
+        if self.makes_room:
+            return self._room_rule(layer)
         if self.score is None or not self.every_step:
             return KEEP_ALL
         return DecodeRule(
@@ -199,6 +222,27 @@ class Policy:
             seed=self.layer_seed(layer),
             spacing=self.score.spacing if isinstance(self.score, EvenlySpaced) else Spacing(),
         )
+
+    def _room_rule(self, layer: int) -> DecodeRule:
+        """What leaves full regions: by the method's own order if that asks for no attention, else by the last plan."""
+        assert self.score is not None, "a policy that keeps everything makes no room"
+        evict = self.score.evict
+        if evict is None or isinstance(self.heads, PromptHeads) or (evict.by_score and not self.gathers):
+            evict = Evict.ACC
+        spacing = self.score.spacing if isinstance(self.score, EvenlySpaced) else Spacing()
+        return DecodeRule(
+            evict=evict, sinks=self.protect.sinks, shared=self.shared, seed=self.layer_seed(layer), spacing=spacing
+        )
+
+    def newest(self, layer: int, caps: Tensor, budget: int) -> Tensor:
+        """How many newest entries heads (H,) protect while decoding that may hold `caps` (H,), `budget` on average.
+
+        Where room is made by the scores of the last plan, which new entries have none of, half of what sinks leave.
+        """
+        newest = torch.full_like(caps, 0 if self.keeps_all else self.protect.newest(budget))
+        if not self.makes_room or not self.decode_rule(layer).evict.by_score:
+            return newest
+        return newest.maximum((caps - self.protect.sinks) // 2)
 
     def plan(self, view: View, budget: int) -> Plan:
         """Choose what stays of `view` under `budget` entries per head.
@@ -223,9 +267,12 @@ class Policy:
         counts = heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
         caps = self._caps(counts, view, budget)
-        if decided is not None:
+        if decided is not None and not self.bounded:
             caps = caps.masked_fill(decided.grows.to(caps.device), UNBOUNDED)
-        return Plan(keep, caps, merged=self._merged(view, keep, value))
+        standing = None
+        if self.makes_room and not self.gathers:
+            standing = (value.shape[1] - rank_by_value(value, view.valid, pinned)).float()
+        return Plan(keep, caps, merged=self._merged(view, keep, value), standing=standing)
 
     def _merged(self, view: View, keep: Tensor, value: Tensor) -> Merged | None:
         """What the policy's merge makes of the view; None where nothing leaves."""
@@ -234,10 +281,19 @@ class Policy:
         return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
 
     def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
+        if self.makes_room:
+            return with_rest(counts, budget)
         if not self.every_step:
             return counts.new_full(counts.shape, UNBOUNDED)
-        nothing_left_out = bool((counts == view.counts).all())
-        return counts.new_full(counts.shape, budget) if nothing_left_out else counts
+        if bool((counts < view.counts).any()):
+            return counts
+        fits = bool((counts <= budget).all())
+        return counts.new_full(counts.shape, budget) if fits else with_rest(counts, budget)
+
+
+def with_rest(counts: Tensor, budget: int) -> Tensor:
+    """(H,) most entries of heads that hold `counts` (H,): these, and equal parts of what `budget` each leaves."""
+    return counts + (len(counts) * budget - counts.sum()).clamp(min=0) // len(counts)
 
 
 def on_sliding_layer(rule: DecodeRule) -> DecodeRule:

@@ -49,5 +49,10 @@ class RebuildPolicy(Policy):
             raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
 
     @property
+    def gathers(self) -> bool:
+        """What was found lies beside the entries."""
+        return True
+
+    @property
     def repeats_prompt(self) -> bool:
         return True
