@@ -170,10 +170,12 @@ def test_two_clients_that_want_all_memory_do_not_push_each_other_out() -> None:
 
 def test_nobody_is_carried_out_where_that_would_not_make_enough_room() -> None:
     line = Line(1000)
-    line.come("many", 2000, 500, 300)
-    line.come("first", 10, 500, 500, priority=-1)
+    line.come("first", 10, 500, 300, priority=-1)
+    for _ in range(2):
+        line.come("many", 600, 500, 350)
     for _ in range(5):
         line.step()
-    line.come("one", 10, 1, 900)
-    for _ in range(5):
-        assert not line.step().out
+    line.come("one", 10, 1, 600)
+    for _ in range(2 * PATIENCE):
+        step = line.step()
+        assert (len(step.out), len(step.back), len(step.decodes)) == (0, 0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 import millpond as mp
 from millpond.engine.engine import Engine
-from millpond.engine.request import CacheOptions, Request
+from millpond.engine.request import MOST_SALT, CacheOptions, Request
+from millpond.errors import OptionError
 from tests.engine.helpers import METHODS, add, budget_of, engine_for, finish, greedy, prompt, tokens
 from tests.hf.families import generate, shared_model
 
@@ -91,6 +93,30 @@ def test_formats_do_not_share() -> None:
     )
     done = one_by_one(engine, request("a", "full"), half)
     assert done["half"].completions[0].kv.shared_tokens == 0
+    engine.close()
+
+
+def test_prompts_are_shared_by_requests_with_the_same_salt_alone() -> None:
+    engine = engine_for("full", prefix_cache=True)
+
+    def shared(salt: str | None) -> int:
+        asked = replace(request("a", "full"), cache_salt=salt)
+        (output,) = one_by_one(engine, asked).values()
+        assert tokens(output) == alone("a", "full")
+        return int(output.completions[0].kv.shared_tokens)
+
+    salts = (None, "first salt", "second salt", "o" * MOST_SALT)
+    assert [shared(salt) for salt in salts] == [0] * len(salts)
+    assert [shared(salt) > 40 for salt in salts] == [True] * len(salts)
+    assert "first salt" not in repr(vars(engine._sharing.tree)), "the tree holds no salt, only what was made of it"
+    engine.close()
+
+
+@pytest.mark.parametrize("salt", ["", "x" * (MOST_SALT + 1)])
+def test_a_salt_out_of_bounds_is_refused(salt: str) -> None:
+    engine = engine_for("full")
+    with pytest.raises(OptionError, match=f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}"):
+        engine.add(replace(request("a", "full"), cache_salt=salt))
     engine.close()
 
 

@@ -111,7 +111,7 @@ def test_fields_reach_the_engine() -> None:
         "best_of": 2, "stop": "w99", "stop_token_ids": [4], "logit_bias": {"7": -3}, "ignore_eos": True,
         "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "skip_special_tokens": False,
         "user": "me", "metadata": {"a": "b"},
-        "millpond": {"method": "snapkv", "budget": 0.25, "codec": "int8", "options": {"window": 8}, "priority": -2,
+        "millpond": {"method": "snapkv", "budget": 0.25, "codec": "int8", "options": {"window": 8}, "priority": 2,
                      "deadline_s": 9, "watch": True},
     }, llm, timeout_s=5)  # fmt: skip
     (request,) = llm.asked
@@ -122,7 +122,7 @@ def test_fields_reach_the_engine() -> None:
     assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (1, -1, 1.5)
     cache = request.cache
     assert (cache.method, cache.budget, cache.codec, cache.options) == ("snapkv", 0.25, "int8", {"window": 8})
-    assert (request.priority, request.deadline, request.watch) == (-2, 5, True)
+    assert (request.priority, request.deadline, request.watch) == (2, 5, True)
 
 
 def test_fields_that_are_null_leave_the_defaults() -> None:

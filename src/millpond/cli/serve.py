@@ -26,6 +26,8 @@ from millpond.errors import OptionError
 
 #: Where API keys may stand, separated by commas, so that no list of processes shows them.
 KEYS_VARIABLE = "MILLPOND_API_KEYS"
+#: Where KEY=N may stand, likewise.
+LIMITS_VARIABLE = "MILLPOND_PRIORITY_LIMITS"
 
 
 def serve(
@@ -90,6 +92,14 @@ def serve(
         list[str] | None,
         optional(help=f"A key that clients must send; may be repeated. Also: {KEYS_VARIABLE}, separated by commas."),
     ] = None,
+    priority_limit: Annotated[
+        list[str] | None,
+        optional(
+            metavar="[KEY=]N",
+            help="The lowest (best) priority that requests with a key may ask for; without KEY=: all others. Default: "
+            f"0. May be repeated. Also: {LIMITS_VARIABLE}, separated by commas.",
+        ),
+    ] = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI's API does, inside a memory limit; http://HOST:PORT/ is a page to chat on."""
     try:
@@ -105,6 +115,7 @@ def serve(
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), max_body_items=max_body_items,
         timeout_s=timeout, drain_s=drain, step_limit_s=step_limit,
         option_files=parse_options(option_file or [], "heads=heads.json"),
+        priority_limits=limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(priority_limit or ())]),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)
     kept |= {"options": parse_options(option or []), "calibration": calibration}
@@ -129,6 +140,27 @@ def keys_of(text: str) -> list[str]:
         ['one', 'two']
     """
     return [key.strip() for key in text.split(",") if key.strip()]
+
+
+def limits_of(texts: list[str]) -> dict[str, int]:
+    """Priority limits by key; that of all others by "".
+
+    Raises:
+        OptionError: no whole number.
+
+    Example:
+        >>> limits_of(["alice=-5", "2"])
+        {'alice': -5, '': 2}
+    """
+    limits = {}
+    for text in texts:
+        key, _, number = text.rpartition("=")
+        try:
+            limits[key] = int(number)
+        except ValueError:
+            shown = "KEY=..." if key else repr(text)  # a key is not shown
+            raise OptionError(f"--priority-limit {shown}: must be a whole number, or KEY= and one") from None
+    return limits
 
 
 def name_of(model: str) -> str:

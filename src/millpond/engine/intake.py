@@ -11,7 +11,7 @@ from millpond.engine.answer import Answer
 from millpond.engine.live import Live
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.recipes import Recipes
-from millpond.engine.request import Request
+from millpond.engine.request import MOST_SALT, Request
 from millpond.engine.sampling import Sampler
 from millpond.engine.scheduler import Job, Scheduler
 from millpond.errors import BudgetError, OptionError
@@ -55,6 +55,9 @@ class Intake:
             raise OptionError(f"n={params.n} is more than the {self._scheduler.most_running} answers that may run")
         if request.deadline is not None and not request.deadline > 0:
             raise OptionError(f"deadline={request.deadline} seconds: must be more than 0")
+        salt = request.cache_salt
+        if salt is not None and not 0 < len(salt) <= MOST_SALT:
+            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         group = self._recipes.group(request.cache)
         need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
         limit = self._account.limit_bytes

@@ -10,6 +10,9 @@ from millpond.budget import Budget
 from millpond.engine.sampling_params import SamplingParams
 from millpond.option_files import OptionFile
 
+#: Characters of a salt.
+MOST_SALT = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
@@ -37,6 +40,8 @@ class Request:
         prompt: a text, or token ids.
         client: who asks. Of those with one priority the client goes first that has had less service, in tokens read and
             written; of one client's requests the one that came first.
+        cache_salt: requests with the same one share prompts that begin alike, with `prefix_cache`, and with no others;
+            None: with all that have none. At most `MOST_SALT` characters. Only its keyed hash is kept.
         priority: lower goes first, whoever asks.
         deadline: seconds after arrival at which the request ends with what it has; None: never.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
@@ -47,6 +52,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     cache: CacheOptions = field(default_factory=CacheOptions)
     client: str = ""
+    cache_salt: str | None = field(default=None, repr=False)
     priority: int = 0
     deadline: float | None = None
     watch: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -32,13 +34,14 @@ class Sharing:
         self._account = account
         self._layers = layers
         self._enabled = enabled
+        self._secret = secrets.token_bytes(32)
 
     def begin(self, live: Live) -> int:
         """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
         most = len(live.ids) - max(1, live.group.recipe.policy.window)
         if not self._shares(live) or most <= 0:
             return 0
-        path = self.tree.find(_kind(live.group.recipe), live.numbers[:most], live.group.slots)
+        path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
         if path:
             live.stack = live.group.recipe.stack(len(live.ids))
             live.stack.begin_with(tables_of(path))
@@ -56,7 +59,7 @@ class Sharing:
         path: list[Block] = []
         if self._shares(live):
             tables = [core.table for core in stack.cores if core.table is not None]
-            path = self.tree.keep(_kind(live.group.recipe), live.numbers, tables)
+            path = self.tree.keep(self._kind(live), live.numbers, tables)
 
         def need() -> Pages:
             return together(self.pages_to_settle(live), later)
@@ -72,7 +75,7 @@ class Sharing:
     def let_go(self, live: Live) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
         if live.answers[0].shared:
-            path = self.tree.find(_kind(live.group.recipe), live.numbers, live.group.slots)
+            path = self.tree.find(self._kind(live), live.numbers, live.group.slots)
             while self.tree.shorten(path):
                 pass
 
@@ -85,6 +88,14 @@ class Sharing:
     def _shares(self, live: Live) -> bool:
         return self._enabled and live.prompt_logprobs is None and can_share(live.group.recipe)
 
+    def _kind(self, live: Live) -> Hashable:
+        """Equal where pages hold the same before a plan and requests have the same salt."""
+        recipe, salt = live.group.recipe, live.request.cache_salt
+        hashed = None
+        if salt is not None:
+            hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).digest()
+        return recipe.pools.format, recipe.policy.mass_bias, hashed
+
 
 def can_share(recipe: Recipe) -> bool:
     """Whether a plan needs nothing of a prompt's beginning but its keys and values."""
@@ -94,11 +105,6 @@ def can_share(recipe: Recipe) -> bool:
     codec = recipe.pools.codec
     observes = codec is not None and (codec.balanced or codec.prune > 0)
     return not (sums or moves or observes or recipe.whole_prompt)
-
-
-def _kind(recipe: Recipe) -> Hashable:
-    """Recipes whose pages hold the same before a plan."""
-    return recipe.pools.format, recipe.policy.mass_bias
 
 
 def together(*parts: Pages) -> Pages:

@@ -35,14 +35,19 @@ def cache_options(fields: CacheFields) -> CacheOptions:
 
 
 def requests(
-    name: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, fields: CacheFields, timeout_s: float | None
+    name: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    fields: CacheFields,
+    cache_salt: str | None,
+    timeout_s: float | None,
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
     return [
         Request(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
-            priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
+            cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip

@@ -53,6 +53,6 @@ async def job_of(service: Service, body: ChatBody) -> Job:
         json_schema=schema_of(body.response_format), stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, service.settings.timeout_s)
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return Job(name, made, ChatVoice(bool(body.logprobs)), bool(body.stream), include_usage)

@@ -57,7 +57,7 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
         token_ids=not service.tokens.exists,
     )  # fmt: skip
     name = f"cmpl-{uuid.uuid4().hex}"
-    made = requests(name, prompts, params, body.millpond, service.settings.timeout_s)
+    made = requests(name, prompts, params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return Job(name, made, voice, bool(body.stream), include_usage)
 

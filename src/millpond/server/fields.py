@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
+from millpond.engine.request import MOST_SALT
+
 #: Of seeds and priorities: what 64 bits hold.
 _INT64 = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -63,6 +65,7 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
     user: str | None = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -15,6 +15,8 @@ from millpond.server.llm import ServedLLM
 
 #: Seconds that a refused client is asked to wait, at least and at most.
 _LEAST_WAIT, _MOST_WAIT = 1, 60
+#: One in so many places of the queue is for clients who have nothing under way.
+_FOR_OTHERS = 8
 #: Seconds that requests have to end when the server goes down, after they were told to.
 LEAVE_S = 2.5
 
@@ -35,11 +37,12 @@ class Gate:
         self._drained_by: float | None = None
         self._llm = llm
         self._max_queue = max_queue
+        self._under_way_of: Counter[str] = Counter()  # by client
         self._ends: deque[float] = deque(maxlen=32)
 
     @contextmanager
-    def enter(self, ids: Sequence[str]) -> Iterator[None]:
-        """Come in with some prompts, all or none of them.
+    def enter(self, ids: Sequence[str], client: str = "") -> Iterator[None]:
+        """Come in with some prompts, all or none of them. Who has some under way leaves the end of the queue to others.
 
         Raises:
             ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, so many
@@ -52,15 +55,20 @@ class Gate:
             raise ApiError(503, message, "engine_stalled", headers=_after(_MOST_WAIT))
         self.check_number(len(ids))
         waiting = self.waiting
-        if waiting + len(ids) > self._max_queue:
+        holds = self._max_queue - (self._max_queue // _FOR_OTHERS if self._under_way_of[client] else 0)
+        if waiting + len(ids) > holds:
             wait = self._wait_s(waiting)
-            message = f"{waiting} prompts wait and the queue holds {self._max_queue}; try again in {wait} s"
+            message = f"{waiting} prompts wait and the queue holds {holds} for you; try again in {wait} s"
             raise ApiError(429, message, "queue_full", headers=_after(wait))
         self.under_way.update(ids)
+        self._under_way_of[client] += len(ids)
         try:
             yield
         finally:
             self.under_way.difference_update(ids)
+            self._under_way_of[client] -= len(ids)
+            if not self._under_way_of[client]:
+                del self._under_way_of[client]
             self._ends.append(time.monotonic())
 
     def check_number(self, prompts: int) -> None:

@@ -17,6 +17,7 @@ from millpond.engine.request import Request
 from millpond.errors import MillpondError
 from millpond.option_files import listed_files
 from millpond.server.bodies import JsonBodies
+from millpond.server.clients import Client, Clients
 from millpond.server.errors import ApiError
 from millpond.server.figures import usage
 from millpond.server.gate import Gate
@@ -53,7 +54,7 @@ class Service:
     """The engine, and what stands in front of it.
 
     Attributes:
-        llm, settings, tokens, gate, metrics, bodies: see their classes.
+        llm, settings, tokens, clients, gate, metrics, bodies: see their classes.
 
     Raises:
         OptionError: a file of the settings cannot be read.
@@ -63,6 +64,7 @@ class Service:
         self.llm = llm
         self.settings = settings
         self.tokens = Tokens(llm)
+        self.clients = Clients(settings)
         self.gate = Gate(llm, settings.max_queue, settings.step_limit_s)
         self.metrics = Metrics(llm, self.gate)
         self.bodies = JsonBodies(settings.max_body_items)
@@ -82,7 +84,8 @@ class Service:
         Raises:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
-        outputs = self._outputs(job)
+        client = self.clients.of(http)
+        outputs = self._outputs(client, replace(job, requests=self.clients.asked(client, job.requests)))
         try:
             if not job.stream:
                 async with aclosing(outputs):
@@ -93,10 +96,10 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, job: Job) -> Outputs:
+    async def _outputs(self, client: Client, job: Job) -> Outputs:
         """What the engine says, from the gate in to the gate out."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in job.requests]
-        with self.gate.enter([request.request_id for request in requests]):
+        with self.gate.enter([request.request_id for request in requests], client.name):
             async with aclosing(together(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:

@@ -16,7 +16,10 @@ class ServerSettings:
 
     Attributes:
         api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
-        max_queue: most prompts that wait for the engine; beyond it requests are refused with 429.
+        priority_limits: the lowest (best) priority that a key may ask for, by key; by "" that of all others. 0 where
+            nothing is said, so that nobody overtakes by saying so.
+        max_queue: most prompts that wait for the engine; beyond it requests are refused with 429. An eighth of it is
+            for clients who have nothing under way.
         max_tokens: most new tokens per answer; None: as many as the model's context holds.
         max_body_bytes: longest body of a request.
         max_body_items: most values in it; an eighth as many keys, and a sixteenth as many arrays and objects.
@@ -30,6 +33,7 @@ class ServerSettings:
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
     max_queue: int = 256
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
@@ -52,3 +56,5 @@ class ServerSettings:
             raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("an API key is empty; leave it out to let everybody ask")
+        if unknown := [key for key in self.priority_limits if key and key not in self.api_keys]:
+            raise OptionError(f"priority_limits: {len(unknown)} of its keys are not among api_keys")
