@@ -80,7 +80,7 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4"])
 def test_carried_out_and_back_as_alone(case: str) -> None:
-    engine = engine_for(case, kv_memory="450kB", overcommit=8)
+    engine = engine_for(case, kv_memory="800kB", overcommit=8)
     for n in LENGTHS:
         engine.add(ask(n))
     done = finish(engine)
@@ -90,7 +90,7 @@ def test_carried_out_and_back_as_alone(case: str) -> None:
 
 
 def test_codes_wait_in_files_as_alone(tmp_path: Path) -> None:
-    engine = engine_for("full int4", kv_memory="450kB", overcommit=8, swap_to=tmp_path)
+    engine = engine_for("full int4", kv_memory="800kB", overcommit=8, swap_to=tmp_path)
     for n in LENGTHS:
         engine.add(ask(n))
     done = finish(engine)

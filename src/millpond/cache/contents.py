@@ -61,6 +61,16 @@ def append(table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tenso
     table.set_lengths(sequence, after)
 
 
+def keep_all(
+    table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Candidates, *, last: bool
+) -> None:
+    """Store all new entries, as `append`; `found`: they behind the stored ones. `last`: see `rewrite`."""
+    if table.sealed is None or not (last or found.n_sealed):
+        append(table, sequence, k, v, q_pos)
+    else:
+        rewrite(table, sequence, found, found.positions >= 0, last=last)
+
+
 def rewrite(table: RegionTable, sequence: int, found: Candidates, keep: Tensor, *, last: bool = True) -> None:
     """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages.
 

@@ -13,10 +13,10 @@ from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
 from millpond.cache.counted import CountedPages
-from millpond.cache.parts import AttentionShape, Candidates, Chunk
+from millpond.cache.parts import AttentionShape, Chunk
 from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
-from millpond.cache.pool import PagePool
+from millpond.cache.prompt_pages import FindPool, PromptPages
 from millpond.cache.rotation import Rotation
 from millpond.cache.sealed import Sealed
 from millpond.cache.stepper import Newest, Stepper
@@ -37,7 +37,7 @@ class LayerCache:
         index: of the layer.
         policy: what is kept.
         entries: `entries(table, sequence, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
-        pool: `pool(key_dim, value_dim, dtype, device)` -> the pool that holds pages of this shape.
+        pool: where pages of a shape lie. reading: where those of a prompt lie until its plan; None: in the same pool.
         timeline: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
         rotation: how keys are rotated by position, for policies with cache-relative positions.
@@ -59,12 +59,13 @@ class LayerCache:
         index: int,
         policy: Policy,
         entries: Callable[[RegionTable, int, int], int],
-        pool: Callable[[int, int, torch.dtype, torch.device], PagePool],
+        pool: FindPool,
         timeline: Timeline,
         *,
         between_chunks: bool = True,
         rotation: Rotation | None = None,
         sealed: Callable[[int, int, int, int, int, torch.device], Sealed] | None = None,
+        reading: FindPool | None = None,
     ) -> None:
         self.index = index
         self.policy = policy
@@ -79,6 +80,8 @@ class LayerCache:
         self._pool = pool
         self._sealed = sealed
         self._between_chunks = between_chunks
+        waits = not between_chunks and policy.prefill != "greedy"
+        self._prompt = PromptPages(pool, reading if waits else None)
         self._table: RegionTable | None = None
         self._opened = False
 
@@ -97,7 +100,7 @@ class LayerCache:
     @property
     def pending(self) -> bool:
         """Whether there are entries that no plan has seen."""
-        return bool(self.companions.pending)
+        return bool(self.companions.pending) or (self._table is not None and self._table.unplanned)
 
     def read(self, sequence: int) -> ops.Dense:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
@@ -121,8 +124,7 @@ class LayerCache:
 
     def settle(self, found: Peek | None = None) -> None:
         """Plan now what waits for the end of the prompt, and seal what is to be; scores rise to what was `found`."""
-        table = self._require_table()
-        self.planner.settle(table, found)
+        table = self._table = self.planner.settle(self._require_table(), self._prompt, found)
         sealing.seal_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step
@@ -154,7 +156,8 @@ class LayerCache:
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table if self._table is not None and self._opened else self.open(k, v, shape)
         self.attention.shape = shape
-        if table.turned:
+        turned = table.turned
+        if turned:
             q, k, v = rotate(q), rotate(k), rotate(v)
         if self._decodes(span):
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
@@ -163,7 +166,7 @@ class LayerCache:
         else:
             out = self._prefill(table, q, k, v, span)
         self.columns += span.length
-        return rotate(out) if table.turned else out
+        return rotate(out) if turned else out
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """`attend` for one new token of every sequence, none a pad.
@@ -185,7 +188,7 @@ class LayerCache:
     def steps_plainly(self, n_seq: int, shape: AttentionShape) -> bool:
         """Whether `attend_newest` is `begin_newest`, `ops.decode` and `end_newest`, and nothing else."""
         table = self._table
-        if table is None or not self._opened or self.companions.pending:
+        if table is None or not self._opened or self.pending:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
 
@@ -208,9 +211,12 @@ class LayerCache:
         self._stepper.end(step, lse, self.columns)
         self.columns += 1
 
-    def open(self, k: Tensor, v: Tensor, shape: AttentionShape) -> RegionTable:
-        """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim)."""
-        pool = self._pool(k.shape[-1], v.shape[-1], k.dtype, k.device)
+    def open(self, k: Tensor, v: Tensor, shape: AttentionShape, *, planned: bool = False) -> RegionTable:
+        """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim).
+
+        planned: they come from a cache that has planned them.
+        """
+        pool = self._prompt.pool(k, v, planned=planned)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
         sealed = None
         if self._sealed is not None:
@@ -236,8 +242,8 @@ class LayerCache:
 
     def _newest(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D) -> (S, Hq, value_dim)."""
-        if self.companions.pending:
-            self.planner.settle(table)
+        if self.pending:
+            table = self._table = self.planner.settle(table, self._prompt)
         return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
 
     def _newest_span(self, table: RegionTable, n_seq: int) -> Span:
@@ -260,6 +266,8 @@ class LayerCache:
     # ------------------------------------------------------------------ prefill
 
     def _prefill(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        if self.peek is None:
+            table = self._table = self._prompt.begin(table, k.dtype)
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
         # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
         decoding = span.decoding if self._between_chunks else np.zeros(table.n_seq, dtype=bool)
@@ -299,19 +307,10 @@ class LayerCache:
             positions = found.positions.expand(len(met), -1)
             self.peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            self._append(table, sequence, k, v, q_pos, found)
+            contents.keep_all(table, sequence, k, v, q_pos, found, last=self._between_chunks)
         else:
             self.planner.take_in(table, chunk, lse, sums, defer=not self._between_chunks)
         return out
-
-    def _append(
-        self, table: RegionTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Candidates
-    ) -> None:
-        """Keep all new entries; `found`: they behind the stored ones."""
-        if table.sealed is None or not (self._between_chunks or found.n_sealed):
-            contents.append(table, sequence, k, v, q_pos)
-        else:
-            contents.rewrite(table, sequence, found, found.positions >= 0, last=self._between_chunks)
 
     # ------------------------------------------------------------------ the batch, and going back
 

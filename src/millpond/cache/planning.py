@@ -13,6 +13,7 @@ from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions
 from millpond.cache.parts import Candidates, Chunk, by_position
 from millpond.cache.peek import Peek
+from millpond.cache.prompt_pages import PromptPages
 from millpond.cache.slot_merger import SlotMerger
 from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
@@ -108,23 +109,31 @@ class Planner:
         else:
             self.plan(table, sequence, found, seen)
 
-    def settle(self, table: RegionTable, found: Peek | None = None) -> None:
-        """Plan what waits for the end of the prompt; scores rise to what was `found`."""
+    def settle(self, table: RegionTable, pages: PromptPages, found: Peek | None = None) -> RegionTable:
+        """Plan what waits for the end of the prompt; scores rise to what was `found`.
+
+        Returns:
+            The table that holds it from now on.
+        """
         pending = self._companions.pending
-        if not pending:
-            return
-        if found is None and self._policy.repeats_prompt:
+        if pending and found is None and self._policy.repeats_prompt:
             raise OptionError(
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
                 "with it"
             )
-        for sequence, seen in sorted(pending.items()):
-            entries = contents.read(table, sequence)
+
+        def plan(into: RegionTable, sequence: int, entries: Candidates) -> None:
+            seen = pending.get(sequence)
+            if seen is None:
+                return contents.rewrite(into, sequence, entries, entries.positions >= 0)
             if found is not None:
                 seen_again = found.at(sequence, entries.positions)
                 entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
-            self.plan(table, sequence, entries, seen)
+            self.plan(into, sequence, entries, seen)
+
+        into = pages.end(table, sorted(pending), plan)
         pending.clear()
+        return into
 
     def stepped(self, table: RegionTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
         """After a step, evict or merge what the decode kernel could not: sequences go back to the budget of their plan.

@@ -24,6 +24,7 @@ class PagePool(CountedPages[PageArrays]):
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
         account: the limit of several pools together, in place of `limit_bytes`.
+        until_plan: entries of a prompt lie here until its plan puts what stays into another pool.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
@@ -40,6 +41,7 @@ class PagePool(CountedPages[PageArrays]):
         limit_bytes: int | None = None,
         masses: bool = False,
         account: Limit | None = None,
+        until_plan: bool = False,
     ) -> None:
         check_slots(slots)
         kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
@@ -48,6 +50,7 @@ class PagePool(CountedPages[PageArrays]):
         n_pages = pages_per_arena(page_bytes, arena_bytes)
         arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
         super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
+        self.until_plan = until_plan
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         there = self.arrays.device

@@ -57,10 +57,30 @@ class Pools:
 
     def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
         """The pool of plain pages of one shape, of 16 bits per number where codes lie beside them."""
-        beside_codes = dtype if dtype is torch.float16 else torch.bfloat16
-        key = (key_dim, value_dim, self._dtype or (dtype if self.codec is None else beside_codes), device)
+        return self._of(key_dim, value_dim, self._stored(dtype), device, until_plan=False)
+
+    def reading(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
+        """The pool of the plain pages of a prompt until its plan, of numbers as the model computes them, in `dtype`.
+
+        It is that of `plain` where such a page holds them as they are.
+        """
+        stored = self._stored(dtype)
+        exact = torch.promote_types(stored, dtype) == stored
+        return self._of(key_dim, value_dim, stored if exact else dtype, device, until_plan=not exact)
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        if self._dtype is not None or self.codec is None:
+            return self._dtype or dtype
+        return dtype if dtype is torch.float16 else torch.bfloat16
+
+    def _of(
+        self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, *, until_plan: bool
+    ) -> PagePool:
+        key = (key_dim, value_dim, dtype, device)
         if key not in self._plain:
-            self._plain[key] = PagePool(*key, slots=self._slots, masses=self._masses, account=self._account)
+            self._plain[key] = PagePool(
+                *key, slots=self._slots, masses=self._masses, account=self._account, until_plan=until_plan
+            )
         return self._plain[key]
 
     def sealed(

@@ -70,7 +70,7 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
     keys, values = stored["keys"], stored["values"]
     scale, softcap, window = stored["shape"].tolist()
     shape = AttentionShape(scale, softcap, int(window))
-    table = core.open(keys[None, :, :0], values[None, :, :0], shape)
+    table = core.open(keys[None, :, :0], values[None, :, :0], shape, planned=True)
     lens = stored["lens"].cpu().numpy()
     table.reserve(0, lens)
     start, index = torch.zeros_like(stored["lens"]), torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)

@@ -101,7 +101,7 @@ class Rolling:
         if self._keys is None:
             shape = (table.n_seq, table.n_kv_heads, self._sinks, k.shape[-1])
             self._keys = torch.zeros(shape, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-        if self._ready is None:
+        if self._ready is None or self._ready.dtype != table.pool.arrays.dtype:
             self._ready = torch.zeros(AHEAD, *self._keys.shape, dtype=table.pool.arrays.dtype, device=k.device)
             self._ready_from = np.full(table.n_seq, -AHEAD)
 

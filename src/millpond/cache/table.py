@@ -69,6 +69,11 @@ class RegionTable:
         """Whether keys and values are stored after a Hadamard rotation."""
         return self.sealed is not None and self.sealed.codec.rotated
 
+    @property
+    def unplanned(self) -> bool:
+        """Whether its plain pages hold a prompt until its plan, which puts what stays into others."""
+        return self.pool.until_plan
+
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
         return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()
@@ -338,6 +343,13 @@ class RegionTable:
             self._runs = SharedRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
             self._runs_known = True
         return self._runs
+
+    def emptied(self, pool: PagePool) -> RegionTable:
+        """A table of the same sequences, budgets and codes over another pool, without plain entries."""
+        other = RegionTable(pool, self.n_seq, self.n_kv_heads, self.sealed)
+        other._caps, other._recent, other._kinds = self._caps.copy(), self._recent.copy(), self._kinds.copy()
+        other._publish()
+        return other
 
     def give_up(self) -> npt.NDArray[np.int64]:
         """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""

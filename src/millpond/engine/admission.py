@@ -20,18 +20,20 @@ def estimate(recipe: Recipe, layers: list[LayerShape], prompt: int, answer: int,
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
-    codes comes beside it before it goes. Then a layer holds its budget, with as many more entries as its method adds
-    before it evicts or merges again; or, for methods that keep all or grow while decoding, those of the answer too.
+    codes, or in pages of fewer bits, comes beside it before it goes. Then a layer holds its budget, with as many more
+    entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
+    those of the answer too.
     """
     reading = shared = each = 0
     copies = _writes_everywhere(recipe)
     for index, layer in enumerate(layers):
-        pool = recipe.pool(layer.key_dim, layer.value_dim)
+        pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
         table = RegionTable(pool, 1, layer.n_kv_heads)
         before, after = _entries(recipe, index, layer, table, prompt, answer)
         page = pool.page_bytes * layer.n_kv_heads
         read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
-        reading += page * (read // pool.slots + 1) + _codes(recipe, layer, before, prompt)
+        beside = _codes if own is pool else _held
+        reading += own.page_bytes * layer.n_kv_heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt)
         if n == 1:
             each += _held(recipe, layer, after, prompt + answer)
         elif copies:  # the prompt's pages stay until every answer has copies of its own
@@ -46,8 +48,9 @@ def estimate(recipe: Recipe, layers: list[LayerShape], prompt: int, answer: int,
 def pages_to_settle(recipe: Recipe, layers: list[LayerShape], prompt: int, stack: Stack | None = None) -> Pages:
     """Pages that the plan of a prompt takes beside those that it gives back before.
 
-    Codes are written before what was read goes. Plain pages go before others are written, but for those that somebody
-    else holds too; `stack`: what was read, None where nothing was.
+    Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are
+    written when the prompt's have gone, but for those that somebody else holds too; `stack`: what was read, None where
+    nothing was.
     """
     need: Counter[CountedPages[Any]] = Counter()
     for index, layer in enumerate(layers):
@@ -55,9 +58,12 @@ def pages_to_settle(recipe: Recipe, layers: list[LayerShape], prompt: int, stack
         before, _ = _entries(recipe, index, layer, RegionTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
+        plain = layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1)
         held = None if stack is None else stack.cores[index].table
-        if held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
-            need[pool] += held.pages_to_renew(layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1))
+        if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
+            need[pool] += plain
+        elif held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
+            need[pool] += held.pages_to_renew(plain)
     return dict(need)
 
 

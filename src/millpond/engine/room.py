@@ -127,7 +127,7 @@ class Room:
             return live.stack.pages_for(n)
         need: Counter[CountedPages[Any]] = Counter()
         for layer in self._layers:
-            pool = live.group.recipe.pool(layer.key_dim, layer.value_dim)
+            pool = live.group.recipe.prompt_pool(layer.key_dim, layer.value_dim)
             need[pool] += layer.n_kv_heads * -(-n // pool.slots)
         return dict(need)
 

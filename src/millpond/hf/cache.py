@@ -119,7 +119,7 @@ class MillpondCache(Cache):
             make(
                 index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
                 between_chunks=between_chunks and not (policy.waits or self._rebuilder), rotation=rotation,
-                sealed=self._pools.sealed if self._pools.codec is not None else None,
+                sealed=self._pools.sealed if self._pools.codec is not None else None, reading=self._pools.reading,
             )
             for index in range(n_layers)
         ]  # fmt: skip

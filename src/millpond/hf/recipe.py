@@ -109,6 +109,12 @@ class Recipe:
         """The pool of plain entries of this shape."""
         return self.pools.plain(key_dim, value_dim, self._model.dtype, self._model.device)
 
+    def prompt_pool(self, key_dim: int, value_dim: int) -> PagePool:
+        """The pool of entries of this shape while their prompt is read."""
+        if self.policy.prefill == "greedy":
+            return self.pool(key_dim, value_dim)
+        return self.pools.reading(key_dim, value_dim, self._model.dtype, self._model.device)
+
     def packed_pool(self, layer: LayerShape) -> PackedPool | None:
         """The pool of a layer's codes; None where entries are stored as they are."""
         if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
@@ -127,7 +133,7 @@ class Recipe:
             LayerCache(
                 index, self.policy, partial(entries, index), self.pools.plain, timeline,
                 between_chunks=False, rotation=self._rotation,
-                sealed=self.pools.sealed if self.pools.codec is not None else None,
+                sealed=self.pools.sealed if self.pools.codec is not None else None, reading=self.pools.reading,
             )
             for index in range(len(self._model.layers))
         ]  # fmt: skip
