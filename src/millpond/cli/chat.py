@@ -13,7 +13,15 @@ from rich.markup import escape
 
 from millpond.cli.chat_partner import Here, Message, Partner, reach
 from millpond.cli.console import errors, notes
-from millpond.cli.options import BudgetText, CalibrationFile, MethodOptions, optional, parse_options
+from millpond.cli.options import (
+    BudgetText,
+    CalibrationFile,
+    MethodOptions,
+    PresetName,
+    kept_as,
+    optional,
+    parse_options,
+)
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -25,6 +33,7 @@ HELP = {
 
 
 def chat(
+    context: typer.Context,
     url: Annotated[str | None, optional(help="Of a server, with or without /v1. Default: the model runs here.")] = None,
     model: Annotated[
         str | None, optional(help="A folder, a hub id, a bundled model. Default: pond-recall, or the server's first.")
@@ -34,6 +43,7 @@ def chat(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
+    preset: PresetName = None,
     calibration: CalibrationFile = None,
     kv_memory: Annotated[str | None, optional(help="Most memory for the cache ('2GiB'). Default: no limit.")] = None,
     dtype: Annotated[str | None, optional(help="f32, bf16 or f16. Default: as the weights were saved.")] = None,
@@ -49,7 +59,7 @@ def chat(
     drawn: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if seed is not None:
         drawn["seed"] = seed
-    kept = {"method": method, "budget": budget, "codec": codec, "options": parse_options(option or [])}
+    kept = {**kept_as(context, preset, method, budget, codec), "options": parse_options(option or [])}
     kept = {name: value for name, value in kept.items() if value}
     if url is None:
         own = {**kept, **({"calibration": calibration} if calibration else {})}

@@ -69,12 +69,15 @@ class Here:
     """A model in this process, on an engine of its own."""
 
     def __init__(self, llm: LLM, params: SamplingParams, name: str) -> None:
+        from millpond.models.chat_template import has_template, turn_ends
+
         if llm.tokenizer is None:
             raise OptionError(f"model {name!r} has no tokenizer, and a chat is text; LLM and serve take token ids")
         self.name = name
         self._llm = llm
-        self._has_template = bool(getattr(llm.tokenizer, "chat_template", None))
-        self._params = params if self._has_template else replace(params, stop=(_USERS_TURN,))
+        self._has_template = has_template(llm.tokenizer)
+        ends = {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
+        self._params = replace(params, **ends)
         self._clock: Clock | None = None
         self._kv: KVFigures | None = None
         self._numbers = count()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,33 @@ def held_of(kv_bytes: int, unused_bytes: int, full_kv_bytes: int) -> str:
     rounding = f" {size(unused_bytes)} of it in unfilled pages," if unused_bytes else ""
     share = kv_bytes / full_kv_bytes if full_kv_bytes else 1.0
     return f"KV {size(kv_bytes)} held,{rounding} full cache {size(full_kv_bytes)} ({share:.0%})"
+
+
+#: Seconds from one line to the next that say that work goes on, where nobody looks at a terminal.
+LINE_EVERY_S = 10.0
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something long goes on: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
+    console, done, began = errors(), threading.Event(), time.monotonic()
+
+    def told() -> None:
+        while not done.wait(LINE_EVERY_S):
+            console.print(f"{escape(what)}: {time.monotonic() - began:.0f} s", soft_wrap=True, highlight=False)
+
+    if console.is_terminal:
+        with console.status(escape(what)):
+            yield
+        return
+    console.print(f"{escape(what)} ...", soft_wrap=True, highlight=False)
+    teller = threading.Thread(target=told, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def size(n_bytes: float) -> str:

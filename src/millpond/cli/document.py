@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
-from millpond.cli.console import errors, held_of, notes, output, size
-from millpond.cli.generate import encode, pick_device, read_prompt
+from millpond.cli.console import errors, held_of, notes, output, size, working
+from millpond.cli.generate import pick_device, read_prompt, wants_template
 from millpond.cli.options import (
     BudgetText,
     CalibrationFile,
@@ -19,7 +19,9 @@ from millpond.cli.options import (
     MethodName,
     MethodOptions,
     ModelName,
+    PresetName,
     PromptFile,
+    kept_as,
     optional,
     parse_options,
 )
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def remember(
+    context: typer.Context,
     out: Annotated[str, typer.Argument(help="The file to write.")],
     prompt: Annotated[str | None, optional(help="The text.")] = None,
     prompt_file: PromptFile = None,
@@ -39,28 +42,37 @@ def remember(
     budget: BudgetText = None,
     option: MethodOptions = None,
     codec: CodecName = "auto",
+    preset: PresetName = None,
     calibration: CalibrationFile = None,
     dtype: DtypeName = "auto",
     device: DeviceName = None,
     chunk: Annotated[int | None, optional(min=1, help="Read the text in chunks of so many tokens.")] = None,
+    chat: Annotated[
+        bool | None,
+        optional(
+            "--chat/--no-chat",
+            help="The text begins a user's message, and a question ends it. Default: if there is a chat template.",
+        ),
+    ] = None,
 ) -> None:
     """Read a text, keep what the budget allows, and write that to a file for `millpond ask`."""
     text = read_prompt(prompt, prompt_file)
     options: dict[str, Any] = dict(parse_options(option or []))
+    kept = kept_as(context, preset, method, budget, codec)
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
     from millpond.models.load import load_model, load_tokenizer
 
-    loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(model)
-    ids = encode(tokenizer, text, chat=False).to(loaded.device)
-    with (
-        notes(),
-        compress(loaded, method, budget, codec, tokenizer=tokenizer, calibration=calibration, **options) as cache,
-    ):
-        with errors().status(f"reading {ids.shape[1]:,} tokens"):
+    with working(f"loading {model}"):
+        loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
+        tokenizer = load_tokenizer(model)
+    in_chat = wants_template(tokenizer, chat)
+    ids = beginning(tokenizer, text, in_chat).to(loaded.device)
+    with notes(), compress(loaded, tokenizer=tokenizer, calibration=calibration, **kept, **options) as cache:
+        with working(f"reading {ids.shape[1]:,} tokens"):
             read_document(loaded, cache, ids, chunk)
-        n_bytes = save_document(cache, ids, out, note=json.dumps({"model": model, "dtype": dtype}))
+            note = json.dumps({"model": model, "dtype": dtype, "chat": in_chat})
+            n_bytes = save_document(cache, ids, out, note=note)
         stats = cache.stats()
     errors().print(
         f"[dim]{ids.shape[1]:,} tokens read · "
@@ -78,38 +90,66 @@ def ask(
     dtype: Annotated[str | None, optional(help="Of its weights, if not as they were.")] = None,
     device: DeviceName = None,
 ) -> None:
-    """Ask questions about a remembered text: it is not read again."""
+    """Ask questions about a remembered text: it is not read again. Answers are shown while they come."""
     import torch
 
+    from millpond.cli.stream import TextStopwatch
     from millpond.hf.document import document_note, restore_document
+    from millpond.models.chat_template import turn_ends
     from millpond.models.load import load_model, load_tokenizer
 
     made = _made_with(document, document_note(document))
-    name = model or made["model"]
-    loaded: Any = load_model(name, dtype or made["dtype"]).to(pick_device(device))  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(name)
+    name = model or made.model
+    with working(f"loading {name}"):
+        loaded: Any = load_model(name, dtype or made.dtype).to(pick_device(device))  # type: ignore[arg-type]
+        tokenizer = load_tokenizer(name)
+    ends = turn_ends(tokenizer) if made.chat else None
     for question in questions:
         cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
         with notes(), cache:
-            whole = torch.cat([ids, _behind(tokenizer, question).to(ids)], 1)
-            answer = loaded.generate(
+            output().print(f"[bold]{escape(question)}[/]", soft_wrap=True, highlight=False)
+            whole = torch.cat([ids, ending(tokenizer, question, made.chat).to(ids)], 1)
+            loaded.generate(
                 whole, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=max_new_tokens,
-                do_sample=False,
+                do_sample=False, streamer=TextStopwatch(tokenizer), **({"eos_token_id": ends} if ends else {}),
             )  # fmt: skip
-        text = str(tokenizer.decode(answer[0, whole.shape[1] :], skip_special_tokens=True))
-        output().print(f"[bold]{escape(question)}[/]\n{escape(text)}", soft_wrap=True, highlight=False)
 
 
-def _behind(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
-    """(1, n) ids of a question that follows a text: no begin of text again."""
-    inputs: Any = tokenizer(question, add_special_tokens=False, return_tensors="pt")
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str, in_chat: bool) -> Tensor:
+    """(1, n) ids of a text that questions will follow: in a chat, the begin of the user's message."""
+    from millpond.models.chat_template import around_user
+
+    if not in_chat:
+        return _ids(tokenizer, text, special=True)
+    return _ids(tokenizer, around_user(tokenizer).before + text, special=False)
+
+
+def ending(tokenizer: PreTrainedTokenizerBase, question: str, in_chat: bool) -> Tensor:
+    """(1, n) ids of a question behind a text: no begin of text again; in a chat, the end of the user's message."""
+    from millpond.models.chat_template import around_user
+
+    if not in_chat:
+        return _ids(tokenizer, question, special=False)
+    return _ids(tokenizer, f"\n\n{question}{around_user(tokenizer).behind}", special=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Tensor:
+    inputs: Any = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)
     ids: Tensor = inputs["input_ids"]
     return ids
 
 
-def _made_with(document: str, note: str) -> dict[str, str]:
+class _Made(NamedTuple):
+    """What a document says of how it was made."""
+
+    model: str
+    dtype: str
+    chat: bool
+
+
+def _made_with(document: str, note: str) -> _Made:
     try:
         made = json.loads(note)
-        return {"model": str(made["model"]), "dtype": str(made["dtype"])}
-    except (ValueError, TypeError, KeyError):
+        return _Made(str(made["model"]), str(made["dtype"]), bool(made.get("chat", False)))
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise DataError(f"{document!r} does not say which model read it: give --model and --dtype") from None

@@ -104,6 +104,7 @@ def generate(
     from millpond.cache.pool import DEFAULT_SLOTS
     from millpond.cli.stream import TextStopwatch
     from millpond.hf.compress import compress
+    from millpond.models.chat_template import turn_ends
     from millpond.models.load import load_model, load_tokenizer
 
     where = pick_device(device)
@@ -112,6 +113,8 @@ def generate(
     ids = encode(tokenizer, text, chat).to(where)
     torch.manual_seed(seed)
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
+    if wants_template(tokenizer, chat):
+        extra["eos_token_id"] = turn_ends(tokenizer)
     with notes(), compress(
         loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
         tokenizer=tokenizer, calibration=calibration, **kept, **options
@@ -186,10 +189,12 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
     Raises:
         OptionError: a chat template is wanted and there is none.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat and not has_template:
+    from millpond.models.chat_template import has_template
+
+    found = has_template(tokenizer)
+    if chat and not found:
         raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    return has_template and chat is not False
+    return found and chat is not False
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:

@@ -43,7 +43,7 @@ Chat = Annotated[
 
 
 def kept_as(
-    context: typer.Context, preset: str | None, method: str, budget: str | None, codec: str | None
+    context: typer.Context, preset: str | None, method: str | None, budget: str | None, codec: str | None
 ) -> dict[str, Any]:
     """Method, budget and codec: those of the preset, or as given where there is none.
 

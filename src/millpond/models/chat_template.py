@@ -1,0 +1,50 @@
+"""What a chat template puts around a text: for a document that many questions follow, and to know where a turn ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from millpond.errors import OptionError
+
+#: Stands for a text while the template is asked what it writes around it; no template knows it.
+_TEXT = "\u2042text\u2042"
+
+
+class Around(NamedTuple):
+    """What a template writes before and behind the words of a user, the head of the answer included."""
+
+    before: str
+    behind: str
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer brings a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def around_user(tokenizer: PreTrainedTokenizerBase) -> Around:
+    """What stands around the one message of a user.
+
+    Raises:
+        OptionError: the template does not write the message as it is.
+    """
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _TEXT}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, behind = str(shown).partition(_TEXT)
+    if not found:
+        raise OptionError("this chat template does not show a message as it is; use --no-chat")
+    return Around(before, behind)
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the special tokens that end an answer: the end of text, and what the template writes behind an answer."""
+    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if has_template(tokenizer):
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
+        behind = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_TEXT)[2]
+        first = tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1] if behind.strip() else []
+        ends += [i for i in first if i in tokenizer.all_special_ids and i not in ends]
+    return ends
