@@ -195,3 +195,20 @@ def test_other_methods_and_paths(method: str) -> None:
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         ServerSettings(**bad)
+
+
+def test_a_preset_decides_what_it_decides() -> None:
+    async def work() -> list[Any]:
+        llm = FakeLLM()
+        async with client_of(llm) as client:
+            found = []
+            for millpond in ({"preset": "tiny"}, {"preset": "tiny", "method": "h2o"}, {"preset": "tony"}):
+                body = {"messages": [{"role": "user", "content": "w5"}], "millpond": millpond, "max_tokens": 2}
+                found.append(await client.post("/v1/chat/completions", json=body))
+            return [*found, llm.asked[0].cache]
+
+    fine, twice, unknown, kept = asyncio.run(work())
+    assert (fine.status_code, kept.method, kept.budget, kept.codec) == (200, "ada", "20%", "rotated4")
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "millpond.method")
+    assert unknown.status_code == 400
+    assert "did you mean 'tiny'" in unknown.json()["error"]["message"]

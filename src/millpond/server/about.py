@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from millpond.errors import OptionError
 from millpond.methods import METHODS
+from millpond.named import PRESETS
 from millpond.option_files import shown
 from millpond.server.bodies import ParsedRoute
 from millpond.server.errors import ApiError
@@ -74,6 +77,20 @@ def _template(service: Service) -> str | None:
     return "of the tokenizer" if service.tokens.has_template else "plain"
 
 
+@cache
+def _without_budget() -> list[str]:
+    """Methods that keep everything, and take no budget."""
+    found = []
+    for name in METHODS.names():
+        try:
+            policy = METHODS.get(name)()
+        except (OptionError, TypeError):  # it needs an option, and so has something to choose by
+            continue
+        if not policy.takes_budget:
+            found.append(name)
+    return found
+
+
 def _model(service: Service, created: int) -> dict[str, Any]:
     llm, cache = service.llm, service.llm.cache
     return {
@@ -84,6 +101,8 @@ def _model(service: Service, created: int) -> dict[str, Any]:
         "millpond": {
             "context_length": llm.context_length,
             "methods": METHODS.names(),
+            "without_budget": _without_budget(),
+            "presets": PRESETS,
             "method": cache.method,
             "options": {name: shown(value) for name, value in cache.options.items()},
             "budget": None if cache.budget is None else str(cache.budget),

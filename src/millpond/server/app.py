@@ -46,7 +46,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     errors.install(app)
     for part in (completions, chat, about, remembered):
         app.include_router(part.routes(service))
-    app.include_router(pages.routes())
+    app.include_router(pages.routes(needs_key=bool(settings.api_keys)))
     # the last one added is met first
     app.add_middleware(ShortBodies, limit=settings.max_body_bytes)
     app.add_middleware(Keys, keys=settings.api_keys, open_paths=pages.PATHS | {"/health"})

@@ -7,6 +7,7 @@ from typing import Any
 
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import SamplingParams
+from millpond.named import preset
 from millpond.server.errors import ApiError
 from millpond.server.fields import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat
 
@@ -30,7 +31,17 @@ def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:
-    """How the cache is kept."""
+    """How the cache is kept.
+
+    Raises:
+        OptionError: no such preset. ApiError: a preset beside what it decides.
+    """
+    if fields.preset is not None:
+        for name in ("method", "budget", "codec"):
+            if getattr(fields, name) is not None:
+                message = f"preset {fields.preset!r} decides the {name} too: give one of the two"
+                raise ApiError(400, message, "invalid_value", f"millpond.{name}")
+        fields = fields.model_copy(update=preset(fields.preset))
     return CacheOptions(method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec)
 
 

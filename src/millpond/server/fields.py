@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
 from millpond.engine.request import MOST_SALT
+from millpond.server.markdown import MOST_CHARACTERS
 
 #: Of seeds and priorities: what 64 bits hold.
 _INT64 = 2**63 - 1
@@ -26,9 +27,11 @@ class CacheFields(Body):
     """`millpond`: how this request's cache is kept and when it is served.
 
     Attributes:
+        preset: method, budget and codec in one word, in place of the three.
         watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
     """
 
+    preset: str | None = None
     method: str | None = None
     budget: StrictInt | StrictFloat | str | None = None
     codec: str | tuple[str, str] | None = None
@@ -181,6 +184,12 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+class MarkdownBody(Body):
+    """POST /page/markdown."""
+
+    text: str = Field(max_length=MOST_CHARACTERS)
 
 
 #: Every field by name, for suggestions.

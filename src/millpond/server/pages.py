@@ -1,4 +1,4 @@
-"""GET /: the page, from the package's own files."""
+"""GET /: the page, from the package's own files; POST /page/markdown: an answer as the page shows it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from millpond.server.fields import MarkdownBody
+from millpond.server.markdown import render_markdown
+
 #: Path -> file of `page/` and its kind.
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/page/answer.js": ("answer.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/page/memory.js": ("memory.js", "text/javascript; charset=utf-8"),
     "/page/main.js": ("main.js", "text/javascript; charset=utf-8"),
@@ -24,16 +28,27 @@ _POLICY = (
 )
 
 
-def routes() -> APIRouter:
-    """The routes of the page's files."""
+def routes(needs_key: bool) -> APIRouter:
+    """The routes of the page.
+
+    Args:
+        needs_key: the server asks for an API key; the page then asks for it before anything else.
+    """
     router = APIRouter(include_in_schema=False)
     for path, (name, kind) in _FILES.items():
-        router.add_api_route(path, _sender(name, kind), methods=["GET"], response_class=Response)
+        router.add_api_route(path, _sender(name, kind, needs_key), methods=["GET"], response_class=Response)
+
+    @router.post("/page/markdown")
+    def markdown(body: MarkdownBody) -> dict[str, str]:  # no coroutine: it runs in a thread of its own
+        return {"html": render_markdown(body.text)}
+
     return router
 
 
-def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
+def _sender(name: str, kind: str, needs_key: bool) -> Callable[[], Awaitable[Response]]:
     body = files("millpond.server").joinpath("page", name).read_bytes()
+    if needs_key:
+        body = body.replace(b'data-needs-key="false"', b'data-needs-key="true"')
 
     async def send() -> Response:
         headers = {

@@ -20,19 +20,26 @@ async function checked(answer) {
   throw new Refused(answer.status, message);
 }
 
+// null: there is nothing yet.
 export async function get(path, key) {
-  return (await checked(await fetch(path, { headers: headers(key) }))).json();
+  const answer = await checked(await fetch(path, { headers: headers(key) }));
+  return answer.status === 204 ? null : answer.json();
+}
+
+function post(path, body, key, signal) {
+  const sent = { "Content-Type": "application/json", ...headers(key) };
+  return fetch(path, { method: "POST", headers: sent, body: JSON.stringify(body), signal });
+}
+
+// Markdown as HTML that the server has sanitised.
+export async function rendered(text, key) {
+  return (await (await checked(await post("page/markdown", { text }, key))).json()).html;
 }
 
 // Every event of a chat completion, until [DONE].
 export async function* events(body, key, signal) {
   const sent = { ...body, stream: true, stream_options: { include_usage: true } };
-  const answer = await checked(await fetch("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json", ...headers(key) },
-    body: JSON.stringify(sent),
-    signal,
-  }));
+  const answer = await checked(await post("v1/chat/completions", sent, key, signal));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -1,5 +1,6 @@
 // The page: a chat on the left, what is remembered of it on the right.
 
+import { Answer } from "./answer.js";
 import { events, get } from "./chat.js";
 import { MemoryView } from "./memory.js";
 
@@ -8,12 +9,13 @@ const STORED = "millpond-key";
 
 const messages = [];
 let abort = null;
+let served = null; // what the server said of its model
 
 const key = () => $("key").value;
 const memory = new MemoryView(key);
 
 function bubble(role, text) {
-  const box = Object.assign(document.createElement("p"), { className: role, textContent: text });
+  const box = Object.assign(document.createElement("div"), { className: role, textContent: text });
   $("log").append(box);
   $("log").scrollTop = $("log").scrollHeight;
   return box;
@@ -30,12 +32,32 @@ function refused(error) {
   if (error.status === 401) { $("key-row").hidden = false; $("key").focus(); }
 }
 
+// How this chat's caches are kept, where it is not as the server does.
+function chosen() {
+  if ($("preset").value) return { preset: $("preset").value };
+  const pairs = ["method", "budget", "codec"].map((name) => [name, $(name).value.trim()]);
+  return Object.fromEntries(pairs.filter(([, text]) => text));
+}
+
+// Header and placeholders: what holds for this chat.
+function showSettings() {
+  if (!served) return;
+  const own = chosen(), preset = served.presets[own.preset];
+  for (const name of ["method", "budget", "codec"]) $(name).disabled = Boolean(preset);
+  const method = preset?.method ?? own.method ?? served.method;
+  const bare = served.without_budget.includes(method);
+  const usual = bare ? "none" : served.budget ?? "default";
+  $("method").placeholder = preset?.method ?? served.method ?? "";
+  $("budget").placeholder = preset ? preset.budget ?? "none" : usual;
+  $("codec").placeholder = preset?.codec ?? served.codec ?? "auto";
+  const budget = preset ? preset.budget : bare ? null : own.budget ?? served.budget;
+  const codec = preset?.codec ?? own.codec ?? served.codec;
+  const context = `context ${served.context_length.toLocaleString("en")}`;
+  $("about").textContent = [own.preset, method, budget && `budget ${budget}`, codec, context].filter(Boolean).join(" · ");
+}
+
 function wanted() {
-  const millpond = { watch: true };
-  for (const name of ["method", "budget", "codec"]) {
-    const text = $(name).value.trim();
-    if (text) millpond[name] = text;
-  }
+  const millpond = { watch: true, ...chosen() };
   const body = { messages, millpond, temperature: Number($("temperature").value) };
   if ($("most").value) body.max_tokens = Number($("most").value);
   return body;
@@ -52,7 +74,8 @@ async function send(text) {
   bubble("user", text);
   const box = bubble("assistant", "");
   const began = performance.now();
-  let first = 0, pieces = 0, id = null, answer = "";
+  const answer = new Answer(box, key);
+  let first = 0, pieces = 0, id = null;
   abort = new AbortController();
   busy(true);
   try {
@@ -62,8 +85,7 @@ async function send(text) {
       if (piece) {
         first ||= performance.now();
         pieces++;
-        answer += piece;
-        box.textContent = answer;
+        answer.add(piece);
         $("log").scrollTop = $("log").scrollHeight;
       }
       pace(began, first, event.usage?.completion_tokens ?? pieces, performance.now());
@@ -71,11 +93,12 @@ async function send(text) {
   } catch (error) {
     refused(error);
   } finally {
+    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    else box.remove();
+    await Promise.all([answer.end(), memory.ended(Boolean(answer.text))]);
     abort = null;
     busy(false);
-    if (answer) messages.push({ role: "assistant", content: answer });
-    else box.remove();
-    await memory.ended();
+    $("log").scrollTop = $("log").scrollHeight;
     $("input").focus();
   }
 }
@@ -90,17 +113,19 @@ function fresh() {
 }
 
 async function about() {
+  if (document.body.dataset.needsKey === "true" && !key()) {
+    $("key-row").hidden = false;
+    $("key").focus();
+    return;
+  }
   try {
     const [model] = (await get("v1/models", key())).data;
-    const { method, budget, codec, context_length, methods } = model.millpond;
+    served = model.millpond;
     $("model").textContent = model.id;
     document.title = `${model.id} · Millpond`;
-    const setting = [method, budget && `budget ${budget}`, codec, `context ${context_length.toLocaleString("en")}`];
-    $("about").textContent = setting.filter(Boolean).join(" · ");
-    $("methods").replaceChildren(...methods.map((name) => new Option(name, name)));
-    $("method").placeholder = method ?? "";
-    $("budget").placeholder = budget ?? "";
-    $("codec").placeholder = codec ?? "auto";
+    $("methods").replaceChildren(...served.methods.map((name) => new Option(name, name)));
+    $("preset").replaceChildren(new Option("none", ""), ...Object.keys(served.presets).map((name) => new Option(name, name)));
+    showSettings();
   } catch (error) {
     refused(error);
   }
@@ -120,6 +145,7 @@ $("input").addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => abort?.abort());
 $("fresh").addEventListener("click", fresh);
+for (const name of ["preset", "method", "budget", "codec"]) $(name).addEventListener("input", showSettings);
 $("key").addEventListener("change", () => { sessionStorage.setItem(STORED, key()); about(); });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") abort?.abort();

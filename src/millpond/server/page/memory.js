@@ -4,6 +4,7 @@ import { get } from "./chat.js";
 
 const COLOURS = 12; // the style sheet has as many
 const PAUSE_MS = 150;
+const NEAR_PX = 40; // of the end of the text: the newest tokens are in sight
 
 const $ = (id) => document.getElementById(id);
 
@@ -50,9 +51,10 @@ export class MemoryView {
     }
   }
 
-  async ended() {
+  // The request is over; one that gave nothing held nothing that could be asked for.
+  async ended(gave) {
     this.running = false;
-    await this.look();
+    if (gave) await this.look();
   }
 
   choose(layer) {
@@ -69,10 +71,10 @@ export class MemoryView {
     try {
       found = await get(`v1/millpond/memory/${id}?layer=${layer}&since=${this.spans.length}`, this.key());
     } catch (error) {
-      if (error.status !== 404) $("bytes").textContent = error.message; // 404: not begun, or over
+      if (error.status !== 404) $("bytes").textContent = error.message; // 404: over, and no longer known
       return;
     }
-    if (id !== this.id || layer !== this.layer) return;
+    if (!found || id !== this.id || layer !== this.layer) return;
     this.draw(found);
   }
 
@@ -108,7 +110,9 @@ export class MemoryView {
       this.spans.push(span);
       fresh.append(span, this.wordy ? " " : "");
     }
-    $("text").append(fresh);
+    const box = $("text"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_PX;
+    box.append(fresh);
+    if (atEnd || this.spans.length === texts.length) box.scrollTop = box.scrollHeight; // follow, unless a person looks back
   }
 
   paint(span, kept, score, low, high) {
