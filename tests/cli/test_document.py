@@ -75,8 +75,8 @@ def test_a_question_ends_the_message_that_the_text_began(chatty: str) -> None:
     assert both.tolist() == list(whole)
     apart = torch.cat([beginning(tokenizer, "old stone", False), ending(tokenizer, "on river", False)], 1)[0]
     assert apart.tolist() == tokenizer("old stone on river")["input_ids"]
-    assert turn_ends(tokenizer) == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<is>")]
-    assert turn_ends(load_tokenizer("pond-recall")) == [tokenizer.eos_token_id]
+    assert turn_ends(tokenizer) == [tokenizer.convert_tokens_to_ids("<is>")]
+    assert turn_ends(load_tokenizer("pond-recall")) == []
 
 
 def test_a_template_is_used_where_there_is_one(chatty: str, tmp_path: Path) -> None:

@@ -150,13 +150,13 @@ def test_header_and_placeholders_follow_the_chats_own_settings(window: Window, s
     assert choose("method", "snapkv") == ("snapkv · budget 20% · context 64", "20%")
     assert choose("budget", "64") == ("snapkv · budget 64 · context 64", "20%")
     assert choose("method", "full") == ("full · context 64", "none")
-    assert choose("preset", "tiny") == ("tiny · ada · budget 20% · rotated4 · context 64", "20%")
+    assert choose("preset", "tiny") == ("tiny · ada · budget 20%, at least 512 · rotated4 · context 64", "20%, at least 512")
     assert window.run("document.getElementById('method').disabled")
     window.type("w5")
     window.enter()
     window.wait("document.querySelector('.assistant')?.textContent.length > 3")
     cache = server.llm.asked[-1].cache
-    assert (cache.method, cache.budget, cache.codec) == ("ada", "20%", "rotated4")
+    assert (cache.method, cache.budget, cache.codec) == ("ada", "20%, at least 512", "rotated4")
 
 
 @in_browser

@@ -95,7 +95,7 @@ def ask(
 
     from millpond.cli.stream import TextStopwatch
     from millpond.hf.document import document_note, restore_document
-    from millpond.models.chat_template import turn_ends
+    from millpond.models.chat_template import end_ids
     from millpond.models.load import load_model, load_tokenizer
 
     made = _made_with(document, document_note(document))
@@ -103,7 +103,7 @@ def ask(
     with working(f"loading {name}"):
         loaded: Any = load_model(name, dtype or made.dtype).to(pick_device(device))  # type: ignore[arg-type]
         tokenizer = load_tokenizer(name)
-    ends = turn_ends(tokenizer) if made.chat else None
+    ends = end_ids(loaded, tokenizer) if made.chat else None
     for question in questions:
         cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
         with notes(), cache:
@@ -111,7 +111,7 @@ def ask(
             whole = torch.cat([ids, ending(tokenizer, question, made.chat).to(ids)], 1)
             loaded.generate(
                 whole, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=max_new_tokens,
-                do_sample=False, streamer=TextStopwatch(tokenizer), **({"eos_token_id": ends} if ends else {}),
+                do_sample=False, streamer=TextStopwatch(tokenizer), **({"eos_token_id": ends} if ends is not None else {}),
             )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def generate(
     from millpond.cache.pool import DEFAULT_SLOTS
     from millpond.cli.stream import TextStopwatch
     from millpond.hf.compress import compress
-    from millpond.models.chat_template import turn_ends
+    from millpond.models.chat_template import end_ids
     from millpond.models.load import load_model, load_tokenizer
 
     where = pick_device(device)
@@ -113,8 +113,8 @@ def generate(
     ids = encode(tokenizer, text, chat).to(where)
     torch.manual_seed(seed)
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
-    if wants_template(tokenizer, chat):
-        extra["eos_token_id"] = turn_ends(tokenizer)
+    if wants_template(tokenizer, chat) and (ends := end_ids(loaded, tokenizer)) is not None:
+        extra["eos_token_id"] = ends
     with notes(), compress(
         loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
         tokenizer=tokenizer, calibration=calibration, **kept, **options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.errors import OptionError
 
@@ -40,11 +40,17 @@ def around_user(tokenizer: PreTrainedTokenizerBase) -> Around:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the special tokens that end an answer: the end of text, and what the template writes behind an answer."""
-    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    if has_template(tokenizer):
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-        behind = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_TEXT)[2]
-        first = tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1] if behind.strip() else []
-        ends += [i for i in first if i in tokenizer.all_special_ids and i not in ends]
-    return ends
+    """The special token that the template writes behind an answer, where it writes one: a turn ends with it."""
+    if not has_template(tokenizer):
+        return []
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
+    behind = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_TEXT)[2].lstrip()
+    first = tokenizer.encode(behind, add_special_tokens=False)[:1] if behind else []
+    return [i for i in first if i in tokenizer.all_special_ids]
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """Ids that end an answer of a chat, as `eos_token_id` of `generate()`; None: those that the model names itself."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    own = [named] if isinstance(named, int) else list(named or [])
+    return [*own, *(i for i in turn_ends(tokenizer) if i not in own)] or None
