@@ -92,7 +92,7 @@ def test_with_the_bundled_model() -> None:
     first, second = done.stdout.strip().split("\n")
     assert first == second != ""
     assert "KV" in done.stderr
-    assert "5 new tokens" in done.stderr
+    assert " new tokens at " in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_no_end() -> None:

@@ -104,6 +104,7 @@ def ask(
         loaded: Any = load_model(name, dtype or made.dtype).to(pick_device(device))  # type: ignore[arg-type]
         tokenizer = load_tokenizer(name)
     ends = end_ids(loaded, tokenizer) if made.chat else None
+    ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
     for question in questions:
         cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
         with notes(), cache:
@@ -111,7 +112,7 @@ def ask(
             whole = torch.cat([ids, ending(tokenizer, question, made.chat).to(ids)], 1)
             loaded.generate(
                 whole, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=max_new_tokens,
-                do_sample=False, streamer=TextStopwatch(tokenizer), **({"eos_token_id": ends} if ends is not None else {}),
+                do_sample=False, streamer=TextStopwatch(tokenizer), **ended,
             )  # fmt: skip
 
 
