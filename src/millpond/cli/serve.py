@@ -72,6 +72,17 @@ def serve(
     max_body_items: Annotated[
         int, typer.Option(min=16, help="Most values in it; an eighth as many keys, a sixteenth as many objects.")
     ] = 2**17,
+    max_bodies: Annotated[
+        str, typer.Option(help="Most bytes of the bodies of all requests that are not answered.")
+    ] = "256MiB",
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Beyond it the connection is closed that keeps the server waiting longest.")
+    ] = 512,
+    header_timeout: Annotated[float, typer.Option(help="Seconds for the header of a request to come.")] = 10.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for its body to come.")] = 30.0,
+    write_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a client that does not read its answer is let go.")
+    ] = 60.0,
     timeout: Annotated[
         float | None, optional(help="Seconds after which a request ends with what it has. Default: none.")
     ] = None,
@@ -113,8 +124,9 @@ def serve(
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), max_body_items=max_body_items,
-        timeout_s=timeout, drain_s=drain, step_limit_s=step_limit,
-        option_files=parse_options(option_file or [], "heads=heads.json"),
+        max_bytes_under_way=parse_bytes(max_bodies), max_connections=max_connections, header_timeout_s=header_timeout,
+        body_timeout_s=body_timeout, write_timeout_s=write_timeout, timeout_s=timeout, drain_s=drain,
+        step_limit_s=step_limit, option_files=parse_options(option_file or [], "heads=heads.json"),
         priority_limits=limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(priority_limit or ())]),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)

@@ -48,7 +48,10 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         app.include_router(part.routes(service))
     app.include_router(pages.routes(needs_key=bool(settings.api_keys)))
     # the last one added is met first
-    app.add_middleware(ShortBodies, limit=settings.max_body_bytes)
+    app.add_middleware(
+        ShortBodies, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
+        together=settings.max_bytes_under_way,
+    )  # fmt: skip
     app.add_middleware(Keys, keys=settings.api_keys, open_paths=pages.PATHS | {"/health"})
     app.add_middleware(Counted, metrics=service.metrics)
     return app

@@ -1,7 +1,8 @@
-"""What every request passes before it is read: the API key and the length of its body. Plain ASGI."""
+"""What every request passes before it is read: the API key, and the length and time of its body. Plain ASGI."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.datastructures import Headers
@@ -9,6 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.server.clients import key_of
 from millpond.server.errors import ApiError
+
+#: Sent with a refusal before the body was read: the rest of it is not waited for.
+_CLOSE = {"Connection": "close"}
 
 
 class Keys:
@@ -24,7 +28,7 @@ class Keys:
             await self._app(scope, receive, send)
             return
         message = "this server asks for an API key: send 'Authorization: Bearer KEY'"
-        refusal = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        refusal = ApiError(401, message, "invalid_api_key", headers=_CLOSE | {"WWW-Authenticate": "Bearer"})
         await refusal.response()(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
@@ -34,31 +38,79 @@ class Keys:
 
 
 class ShortBodies:
-    """Reads bodies of at most `limit` bytes and refuses longer ones, whatever their headers say."""
+    """Reads bodies and refuses those that are too long, come too slowly or are too many at a time.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    Args:
+        limit: most bytes of a body. within_s: seconds that one may take. together: most bytes of all bodies whose
+            requests are not answered.
+
+    Attributes:
+        held: bytes of all of them now.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, within_s: float, together: int) -> None:
+        self.held = 0
         self._app = app
         self._limit = limit
+        self._within_s = within_s
+        self._together = together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "0")
-        parts: list[Message] = []
-        total = int(length[:19]) if length.isdecimal() else 0  # longer numbers are no smaller
-        if total <= self._limit:
-            total = 0
-            while total <= self._limit and (not parts or parts[-1].get("more_body", False)):
-                parts.append(await receive())
-                total += len(parts[-1].get("body", b""))
-        if total > self._limit:
-            message = f"the body has {total:,} bytes or more and may have {self._limit:,}"
-            await ApiError(413, message, "body_too_large").response()(scope, receive, send)
-            return
-        parts.reverse()
+        body = bytearray()
+        try:
+            self._check_header(Headers(scope=scope))
+            try:
+                async with asyncio.timeout(self._within_s):
+                    whole = await self._read(receive, body)
+            except TimeoutError:
+                message = f"the body did not come within {self._within_s:g} seconds"
+                raise ApiError(408, message, "body_timeout", headers=_CLOSE) from None
+            if whole:  # else the client is gone
+                await self._app(scope, _replay(body, receive), send)
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, send)
+        finally:
+            self.held -= len(body)
 
-        async def replay() -> Message:
-            return parts.pop() if parts else await receive()
+    def _check_header(self, headers: Headers) -> None:
+        if "transfer-encoding" in headers:
+            message = "the length of a body must be known: send Content-Length instead of Transfer-Encoding"
+            raise ApiError(411, message, "length_required", headers=_CLOSE)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):  # longer numbers are no smaller
+            raise self._too_long(length[:19])
 
-        await self._app(scope, replay, send)
+    async def _read(self, receive: Receive, body: bytearray) -> bool:
+        """Add to `body` what comes; False: the client went away."""
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return False
+            part = message.get("body", b"")
+            if len(body) + len(part) > self._limit:
+                raise self._too_long(str(len(body) + len(part)))
+            if self.held + len(part) > self._together:
+                text = f"bodies of {self.held:,} bytes are under way already, and {self._together:,} may be"
+                raise ApiError(503, text, "too_many_bytes", headers=_CLOSE | {"Retry-After": "1"})
+            body += part
+            self.held += len(part)
+            more = message.get("more_body", False)
+        return True
+
+    def _too_long(self, length: str) -> ApiError:
+        message = f"the body has {int(length):,} bytes or more and may have {self._limit:,}"
+        return ApiError(413, message, "body_too_large", headers=_CLOSE)
+
+
+def _replay(body: bytearray, receive: Receive) -> Receive:
+    """What gives a body that was read, and then what comes after it."""
+    parts: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def again() -> Message:
+        return parts.pop() if parts else await receive()
+
+    return again

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from millpond.server.app import create_app
+from millpond.server.connections import Connections
 from millpond.server.gate import LEAVE_S
 from millpond.server.llm import ServedLLM
 from millpond.server.service import Service
@@ -45,8 +47,10 @@ def run(llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "
 def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> DrainingServer:
     """A server that is ready to run."""
     app = create_app(llm, settings)
+    made: Any = Connections(settings).protocol  # uvicorn wants a class, and calls it
+    graceful: Any = settings.drain_s + LEAVE_S  # a float serves, too
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="info", access_log=False, server_header=False,
-        timeout_graceful_shutdown=settings.drain_s + LEAVE_S,  # type: ignore[arg-type]
+        app, host=host, port=port, log_level="info", access_log=False, server_header=False, http=made, ws="none",
+        timeout_graceful_shutdown=graceful,
     )  # fmt: skip
     return DrainingServer(config, app.state.service)

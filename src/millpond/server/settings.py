@@ -23,6 +23,10 @@ class ServerSettings:
         max_tokens: most new tokens per answer; None: as many as the model's context holds.
         max_body_bytes: longest body of a request.
         max_body_items: most values in it; an eighth as many keys, and a sixteenth as many arrays and objects.
+        max_bytes_under_way: most bytes of the bodies of all requests that are not answered; beyond it: 503.
+        max_connections: beyond it the connection is closed that has kept the server waiting longest.
+        header_timeout_s, body_timeout_s: seconds that a request's header may take to come, and its body.
+        write_timeout_s: seconds for which a client may read nothing of its answer.
         timeout_s: seconds after which a request ends with what it has; None: never.
         drain_s: seconds that running requests have to finish when the server is told to stop.
         step_limit_s: seconds that one step of the engine may take; beyond it the server is not healthy (503).
@@ -38,20 +42,31 @@ class ServerSettings:
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
     max_body_items: int = 2**17
+    max_bytes_under_way: int = 256 * 2**20
+    max_connections: int = 512
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
     timeout_s: float | None = None
     drain_s: float = 30.0
     step_limit_s: float = 120.0
     option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_tokens", "max_body_bytes", "max_body_items"):
+        for name in ("max_queue", "max_tokens", "max_body_bytes", "max_body_items", "max_connections"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}: must be at least 1")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise OptionError(f"timeout_s={self.timeout_s}: must be above 0; leave it out for no limit")
-        if not self.step_limit_s > 0:
-            raise OptionError(f"step_limit_s={self.step_limit_s}: must be above 0")
+        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "step_limit_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise OptionError(f"{name}={getattr(self, name)}: must be above 0, and not without end")
+        if self.max_bytes_under_way < self.max_body_bytes:
+            raise OptionError(
+                f"max_bytes_under_way={self.max_bytes_under_way} is less than max_body_bytes={self.max_body_bytes}: "
+                "raise it, or lower that"
+            )
         if not 0 <= self.drain_s < math.inf:
             raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
