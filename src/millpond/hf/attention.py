@@ -141,7 +141,13 @@ def attention(
 
     Shapes: query (B, Hq, Q, D), key and value (B, Hkv, Q, D): the new entries. Returns (B, Q, Hq, D) and None.
     """
-    layer = getattr(key, _TAG, None) or _pending.layer
+    tagged = getattr(key, _TAG, None)
+    layer = tagged or _pending.layer
+    if tagged is not None and tagged is not _pending.layer:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to the keys of layer {tagged.index} a second time in one pass; a cache "
+            "follows one attention per layer"
+        )
     _pending.layer = None
     if layer is None:
         return stock.attention(
@@ -156,7 +162,8 @@ def attention(
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
     out = layer.attend(query, key, value, attention_mask, shape)
-    return refuse_gradients(out.transpose(1, 2), query, key, value), None
+    # contiguous as transformers' own functions have it: some models view it
+    return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
 
 
 def _check(

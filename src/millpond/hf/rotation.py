@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,16 @@ class ModelRotation:
                 f"{name} changes its rotary frequencies with the length of the text ({kind}), so cached keys cannot be "
                 'moved; use positions="absolute"'
             )
+        if isinstance(kinds, dict) and layer_type not in kinds:
+            raise UnsupportedModelError(
+                f"{name} does not rotate its layers of type {layer_type}, so their positions cannot be moved inside "
+                'the cache; use positions="absolute"'
+            )
         by_layer = "layer_type" in inspect.signature(rotary.forward).parameters and isinstance(kinds, dict)
         for module in model.modules():
             apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             if type(module).__name__.endswith("Attention") and apply is not None:
-                return cls(rotary, apply, **({"layer_type": layer_type} if by_layer else {}))
+                return cls(rotary, _of_both(apply), **({"layer_type": layer_type} if by_layer else {}))
         raise UnsupportedModelError(
             f"{name} ({text_config(model).model_type}) does not show how it applies its rotary embedding; "
             'use positions="absolute"'
@@ -81,6 +87,13 @@ class ModelRotation:
         head, rest = wide[..., :n], wide[..., n:]
         turned, _ = self._apply(head, head[:, :1], cos, sin)  # the second one is turned as well
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def _of_both(apply: Callable[..., Any]) -> Apply:
+    """How queries and keys are turned, in a model that turns one of them at a time too."""
+    if list(inspect.signature(apply).parameters)[1] != "cos":
+        return apply
+    return lambda q, k, cos, sin: (apply(q, cos, sin), apply(k, cos, sin))
 
 
 def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> int:
@@ -140,7 +153,11 @@ def layer_rotations(model: PreTrainedModel, n_layers: int) -> list[ModelRotation
             f"{type(model).__name__} rotates a query or a key by more than its own position in the text "
             f"({config.rope_parameters}), which cannot be undone"
         )
-    rotations = {kind: ModelRotation.of(model, kind) for kind in set(types)}
+    kinds = getattr(rotary, "rope_type", "default")
+    rotations = {
+        kind: None if isinstance(kinds, dict) and kind not in kinds else ModelRotation.of(model, kind)
+        for kind in set(types)
+    }
     unrotated = _unrotated_layers(model)
     return [None if index in unrotated else rotations[types[index]] for index in range(n_layers)]
 

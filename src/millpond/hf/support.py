@@ -17,6 +17,19 @@ from millpond.errors import UnsupportedModelError
 BYPASS = {
     "bloom", "falcon", "gptj", "gpt_neo", "codegen", "mpt", "xglm", "cpmant", "gpt_neox_japanese", "ctrl", "xlnet",
 }  # fmt: skip
+_OTHER_TOKENS = "gives other tokens on a Millpond cache than on transformers' own"
+#: Types that nothing in their configuration tells from those that run, and what keeps them from it.
+REFUSED = {
+    "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
+    "doge": "masks attention by the values of all tokens, which would not follow an eviction",
+    "hrm_text": "passes its layers several times over, with keys and values of their own each time",
+    "git": "takes in keys and attends to them in its own code, so nothing would be compressed",
+    "mllama": "has layers that attend to images alone, which hand no keys and values of text to a cache",
+    "mllama_text_model": "has layers that attend to images alone, which hand no keys and values of text to a cache",
+    "evolla": "is given all of its text again at each step, so a cache would hold it many times over",
+    "moshi": _OTHER_TOKENS,
+    "paligemma": _OTHER_TOKENS,
+}
 #: Kinds of attention layers whose entries a policy can choose from.
 FULL = "full_attention"
 LAYER_TYPES = {FULL, "sliding_attention"}
@@ -45,6 +58,9 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} (model type {config.model_type!r}) computes attention in its own code and bypasses transformers' "
             "attention interface, so nothing would be compressed"
         )
+    for kind in (model.config.model_type, config.model_type):
+        if kind in REFUSED:
+            raise UnsupportedModelError(f"{name} (model type {kind!r}) {REFUSED[kind]}")
     for module in _decoders(model, config):
         if not module._can_set_attn_implementation():
             raise UnsupportedModelError(

@@ -57,10 +57,14 @@ def _llama(layer: Any, take: Take) -> Block:
     _expect(attn, inside - _HEAD_NORMS, _PROJECTIONS | {"o_proj"})
     _expect(mlp, _names(mlp), {"gate_proj", "up_proj", "down_proj"})
     head_norms = inside >= _HEAD_NORMS
+    into, dim = _linears(attn.q_proj, attn.k_proj, attn.v_proj), int(attn.head_dim)
+    q, k, v = (len(linear.weight) for linear in into)
+    if q % dim or k % dim or k != v:
+        raise UnsupportedModelError(f"the heads of {type(attn).__name__} are not all of {dim} numbers")
     return Block(
         index=attn.layer_idx,
-        head_dim=int(attn.head_dim),
-        qkv=take(_linears(attn.q_proj, attn.k_proj, attn.v_proj), norm_of(layer.input_layernorm)),
+        head_dim=dim,
+        qkv=take(into, norm_of(layer.input_layernorm)),
         out=take(_linears(attn.o_proj)),
         up=take(
             _linears(mlp.gate_proj, mlp.up_proj),

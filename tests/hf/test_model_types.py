@@ -1,0 +1,102 @@
+"""Types of models that gave wrong tokens or crashed: each works, or `compress` says why it does not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import millpond as mp
+from hf.families import COMMON, build, generate, one, run
+from millpond.hf.attention import attention, begin_pass, break_off, tag
+
+#: type -> configuration, model, settings beside the common ones.
+WORK: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "afmoe": (
+        "AfmoeConfig", "AfmoeForCausalLM",
+        {
+            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "num_dense_layers": 1, "sliding_window": 12,
+        },
+    ),
+    "jetmoe": ("JetMoeConfig", "JetMoeForCausalLM", {"kv_channels": 8, "num_local_experts": 4}),
+    "gemma4_text": (
+        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        {
+            "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, "sliding_window": 12,
+            "vocab_size_per_layer_input": 96, "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "beam": (
+        "BeamConfig", "BeamForCausalLM",
+        {
+            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+            "topk_group": 1, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+REFUSED = {
+    "diffllama": ("DiffLlamaConfig", "DiffLlamaForCausalLM", {}, "attends to the keys of each layer twice"),
+    "doge": ("DogeConfig", "DogeForCausalLM", {}, "masks attention by the values of all tokens"),
+}
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "streaming", "expected_attention"])
+@pytest.mark.parametrize("kind", WORK)
+def test_equals_stock(kind, method):
+    config, name, settings = WORK[kind]
+    model = build(config, name, **(COMMON | settings))
+    if method == "streaming" and kind == "beam":
+        with pytest.raises(mp.UnsupportedModelError, match="does not rotate its layers of type full_attention"):
+            mp.compress(model, method, 64)
+        return
+    expected = run(model, one(21), 12)
+    with mp.compress(model, method, None if method == "full" else 64) as cache:
+        found = run(model, one(21), 12, past_key_values=cache)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
+    if method != "full":
+        with mp.compress(model, method, 12) as cache:
+            generate(model, one(21), 6, past_key_values=cache)
+            cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_is_refused_before_it_runs(kind):
+    config, name, settings, why = REFUSED[kind]
+    model = build(config, name, **(COMMON | settings))
+    with pytest.raises(mp.UnsupportedModelError, match=why):
+        mp.compress(model, "full")
+
+
+def test_keys_that_are_attended_to_twice_are_refused():
+    """Whatever the type: the second attention would add the tokens a second time."""
+
+    class Layer:
+        index = 0
+
+        def attend(self, q, k, v, mask, shape):
+            return q
+
+    begin_pass()
+    try:
+        x = torch.ones(1, 2, 3, 4)
+        key = tag(x, Layer())
+        attention(torch.nn.Identity(), x, key, x, None)
+        with pytest.raises(mp.UnsupportedModelError, match="keys of layer 0 a second time"):
+            attention(torch.nn.Identity(), x, key, x, None)
+    finally:
+        break_off()
+
+
+def test_heads_of_several_sizes_are_left_to_the_model():
+    """Values of other sizes than keys: the native pass would write beyond its buffers."""
+    model = build(
+        "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM",
+        **(COMMON | {
+            "head_dim": 8, "v_head_dim": 6, "swa_head_dim": 8, "swa_v_head_dim": 6, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 12, "attn_implementation": "eager",
+        }),
+    )  # fmt: skip
+    expected = generate(model, one(15), 6)
+    with mp.compress(model, "full") as cache:
+        assert torch.equal(generate(model, one(15), 6, past_key_values=cache), expected)
