@@ -13,6 +13,7 @@ from millpond.cache import contents, sealing
 from millpond.cache.attention import Attention
 from millpond.cache.companions import Companions, LayerState
 from millpond.cache.counted import CountedPages
+from millpond.cache.heap import give_back_after
 from millpond.cache.parts import AttentionShape, Chunk
 from millpond.cache.peek import Peek
 from millpond.cache.planning import Planner
@@ -266,6 +267,7 @@ class LayerCache:
     # ------------------------------------------------------------------ prefill
 
     def _prefill(self, table: RegionTable, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        give_back_after(q)
         if self.peek is None:
             table = self._table = self._prompt.begin(table, k.dtype)
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
@@ -274,8 +276,7 @@ class LayerCache:
         if decoding.any():
             self._decode_some(table, q, k, v, span, decoding, out)
         for sequence in np.flatnonzero(~decoding).tolist():
-            columns = span.columns(sequence)
-            positions = span.positions(sequence)
+            columns, positions = span.columns(sequence), span.positions(sequence)
             if len(positions):
                 q_own, k_own, v_own = (t[sequence, :, columns] for t in (q, k, v))
                 out[sequence, :, columns] = self._prefill_one(table, sequence, q_own, k_own, v_own, positions)

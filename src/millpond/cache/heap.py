@@ -1,0 +1,32 @@
+"""Give freed memory back to the system between the layers of a long prompt."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+#: Bytes of a pass's queries in one layer from which its temporaries are worth giving back.
+LONG = 2**22
+
+
+def give_back_after(q: Tensor) -> None:
+    """Before a layer attends with queries `q`: return what earlier layers have freed, where the pass is long (glibc).
+
+    Entries that stay are written between the large temporaries of the layers, which then fit into no gap that they
+    left: without this the heap grows by more than the entries at every layer.
+    """
+    trim = _trim() if q.is_cpu and q.nbytes >= LONG else None
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Any:
+    """The allocator's function; None where there is none such."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
