@@ -17,7 +17,6 @@ from millpond.evals.oracle import Oracle
 from millpond.evals.project import output_matrices
 from millpond.evals.tap import Traffic
 from millpond.methods import METHODS
-from millpond.policy.layers import PromptLayers
 from tests.evals.test_oracle import OPTIONS, eager, look, prompt, whole
 from tests.hf.families import shared_model
 from tests.matrix.models import llama
@@ -74,7 +73,7 @@ def test_no_loss_exceeds_its_bound(method: str) -> None:
     policy = METHODS.get(method)(**OPTIONS.get(method, {}))
     found = losses(method, budget=BUDGET if policy.takes_budget else None)
     assert found.loss.shape == (2, 8)
-    if policy.keeps_all or isinstance(policy.layers, PromptLayers):  # or before the first token after the prompt
+    if policy.keeps_all:
         assert not any(t.any() for t in (found.loss, found.evicted, found.bound, found.layer_loss))
         return
     assert (found.evicted > 0).all()
