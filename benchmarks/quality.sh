@@ -2,7 +2,7 @@
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
 #   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text text-long codecs codecs-text peers curves
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
-#                                     orderings-text; then make docs
+#                                     orderings-text bytes orderings-bytes pools; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
 # METHODS: of aware and agnostic, beside full, TEXT_METHODS: of text, PICTURED: of the picture, ABLATIONS: of parts and
 # text, LEADING: of peers. DATA: folder with texts, for the parts on text. OUT: another folder of results.
@@ -46,10 +46,11 @@ layer_table:table=3;1,merge_on_evict,no_heavy,pyramidkv,qfilters,random,rkv,siml
 streaming,strided,tova}
 # The other sides of pairs that papers speak of (src/millpond/evals/claims.py), and ours in the settings of presses
 # (counterparts.py there); their curves are on no page.
-variants=${VARIANTS-h2o:decay=0.9,h2o:recent=0:sinks=0:average=true,snapkv:pool=avg,ada:score=h2o,ada:score=pyramidkv,\
+variants=${VARIANTS-h2o:decay=0.9,h2o:recent=0:sinks=0:average=true,snapkv:kernel=7,snapkv:pool=avg:kernel=7,ada:score=snapkv/kernel=7,chunkkv:score=snapkv/kernel=7,\
+criticalkv:score=snapkv/kernel=7,merge_on_evict:score=snapkv/kernel=7,pyramidkv:score=snapkv/kernel=7,ada:score=h2o,ada:score=pyramidkv,\
 merge_on_evict:score=h2o,h2o:recent=0.34:sinks=0,ems:threshold=1.1,streaming:positions=absolute,elastic:merge=none,\
 merge_on_evict:mass_bias=true,kvmerger:mass_bias=true,d2o:mass_bias=true,ems:mass_bias=true,cam:mass_bias=true,\
-h2o:recent=0:sinks=0:average=true:decode=once,snapkv:pool=avg:decode=once,streaming:positions=absolute:decode=once,\
+h2o:recent=0:sinks=0:average=true:decode=once,snapkv:pool=avg:kernel=7:decode=once,streaming:positions=absolute:decode=once,\
 tova:pin_newest=true:decode=once,knorm:decode=once,keydiff:decode=once,expected_attention:decode=once,\
 random:recent=0:sinks=0:decode=once,\
 kvzip:ask=Repeat the previous context exactly.,ada:alpha=0.6,merge_on_evict:threshold=0.9}
@@ -139,6 +140,34 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
           --budget "$budgets" --protocol "$protocol" --method "$presses" --out "$out/curves-$protocol"
       done
       ;;
+    bytes)
+      # beside kvpress at equal bytes: budgets of whole pages, so that equal entries are equal bytes
+      own=snapkv,snapkv:kernel=7,snapkv:pool=avg:kernel=7
+      for name in ada pyramidkv criticalkv chunkkv merge_on_evict; do
+        own=$own,$name,$name:score=snapkv/pool=avg/kernel=7
+      done
+      for protocol in $protocols; do
+        evaluate --samples "${BYTES_SAMPLES:-10}" --tasks "$curve_tasks" --budget 64,224 --protocol "$protocol" \
+          --method "full,$own,kvmerger,h2o:recent=0.34:sinks=0:decode=grow,h2o,random:recent=0.5" \
+          --out "$out/bytes-$protocol"
+        "$bin/millpond" eval-peer --samples "${BYTES_SAMPLES:-10}" --seed 7 --threads "$threads" --budget 64,224 \
+          --tasks "$curve_tasks" --protocol "$protocol" --out "$out/bytes-$protocol" \
+          --method "SnapKVPress:$snapkv,AdaKVPress(SnapKVPress):$snapkv,PyramidKVPress:$snapkv,\
+CriticalKVPress(SnapKVPress):$snapkv,ChunkKVPress(SnapKVPress):chunk_length=10:$snapkv,\
+MergingPress(SnapKVPress):$snapkv"
+      done
+      ;;
+    orderings-bytes)
+      folders=""
+      for protocol in $protocols; do folders="$folders $out/bytes-$protocol"; done
+      # shellcheck disable=SC2086  # one word for each folder
+      "$bin/python" benchmarks/orderings.py $folders --renew --out "$out/orderings.json"
+      ;;
+    pools)
+      # how wide SnapKV's pool should be, on a real model: MODEL names its folder
+      "$bin/python" benchmarks/pool_widths.py --model "${MODEL:?names a folder with a real model}" --samples 40 \
+        --text "${DATA:?names a folder with wikitext2_test.txt}/wikitext2_test.txt" --out "$out/../pool-widths.json"
+      ;;
     curve-merge)
       # A run goes on from the samples of both, finds every question answered, and writes run.json and the summary.
       for protocol in $protocols; do
@@ -194,7 +223,8 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       ;;
     *)
       echo "no part called $part; there are: aware agnostic parts picture text text-long codecs codecs-text peers curves" \
-        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text" >&2
+        "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text bytes" \
+        "orderings-bytes pools" >&2
       exit 2
       ;;
   esac

@@ -12,8 +12,8 @@ import pytest
 
 from evals.scored import row, save
 from millpond.errors import DataError
-from millpond.evals.claims import CLAIMS, PEERS
-from millpond.evals.counterparts import ALIKE, PRESSES
+from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS
+from millpond.evals.counterparts import ALIKE, PRESSES, pool
 from millpond.evals.findings import TEXT, Finding, Runs, read_findings, renewed, write_findings
 from millpond.evals.orderings_page import MISSING, tables
 from millpond.evals.record import Record, Row
@@ -156,7 +156,7 @@ def test_peers_are_ahead_or_below() -> None:
     parts = tables([*ahead, *finding(PEERS, "tova", "TOVAPress", -0.2, **peer)])
     heads, *body = cells(parts[PEERS])
     assert heads[-3:] == ["ours is", "bytes of full, ours", "theirs"]
-    assert [line[1] for line in body] == [f"`{PRESSES['ada']}` †", "`TOVAPress`"]
+    assert [line[1] for line in body] == [f"`{PRESSES['ada']}` (avg 7) †", "`TOVAPress`"]
     assert [line[-3:] for line in body] == [["ahead", "20.0%", "100.0%"], ["below", "20.0%", "100.0%"]]
     assert "2 pairs of method and protocol: ahead in 1, no difference seen in 0, below in 1." in parts["summary"]
     assert "kvpress 0.5.5. 8 samples" in parts[PEERS]
@@ -164,7 +164,7 @@ def test_peers_are_ahead_or_below() -> None:
 
 
 def test_a_table_without_results_says_how_they_are_made() -> None:
-    assert tables([]) == dict.fromkeys(["summary", *(claim.name for claim in CLAIMS), PEERS], MISSING)
+    assert tables([]) == dict.fromkeys(["summary", *(claim.name for claim in CLAIMS), PEERS, AT_BYTES], MISSING)
 
 
 def test_the_page_has_a_heading_for_every_claim() -> None:
@@ -205,3 +205,23 @@ def test_some_pairs_measured_anew() -> None:
     found = [known("ada", TEXT, 0.6), known("h2o", TEXT, 0.5), known("tova", TEXT, 0.7)]
     assert renewed(before, found) == [before[0], found[1], before[2], found[0], before[4], found[2]]
     assert renewed([], found) == found
+
+
+def test_equal_entries_and_equal_bytes_stand_apart(tmp_path: Path) -> None:
+    rows, records = [], []
+    for name, peer in (("snapkv", "millpond"), (PRESSES["snapkv"], "kvpress 0.5.5")):
+        for budget in ("5%", "64"):
+            rows.append(row(name, "t", 1.0, budget, peer=peer))
+            records += answers(rows[-1], [1.0, 1.0])
+    found = Runs([save(tmp_path, rows, records)]).findings()
+    assert [(f.claim, f.budget) for f in found] == [(PEERS, "5%"), (PEERS, "all"), (AT_BYTES, "64"), (AT_BYTES, "all")]
+    page = tables(found)
+    assert "`snapkv` (max 21)" in page[AT_BYTES]
+    assert "kernel_size=7` (avg 7)" in page[AT_BYTES]
+
+
+def test_every_method_over_snapkv_says_its_pool() -> None:
+    assert pool("snapkv:kernel=1") == pool("h2o") == pool("KeyDiffPress", "kvpress 0.5.5") == ""
+    assert pool("ada:score=pyramidkv/score=snapkv/pool=avg/kernel=5") == "avg 5"
+    assert pool("criticalkv") == "max 21"
+    assert pool("ObservedAttentionPress", "kvpress 0.5.5") == ""

@@ -72,7 +72,8 @@ def test_the_curves_are_those_of_every_method(programs: Path) -> None:
 
 def test_every_pair_that_is_claimed_is_run(programs: Path) -> None:
     (aware, _) = called(programs, "curves")
-    named = words(option(aware, "method"), "method")
+    at_bytes = called(programs, "bytes")[0]
+    named = words(f"{option(aware, 'method')},{option(at_bytes, 'method')}", "method")
     assert {name for claim in CLAIMS for pair in claim.pairs for name in pair} <= {*named}
     assert {*ALIKE} <= {*named}
 

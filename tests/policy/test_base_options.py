@@ -74,7 +74,7 @@ def test_a_slash_inside_a_value_begins_no_option() -> None:
 
 def test_every_door_takes_them() -> None:
     options: dict[str, Any] = {"score": "snapkv/pool=avg/window=4"}
-    wanted = {("avg", 7, 4)}
+    wanted = {("avg", 21, 4)}
     with mp.compress(llama(), "criticalkv", 8, **options) as cache:
         assert pools(cache.policy) == wanted
     contender: Any = find_contender(Spec.parse("criticalkv:score=snapkv/pool=avg/window=4"))

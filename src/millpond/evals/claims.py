@@ -46,12 +46,14 @@ CLAIMS = (
     Claim(
         "merge", "Merging over dropping", "D2O, EMS, KVMerger, CaM and Elastic Cache",
         (
-            ("merge_on_evict", "snapkv"), ("merge_on_evict:score=h2o", "h2o"), ("kvmerger", "h2o:recent=0.34:sinks=0"),
+            ("merge_on_evict", "snapkv"), ("merge_on_evict:score=h2o", "h2o"),
+            ("kvmerger", "h2o:recent=0.34:sinks=0:decode=grow"), ("kvmerger", "h2o:recent=0.34:sinks=0"),
             ("d2o", "h2o"), ("ems", "ems:threshold=1.1"), ("cam", "streaming:positions=absolute"),
             ("elastic", "elastic:merge=none"),
         ),
         beside=(
-            ("kvmerger", "keeps runs of neighbours where h2o keeps single entries, and grows after the prompt"),
+            ("kvmerger", "keeps runs of neighbours where h2o keeps single entries; it grows after the prompt, as does "
+             "h2o with decode=grow, and h2o without it does not"),
             ("d2o", "shares its budget out over the layers"),
         ),
     ),
@@ -66,6 +68,14 @@ CLAIMS = (
     ),
     Claim("heavy", "Heavy hitters over the window", "H2O, arXiv:2306.14048", (("h2o", "window"),)),
     Claim(
+        "chance", "Heavy hitters over entries by chance, with the same recent half and the same sinks",
+        "ours, to see what the sum of attention is worth", (("h2o", "random:recent=0.5"),),
+    ),
+    Claim(
+        "pool", "A pool of 21 neighbours over the paper's 7", "ours: answers of several tokens",
+        (("snapkv", "snapkv:kernel=7"),),
+    ),
+    Claim(
         "forget", "Sums of attention that forget over sums that do not", "A2SF, arXiv:2407.20485",
         (("h2o:decay=0.9", "h2o"), ("h2o:decay=0.9", "window")),
     ),
@@ -75,5 +85,5 @@ CLAIMS = (
     ),
 )  # fmt: skip
 
-#: The place of the comparisons with kvpress on the page.
-PEERS = "kvpress"
+#: The places of the comparisons with kvpress on the page: as many entries kept, and as many bytes held.
+PEERS, AT_BYTES = "kvpress", "kvpress-bytes"

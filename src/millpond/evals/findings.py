@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from millpond.budget import Budget
 from millpond.errors import DataError
-from millpond.evals.claims import CLAIMS, PEERS
+from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS
 from millpond.evals.counterparts import ALIKE, PRESSES, is_press
 from millpond.evals.paired import Difference, difference
 from millpond.evals.record import Cell, Record, Row
@@ -33,7 +34,7 @@ class Finding:
     """One pair in one protocol at one budget.
 
     Attributes:
-        claim: `Claim.name`, or `PEERS`. first, second: the contenders; peer: the second one's implementation.
+        claim: `Claim.name`, `PEERS` or `AT_BYTES`. first, second: the contenders; peer: whose the second one is.
         protocol, budget: where; `TEXT` for perplexities, "all" for the mean over budgets. tasks: that were compared.
         mean, low, high, n: as in `Difference`; of perplexities the nats by which the first one's logarithm is lower.
         held, other_held: mean bytes held, over those of the full cache.
@@ -88,19 +89,36 @@ class Runs:
         return self._records.get(cell.key, [])
 
     def findings(self) -> list[Finding]:
-        """Every claim and every counterpart of which both sides are there."""
+        """Every claim and every counterpart of which both sides are there.
+
+        Budgets in shares of a prompt and in entries are kept apart. Ours against kvpress is `PEERS` at shares, where
+        as many entries are kept, and `AT_BYTES` at numbers of entries: whole pages, so that equal entries are equal
+        bytes. A claim is measured at shares, or else at entries.
+        """
+        shares = [row for row in self.rows if Budget.parse(row.budget).kind == "ratio"]
+        entries = [row for row in self.rows if Budget.parse(row.budget).kind == "tokens"]
         found = [
             finding
             for claim in CLAIMS
             for first, second in claim.pairs
-            for finding in self._compare(claim.name, first, _named(second), claim.middle)
+            for finding in self._measured(claim.name, first, second, claim.middle, shares, entries)
         ]
         ours = dict.fromkeys(name for name in PRESSES | ALIKE if any(row.method == name for row in self.rows))
-        return found + [finding for name in ours for finding in self._compare(PEERS, name, _press(name), False)]
+        for name, rows in ((PEERS, shares), (AT_BYTES, entries)):
+            found += [one for first in ours for one in self._compare(name, first, _press(first), False, rows)]
+        return found
 
-    def _compare(self, claim: str, first: str, second: Side, middle: bool) -> Iterator[Finding]:
-        for where in dict.fromkeys(map(_where, self.rows)):
-            here = [row for row in self.rows if _where(row) == where]
+    def _measured(
+        self, claim: str, first: str, second: str, middle: bool, shares: Sequence[Row], entries: Sequence[Row]
+    ) -> list[Finding]:
+        found = list(self._compare(claim, first, _named(second), middle, shares))
+        known = {finding.protocol for finding in found}
+        more = self._compare(claim, first, _named(second), middle, entries)
+        return found + [finding for finding in more if finding.protocol not in known]
+
+    def _compare(self, claim: str, first: str, second: Side, middle: bool, rows: Sequence[Row]) -> Iterator[Finding]:
+        for where in dict.fromkeys(map(_where, rows)):
+            here = [row for row in rows if _where(row) == where]
             mine = {(row.budget, row.task): row for row in here if _named(first)(row)}
             other = {(row.budget, row.task): row for row in here if second(row)}
             both = [place for place in mine if place in other]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from millpond.budget import Budget
-from millpond.evals.claims import CLAIMS, PEERS, Claim
+from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS, Claim
+from millpond.evals.counterparts import pool
 from millpond.evals.findings import ALL, Finding
 from millpond.evals.leaderboard import MASKED, markdown_table, span
 from millpond.evals.paired import Verdict
@@ -15,6 +16,7 @@ MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers needles tex
 #: The verdicts in the words that fit a comparison with a peer.
 AGAINST_PEERS: dict[Verdict, str] = {"holds": "ahead", "no difference seen": "no difference seen", "reversed": "below"}
 SUMMARY = "summary"
+_AGAINST = {PEERS: "entries", AT_BYTES: "bytes"}
 
 T = TypeVar("T")
 
@@ -23,8 +25,8 @@ def tables(findings: Sequence[Finding]) -> dict[str, str]:
     """The generated parts of the page by the names of their places."""
     by_claim = {claim.name: [f for f in findings if f.claim == claim.name] for claim in CLAIMS}
     parts = {claim.name: _claim(claim, by_claim[claim.name]) for claim in CLAIMS}
-    peers = [finding for finding in findings if finding.claim == PEERS]
-    return {SUMMARY: _summary(findings), **parts, PEERS: _peers(peers)}
+    peers = {name: _peers([finding for finding in findings if finding.claim == name]) for name in (PEERS, AT_BYTES)}
+    return {SUMMARY: _summary(findings), **parts, **peers}
 
 
 def _summary(findings: Sequence[Finding]) -> str:
@@ -38,11 +40,17 @@ def _summary(findings: Sequence[Finding]) -> str:
         for first, second in _once((f.first, f.second) for f in own):
             by_protocol = {f.protocol: _verdict(f) for f in own if (f.first, f.second) == (first, second)}
             verdicts = [by_protocol.get(protocol, "–") for protocol in protocols]
-            body.append([claim.title, claim.source, f"`{first}` over `{second}`", *verdicts])
+            body.append([claim.title, claim.source, f"{_name(first)} over {_name(second)}", *verdicts])
     text = markdown_table(["claim", "by", "measured as", *protocols], body)
-    peers = [f.difference.verdict for f in whole if f.claim == PEERS]
+    return text + "".join(_count(whole, claim, what) for claim, what in _AGAINST.items())
+
+
+def _count(whole: Sequence[Finding], claim: str, what: str) -> str:
+    peers = [f.difference.verdict for f in whole if f.claim == claim]
+    if not peers:
+        return ""
     counts = ", ".join(f"{words} in {peers.count(verdict)}" for verdict, words in AGAINST_PEERS.items())
-    return text + (f"\nAgainst kvpress, {len(peers)} pairs of method and protocol: {counts}." if peers else "")
+    return f"\nAgainst kvpress with as many {what}, {len(peers)} pairs of method and protocol: {counts}."
 
 
 def _claim(claim: Claim, findings: Sequence[Finding]) -> str:
@@ -50,7 +58,10 @@ def _claim(claim: Claim, findings: Sequence[Finding]) -> str:
         return MISSING
     budgets = _budgets(findings)
     heads = ["pair", "protocol", *map(_head, budgets), "verdict"]
-    body = [[f"`{own[0].first}` over `{own[0].second}`", *_line(own, budgets, _verdict)] for own in _lines(findings)]
+    body = [
+        [f"{_name(own[0].first)} over {_name(own[0].second)}", *_line(own, budgets, _verdict)]
+        for own in _lines(findings)
+    ]
     notes = [f"`{name}` also {what}." for name, what in claim.beside]
     return "\n".join([markdown_table(heads, body), " ".join([_tasks(findings), *notes])])
 
@@ -61,7 +72,7 @@ def _peers(findings: Sequence[Finding]) -> str:
     budgets = _budgets(findings)
     heads = ["ours", "theirs", "protocol", *map(_head, budgets), "ours is", "bytes of full, ours", "theirs"]
     body = [
-        [f"`{own[0].first}`", f"`{own[0].second}`" + (f" {MASKED}" if own[0].masks_only else ""),
+        [_name(own[0].first), _name(own[0].second, own[0].peer) + (f" {MASKED}" if own[0].masks_only else ""),
          *_line(own, budgets, lambda f: AGAINST_PEERS[f.difference.verdict]), f"{_whole(own).held:.1%}",
          f"{_whole(own).other_held:.1%}"]
         for own in _lines(findings)
@@ -70,6 +81,12 @@ def _peers(findings: Sequence[Finding]) -> str:
     masked = any(f.masks_only for f in findings)
     note = f" {MASKED} hides as many entries as we free, and goes on holding them." if masked else ""
     return "\n".join([markdown_table(heads, body), f"{who}. {_tasks(findings)}{note}"])
+
+
+def _name(method: str, peer: str = "millpond") -> str:
+    """A contender, and the pool of its attention where it has one."""
+    pooled = pool(method, peer)
+    return f"`{method}`" + (f" ({pooled})" if pooled else "")
 
 
 def _line(own: Sequence[Finding], budgets: Sequence[str], verdict: Callable[[Finding], str]) -> list[str]:
