@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,28 +23,58 @@ from millpond.cache.swap import Content
 from millpond.errors import DataError, OptionError
 
 
-class SwapFile:
-    """The content of one stack's pages. parts: of each table."""
+class Mark(NamedTuple):
+    """What tells a tensor from others; checksum: CRC-32 of its bytes."""
 
-    def __init__(self, path: Path, parts: list[int]) -> None:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int
+
+
+def mark(tensor: Tensor) -> Mark:
+    """Of a tensor on the host."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return Mark(tuple(tensor.shape), tensor.dtype, zlib.crc32(flat.numpy().data))
+
+
+class SwapFile:
+    """The content of one stack's pages. parts: of each table. written: what each tensor of the file was, by name."""
+
+    def __init__(self, path: Path, parts: list[int], written: dict[str, Mark]) -> None:
         self._path = path
         self._parts = parts
+        self._written = written
 
     def read(self) -> list[list[Content]]:
         """What `SwapFiles.write` was given.
 
         Raises:
-            DataError: the file is gone or broken.
+            DataError: the file is gone, broken, or holds something else than was written.
         """
         try:
             with safe_open(self._path, "pt") as file:
-                found: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self._check_shapes({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+                found: dict[str, Tensor] = {name: file.get_tensor(name) for name in self._written}
+            for name, tensor in found.items():
+                if mark(tensor) != self._written[name]:
+                    raise DataError(self._lost("its content is not what was written"))
             return [[_arrays(found, f"{i}.{j}.") for j in range(n)] for i, n in enumerate(self._parts)]
         except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{str(self._path)!r} cannot be read ({error}), so what its request remembered is lost: ask it again, "
-                "and let nobody else write to the swap folder"
-            ) from error
+            raise DataError(self._lost(str(error))) from error
+
+    def _check_shapes(self, shapes: dict[str, list[int]]) -> None:
+        """
+        Raises:
+            DataError: other tensors than those that were written; none of them was read.
+        """
+        if shapes != {name: list(one.shape) for name, one in self._written.items()}:
+            raise DataError(self._lost("it holds other tensors than were written"))
+
+    def _lost(self, why: str) -> str:
+        return (
+            f"{str(self._path)!r} cannot be read ({why}), so what its request remembered is lost: ask it again, and "
+            "let nobody else write to the swap folder"
+        )
 
     def remove(self) -> None:
         """The content is not needed any more."""
@@ -90,7 +123,7 @@ class SwapFiles:
                 f"{n_bytes} bytes of a cache that must make room cannot be written to {str(path)!r} ({error}): free "
                 "space there, name another folder, or leave swap_to out to keep them in memory"
             ) from error
-        return SwapFile(path, [len(parts) for parts in content])
+        return SwapFile(path, [len(parts) for parts in content], {name: mark(t) for name, t in tensors.items()})
 
     def close(self) -> None:
         """Remove the folder and what is left in it."""
