@@ -134,7 +134,7 @@ def test_a_row_without_a_choice_names_its_key_and_changes_nothing() -> None:
     logits = torch.randn(4, SIZE)
     expected = [s.token_id for s in (sampled_from(logits[i]) for i in (0, 3))]
     logits[1, 5], logits[2] = float("nan"), float("-inf")
-    with pytest.raises(BadLogitsError, match="b, c") as caught:
+    with pytest.raises(BadLogitsError, match="no token") as caught:
         sampler([*"abcd"], logits)
     assert caught.value.keys == ("b", "c")
     assert [s.token_id for s in sampler(["a", "d"], logits[[0, 3]])] == expected

@@ -53,9 +53,12 @@ class Live:
         return (group.stack, group.answers.index(answer)) if answer in group.answers else None
 
     def fail(self, error: Exception) -> None:
-        """All answers end because of an error."""
-        known = error if isinstance(error, MillpondError) else None
-        self.error = known or MillpondError(f"the step failed: {type(error).__name__}: {error}")
+        """All answers end because of an error; what an unknown one says may be about others, and stays its cause."""
+        if isinstance(error, MillpondError):
+            self.error = error
+        else:
+            self.error = MillpondError(f"the step failed with {type(error).__name__}")
+            self.error.__cause__ = error
         for answer in self.going:
             answer.end("error")
 

@@ -48,8 +48,8 @@ class BadLogitsError(NumericsError):
     def __init__(self, keys: Sequence[Hashable]) -> None:
         self.keys = tuple(keys)
         super().__init__(
-            f"no token can be chosen for {', '.join(map(str, keys))}: the logits hold NaN, for which a wider dtype may "
-            "help, or no token of the vocabulary goes on as the json_schema wants"
+            "no token can be chosen: the logits hold NaN, for which a wider dtype may help, or no token of the "
+            "vocabulary goes on as the json_schema wants"
         )
 
 

@@ -154,8 +154,9 @@ class Turn:
         except MillpondError as error:
             live.fail(error)
             going = []
+        (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
         for answer in live.answers:
-            answer.kv = figures_of(stack, live.group.recipe, self._model.layers)[0]
+            answer.kv = replace(figures, shared_tokens=answer.shared)
         if going:
             stack.select([0] * len(going))
             live.group.join(stack, going)

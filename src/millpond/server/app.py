@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 import millpond
 from millpond.server import about, chat, completions, errors, pages, remembered
-from millpond.server.doors import Keys, ShortBodies
+from millpond.server.doors import Hosts, Keys, ShortBodies
 from millpond.server.llm import ServedLLM
 from millpond.server.metrics import Counted
 from millpond.server.service import Service
@@ -53,5 +53,6 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         together=settings.max_bytes_under_way,
     )  # fmt: skip
     app.add_middleware(Keys, keys=settings.api_keys, open_paths=pages.PATHS | {"/health"})
+    app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     return app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,6 +36,52 @@ class Keys:
         given = key_of(scope)
         found = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
         return any(found)
+
+
+class Hosts:
+    """Refuses requests of web pages that had the name of their site point at this machine (DNS rebinding).
+
+    A server without keys that listens on loopback is meant for this machine. A browser here sends it what any page
+    asks for, but names the page's site as the host.
+
+    Args:
+        allowed: hosts beside those of loopback; where there are some, they are asked for at any address.
+        keyed: whether the server has keys, which no page knows.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], keyed: bool) -> None:
+        self._app = app
+        self._allowed = frozenset(host.lower() for host in allowed)
+        self._keyed = keyed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = _host(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else "localhost"
+        if host in self._allowed or _is_loopback(host) or not self._checks(scope):
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"host {host[:100]!r} is not this server; name it as it listens, or let its operator allow the host "
+            "(--allow-host)"
+        )
+        await ApiError(421, message, "unknown_host", headers=_CLOSE).response()(scope, receive, send)
+
+    def _checks(self, scope: Scope) -> bool:
+        at = str((scope.get("server") or ("",))[0])
+        return bool(self._allowed) or (not self._keyed and at not in ("", "localhost") and _is_loopback(at))
+
+
+def _host(header: str) -> str:
+    """The host of a header, without its port: "name:80", "[::1]:80"."""
+    name, _, port = header.strip().rpartition(":")
+    name = name if name and port.isdecimal() else header.strip()
+    return name.removeprefix("[").removesuffix("]").rstrip(".").lower()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ShortBodies:

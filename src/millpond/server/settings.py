@@ -18,6 +18,8 @@ class ServerSettings:
         api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
         priority_limits: the lowest (best) priority that a key may ask for, by key; by "" that of all others. 0 where
             nothing is said, so that nobody overtakes by saying so.
+        allowed_hosts: names by which requests may call the server, beside those of loopback; none: any, but for a
+            server without keys that listens on loopback.
         max_queue: most prompts that wait for the engine; beyond it requests are refused with 429. An eighth of it is
             for clients who have nothing under way.
         max_tokens: most new tokens per answer; None: as many as the model's context holds.
@@ -38,6 +40,7 @@ class ServerSettings:
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
     max_queue: int = 256
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
