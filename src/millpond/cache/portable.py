@@ -5,9 +5,12 @@ Entries keep their slots and sealed pages their bytes, so that what comes back g
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from millpond.cache.counted import CountedPages
 from millpond.cache.layer import LayerCache
 from millpond.cache.parts import AttentionShape
 from millpond.cache.swap import read_pages, write_pages
@@ -53,17 +56,45 @@ def put_away(core: LayerCache) -> dict[str, Tensor]:
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
-def take_up(core: LayerCache, stored: dict[str, Tensor], device: torch.device) -> None:
-    """Fill an empty layer with what `put_away` gave.
+def take_up(core: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
+    """Fill an empty layer with what `put_away` gave of a text of `n_tokens`.
 
     Raises:
         PoolFullError: there is no room.
-        DataError: a tensor is missing.
+        DataError: a tensor is missing, or has a shape, type or number that no layer gives; nothing was allocated.
     """
     try:
+        _check(core.index, stored, n_tokens)
         _fill(core, {name: t.to(device) for name, t in stored.items()})
     except KeyError as error:
         raise DataError(f"layer {core.index}: the file lacks {error.args[0]!r}; save the text again") from None
+
+
+def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
+    """
+    Raises:
+        DataError: tensors that do not fit together. KeyError: one that is missing.
+    """
+
+    def need(right: bool, rule: str) -> None:
+        if not right:
+            raise DataError(f"layer {layer}: the file does not fit together ({rule}); save the text again")
+
+    keys, values, lens = stored["keys"], stored["values"], stored["lens"]
+    need(keys.ndim == 3 and values.ndim == 3, "keys and values are (heads, entries, channels)")
+    heads, width = keys.shape[:2]
+    need(values.shape[:2] == keys.shape[:2], "there is one value for each key")
+    need(keys.is_floating_point() and values.dtype == keys.dtype, "keys and values are of one type")
+    for name, dtype in (("positions", torch.int32), ("scores", torch.float32), ("log_masses", torch.float32)):
+        if (found := stored[name] if name != "log_masses" else stored.get(name)) is not None:
+            need(found.shape == (heads, width) and found.dtype == dtype, f"{name} are (heads, entries)")
+    for name in ("lens", "caps", "recent", "kinds"):
+        need(stored[name].shape == (heads,) and not stored[name].is_floating_point(), f"{name} has one number a head")
+    need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
+    positions = stored["positions"]
+    need(bool(((positions >= -1) & (positions < n_tokens)).all()), f"positions are -1 to {n_tokens - 1}")
+    shape = stored["shape"]
+    need(shape.shape == (3,) and bool(shape.isfinite().all()), "shape has three finite numbers")
 
 
 def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
@@ -85,8 +116,9 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
     if table.sealed is not None:
         numbers = {name[7:]: t for name, t in stored.items() if name.startswith("sealed.") and "pages" not in name}
         n_arrays = sum(name.startswith("sealed.pages.") for name in stored)
-        ids = table.sealed.adopt(numbers)
-        write_pages(table.sealed.pool, ids, tuple(stored[f"sealed.pages.{i}"] for i in range(n_arrays)))
+        content = tuple(stored[f"sealed.pages.{i}"] for i in range(n_arrays))
+        _check_pages(core.index, len(keys), table.sealed.pool, numbers, content)
+        write_pages(table.sealed.pool, table.sealed.adopt(numbers), content)
     queries = core.companions.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
@@ -95,3 +127,23 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         queries.adopt(0, QueryMoments(int(count), total, outer))
     if "memory" in stored:
         core.companions.memories[0] = stored["memory"]
+
+
+def _check_pages(
+    layer: int, heads: int, pool: CountedPages[Any], numbers: dict[str, Tensor], content: tuple[Tensor, ...]
+) -> None:
+    """
+    Raises:
+        DataError: pages that this pool cannot hold, or not as many as the numbers say; none was taken.
+    """
+    owned, lens, dead = (numbers[name] for name in ("owned", "lens", "dead"))
+    right = all(t.shape == (heads,) and not t.is_floating_point() for t in (owned, lens, dead))
+    for low, high in ((0 * lens, dead), (dead, lens), (lens, owned * pool.slots)):
+        right = right and bool((low <= high).all())
+    arrays = pool.arrays.arrays
+    right = right and len(content) == len(arrays)
+    for found, arenas in zip(content, arrays, strict=False):
+        right = right and len(found) == int(owned.sum())
+        right = right and (not arenas or (found.shape[1:], found.dtype) == (arenas[0].shape[1:], arenas[0].dtype))
+    if not right:
+        raise DataError(f"layer {layer}: the file's pages of codes are not of this codec; save the text again")

@@ -22,7 +22,7 @@ from millpond.hf.compress import compress
 from millpond.policy.entropy import EntropyPolicy
 
 #: What a file begins with, so that another one is told at once.
-FORMAT = "millpond-document-1"
+FORMAT = "millpond-document-2"
 #: Numbers of each parameter that tell one model from another.
 LOOKED_AT = 64
 
@@ -69,6 +69,7 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     except TypeError as error:
         raise OptionError(f"options {settings['options']} cannot be written down ({error}): give texts") from None
     about = {"format": FORMAT, "settings": written, "model": fingerprint(model), "note": note}
+    about["checksum"] = checksum(about, tensors)
     try:
         save_file(tensors, path, about)
     except (OSError, SafetensorError) as error:
@@ -97,6 +98,8 @@ def restore_document(
         PoolFullError: there is no room.
     """
     about, tensors = _read(path)
+    if about.get("checksum") != checksum(about, tensors):
+        raise DataError(f"{os.fspath(path)!r} is not as it was written (its checksum differs): read the text again")
     if about["model"] != fingerprint(model):
         raise CacheMismatchError(
             f"{os.fspath(path)!r} was made with another model than this {type(model).__name__}, or with other weights: "
@@ -110,11 +113,12 @@ def restore_document(
         **settings, **options,
     )  # fmt: skip
     ids = tensors.pop("ids").long().to(model.device)
+    n_tokens = ids.shape[-1]
     try:
         for core in cache.cores:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
-            take_up(core, part, model.device)
+            take_up(core, part, n_tokens, model.device)
         cache.stand_behind(ids)
     except BaseException:
         cache.close()
@@ -129,6 +133,17 @@ def document_note(path: str | os.PathLike[str]) -> str:
         DataError: no such file, or it is no document.
     """
     return _read(path, tensors=False)[0].get("note", "")
+
+
+def checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of all that a document holds, in hex: what is said of it but this, and each tensor with its name."""
+    said = {name: about.get(name) for name in ("format", "settings", "model", "note")}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def fingerprint(model: PreTrainedModel) -> str:
