@@ -117,8 +117,10 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         numbers = {name[7:]: t for name, t in stored.items() if name.startswith("sealed.") and "pages" not in name}
         n_arrays = sum(name.startswith("sealed.pages.") for name in stored)
         content = tuple(stored[f"sealed.pages.{i}"] for i in range(n_arrays))
-        _check_pages(core.index, len(keys), table.sealed.pool, numbers, content)
-        write_pages(table.sealed.pool, table.sealed.adopt(numbers), content)
+        _check_counts(core.index, len(keys), table.sealed.slots, numbers, content)
+        ids = table.sealed.adopt(numbers)
+        _check_pages(core.index, table.sealed.pool, content)
+        write_pages(table.sealed.pool, ids, content)
     queries = core.companions.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
@@ -129,21 +131,26 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         core.companions.memories[0] = stored["memory"]
 
 
-def _check_pages(
-    layer: int, heads: int, pool: CountedPages[Any], numbers: dict[str, Tensor], content: tuple[Tensor, ...]
+def _check_counts(
+    layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]
 ) -> None:
     """
     Raises:
-        DataError: pages that this pool cannot hold, or not as many as the numbers say; none was taken.
+        DataError: not as many pages, or entries in them, as the numbers say; none was taken.
     """
     owned, lens, dead = (numbers[name] for name in ("owned", "lens", "dead"))
     right = all(t.shape == (heads,) and not t.is_floating_point() for t in (owned, lens, dead))
-    for low, high in ((0 * lens, dead), (dead, lens), (lens, owned * pool.slots)):
+    for low, high in ((0 * lens, dead), (dead, lens), (lens, owned * slots)):
         right = right and bool((low <= high).all())
-    arrays = pool.arrays.arrays
-    right = right and len(content) == len(arrays)
-    for found, arenas in zip(content, arrays, strict=False):
-        right = right and len(found) == int(owned.sum())
-        right = right and (not arenas or (found.shape[1:], found.dtype) == (arenas[0].shape[1:], arenas[0].dtype))
-    if not right:
-        raise DataError(f"layer {layer}: the file's pages of codes are not of this codec; save the text again")
+    if not right or any(len(found) != int(owned.sum()) for found in content):
+        raise DataError(f"layer {layer}: the file has other pages than it says; save the text again")
+
+
+def _check_pages(layer: int, pool: CountedPages[Any], content: tuple[Tensor, ...]) -> None:
+    """
+    Raises:
+        DataError: pages that this pool, which has some, cannot hold; nothing was written.
+    """
+    wanted = [(arenas[0].shape[1:], arenas[0].dtype) for arenas in pool.arrays.arrays if arenas]
+    if len(content) and wanted != [(found.shape[1:], found.dtype) for found in content]:
+        raise DataError(f"layer {layer}: the file's pages are not of this codec; save the text again")
