@@ -149,8 +149,12 @@ def _check_counts(
 def _check_pages(layer: int, pool: CountedPages[Any], content: tuple[Tensor, ...]) -> None:
     """
     Raises:
-        DataError: pages that this pool, which has some, cannot hold; nothing was written.
+        DataError: pages that this pool cannot hold; nothing was written. A pool without memory is asked to hold none.
     """
-    wanted = [(arenas[0].shape[1:], arenas[0].dtype) for arenas in pool.arrays.arrays if arenas]
-    if len(content) and wanted != [(found.shape[1:], found.dtype) for found in content]:
+    arrays = pool.arrays.arrays
+    same = len(content) == len(arrays) and all(
+        not arenas or (found.shape[1:], found.dtype) == (arenas[0].shape[1:], arenas[0].dtype)
+        for found, arenas in zip(content, arrays, strict=True)
+    )
+    if not same:
         raise DataError(f"layer {layer}: the file's pages are not of this codec; save the text again")
