@@ -121,7 +121,7 @@ def test_a_step_carries_its_part_of_what_comes_every_few_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "late"), [("full", 0), ("h2o", 0), ("strided", 0), ("cam", 0), ("kvzip", 0), ("simlayerkv", 2)]
+    ("name", "late"), [("full", 0), ("h2o", 0), ("strided", 0), ("cam", 0), ("kvzip", 0), ("simlayerkv", 0)]
 )
 def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
     name: str, late: int, monkeypatch: pytest.MonkeyPatch
