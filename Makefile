@@ -1,8 +1,9 @@
 # One command each: `make demo`, `make test`. The first one makes .venv and installs; later ones find it there.
-# Variables: PYTHON (3.11 or newer), VENV, PYTEST_ARGS.
+# Variables: PYTHON (3.11 or newer), VENV, WORKERS (processes that run tests), PYTEST_ARGS.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.millpond-installed
@@ -42,7 +43,7 @@ demo: $(READY)
 	$(BIN)/millpond demo --out out/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
