@@ -107,7 +107,7 @@ def test_a_text_put_away_elsewhere_goes_on(codec: str, method: str) -> None:
         stored = put_away(first)
         assert not any(isinstance(t, Far) for t in stored.values())
         second.timeline.begin_with(190)
-        take_up(second, stored, ELSEWHERE)
+        take_up(second, stored, 190, ELSEWHERE)
         second.columns = 190
         assert parts(second)[1].regions().table.device == ELSEWHERE
         for a, b in zip(run(first, far, 190, 196), run(second, far, 190, 196), strict=True):
