@@ -33,10 +33,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
+def begin(sampler: Sampler, key: Any, params: SamplingParams) -> None:
+    sampler.start(key, params, [], grammar=sampler.grammars.of(params))
+
+
 def test_without_xgrammar_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(OptionError, match=r"pip install 'millpond\[constrained\]'"):
-        Sampler(byte_tokenizer()).check(SamplingParams(json_schema=SCHEMA), PADDED)
+        Sampler(byte_tokenizer()).grammars.of(SamplingParams(json_schema=SCHEMA))
 
 
 def test_a_schema_ends_the_answer() -> None:
@@ -60,7 +64,7 @@ class TestWithXgrammar:
         tokenizer = byte_tokenizer()
         sampler, end = Sampler(tokenizer), tokenizer.eos_token_id
         for key in range(3):
-            sampler.start(key, SamplingParams(temperature=temperature, seed=key, json_schema=SCHEMA), [])
+            begin(sampler, key, SamplingParams(temperature=temperature, seed=key, json_schema=SCHEMA))
         sampler.start("free", SamplingParams(temperature=0), [])
         generator, answers, free = torch.Generator().manual_seed(1), {key: [] for key in range(3)}, []
         running: list[Any] = [0, "free", 1, 2]
@@ -90,7 +94,7 @@ class TestWithXgrammar:
         """The model wants nothing but blanks, and tabs most of all."""
         tokenizer = byte_tokenizer()
         sampler, answer = Sampler(tokenizer), []
-        sampler.start("a", SamplingParams(temperature=0, json_schema={"type": "array", "items": {"type": "null"}}), [])
+        begin(sampler, "a", SamplingParams(temperature=0, json_schema={"type": "array", "items": {"type": "null"}}))
         logits = torch.zeros(1, PADDED)
         logits[0, tokenizer.convert_tokens_to_ids(["Ġ", "ĉ"])] = torch.tensor([5.0, 9.0])
         while not answer or answer[-1] != tokenizer.eos_token_id:
@@ -100,8 +104,8 @@ class TestWithXgrammar:
 
     def test_a_schema_that_cannot_be_followed_is_refused(self) -> None:
         with pytest.raises(OptionError, match="json_schema cannot be followed"):
-            Sampler(byte_tokenizer()).check(SamplingParams(json_schema={"type": "nothing"}), PADDED)
+            Sampler(byte_tokenizer()).grammars.of(SamplingParams(json_schema={"type": "string", "pattern": "["}))
 
     def test_a_schema_needs_a_tokenizer(self) -> None:
         with pytest.raises(OptionError, match="tokenizer"):
-            Sampler().check(SamplingParams(json_schema=SCHEMA), PADDED)
+            Sampler().grammars.of(SamplingParams(json_schema=SCHEMA))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from millpond.engine.engine import Engine
+from millpond.engine.grammars import Grammar
 from millpond.engine.llm import load
 from millpond.engine.outputs import EngineStats, Memory, RequestOutput
 from millpond.engine.request import CacheOptions, Request
@@ -108,7 +109,8 @@ class AsyncLLM:
         """
         box = _Box(asyncio.get_running_loop())
         try:
-            await self.call(lambda engine: self._take_in(engine, request, box))
+            grammar = await self._engine.grammars.wait_for(request.params)
+            await self.call(lambda engine: self._take_in(engine, request, box, grammar))
             while not box.finished:
                 output = await box.next()
                 if output.error is not None:
@@ -217,10 +219,10 @@ class AsyncLLM:
             _log.error("a step of the engine failed", exc_info=error)
             return self._engine.end_all(error)
 
-    def _take_in(self, engine: Engine, request: Request, box: _Box) -> None:
+    def _take_in(self, engine: Engine, request: Request, box: _Box, grammar: Grammar | None) -> None:
         if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
-        engine.add(request)
+        engine.add(request, grammar)
         self._boxes[request.request_id] = box
 
     def _drop(self, request_id: str, box: _Box) -> None:

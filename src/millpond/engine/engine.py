@@ -20,6 +20,7 @@ from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
 from millpond.cache.swap_files import SwapFiles
+from millpond.engine.grammars import Grammar, Grammars
 from millpond.engine.groups import Group
 from millpond.engine.intake import Intake
 from millpond.engine.integrity import check_pages
@@ -83,8 +84,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._account = Account(limit)
         self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
-        self._sampler = Sampler(tokenizer)
         self._model = PackedModel(model, runner=runner, native_layers=native_layers)
+        self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = Memories(self._model.layers)
         self._live: dict[str, Live] = {}
         self._told: list[Live] = []  # requests that changed outside a step
@@ -120,8 +121,16 @@ class Engine:
         """Ids below it are tokens."""
         return self._model.vocabulary
 
-    def add(self, request: Request) -> None:
+    @property
+    def grammars(self) -> Grammars:
+        """What answers can be made to follow; compiles from any thread."""
+        return self._sampler.grammars
+
+    def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Take a request in; `step` works on it.
+
+        Args:
+            grammar: what `grammars` made of its parameters; None: it is made here, and the caller waits.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: the request is refused; the message says why.
@@ -129,8 +138,9 @@ class Engine:
         if request.request_id in self._live:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
         live = self._intake.take(request)
+        grammar = grammar or self.grammars.of(request.params)
         for answer in live.answers:
-            self._sampler.start(answer.key, request.params, live.ids, answer.index)
+            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar)
         self._live[request.request_id] = live
         self._scheduler.add(live.job)
         self._stats = self._count()
@@ -196,6 +206,7 @@ class Engine:
     def close(self) -> None:
         """End all requests, give all memory back, and the model its own attention."""
         self.end_all()
+        self.grammars.close()
         self._sharing.tree.clear()
         self._trim()
         self._stats = self._count()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from millpond.engine.choose import Choice, choose, uniform
 from millpond.engine.constrain import Constraints
+from millpond.engine.grammars import Grammar, Grammars
 from millpond.engine.penalties import Penalties
 from millpond.engine.sampling_logprobs import score_tokens
 from millpond.engine.sampling_params import SamplingParams
-from millpond.errors import NumericsError, OptionError
+from millpond.errors import MillpondError, NumericsError, OptionError
 from millpond.kernels.rows import largest
 
 
@@ -42,15 +43,21 @@ class BadLogitsError(NumericsError):
     """Some completions' logits hold NaN, or leave no token to choose; nothing was chosen for any.
 
     Attributes:
-        keys: of those completions. The others can be sampled by another call without them.
+        reasons: key of each of those completions -> why, in words that name no other. The others can be sampled by
+            another call without them.
     """
 
-    def __init__(self, keys: Sequence[Hashable]) -> None:
-        self.keys = tuple(keys)
-        super().__init__(
-            "no token can be chosen: the logits hold NaN, for which a wider dtype may help, or no token of the "
-            "vocabulary goes on as the json_schema wants"
-        )
+    def __init__(self, reasons: Mapping[Hashable, MillpondError]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__("; ".join(dict.fromkeys(str(reason) for reason in self.reasons.values())))
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """Those completions."""
+        return tuple(self.reasons)
+
+
+_NAN = NumericsError("no token can be chosen: the logits hold NaN; a wider dtype may help")
 
 
 @dataclass(slots=True)
@@ -68,38 +75,48 @@ class Sampler:
     gives the same tokens whatever else is in the batch.
 
     Args:
-        tokenizer: needed for `json_schema` only.
+        tokenizer: needed for answers that follow a grammar. ends: ids that end a text; none: the tokenizer's own.
+
+    Attributes:
+        grammars: what answers can be made to follow.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, ends: Collection[int] = ()) -> None:
         self._states: dict[Hashable, _State] = {}
         self._penalties = Penalties()
-        self._constraints = Constraints(tokenizer)
+        self._constraints = Constraints()
+        self.grammars = Grammars(tokenizer, ends)
 
     def check(self, params: SamplingParams, vocab_size: int) -> None:
         """Refuse what only the model can tell is wrong; safe to call while another thread samples.
 
         Raises:
-            OptionError: a token id outside the vocabulary, or a JSON schema that cannot be followed.
+            OptionError: a token id outside the vocabulary.
         """
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             wrong = [token for token in ids if not 0 <= token < vocab_size]
             if wrong:
                 raise OptionError(f"{name} names token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
-        self._constraints.check(params)
 
-    def start(self, key: Hashable, params: SamplingParams, prompt: Sequence[int], index: int = 0) -> None:
+    def start(
+        self,
+        key: Hashable,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        index: int = 0,
+        grammar: Grammar | None = None,
+    ) -> None:
         """A completion begins.
 
         Args:
             key: what it is called until `stop`. prompt: its token ids, for the repetition penalty.
             index: which of the request's `n` completions it is: each draws its own numbers from the one seed.
-
-        Raises:
-            OptionError: the JSON schema cannot be followed.
+            grammar: what `grammars` made of `params`.
         """
         assert key not in self._states, f"{key} has begun already"
-        self._constraints.start(key, params)
+        assert (grammar is None) == (params.constrained is None), "the grammar of these parameters"
+        if grammar is not None:
+            self._constraints.start(key, grammar, self.grammars.ends.union(params.stop_token_ids))
         self._penalties.start(key, params, prompt)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._states[key] = _State(params, seed, index)
@@ -126,7 +143,7 @@ class Sampler:
             return []
         states = [self._states[key] for key in keys]
         best, tokens = largest(logits)
-        bad = _without_choice(keys, best)
+        bad = dict.fromkeys(_without_choice(keys, best), _NAN)
         changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
         if changed:
             at = torch.tensor(changed, device=logits.device)
@@ -151,7 +168,7 @@ class Sampler:
         states: Sequence[_State],
         logits: Tensor,
         tokens: Tensor,
-        bad: Sequence[Hashable],
+        bad: Mapping[Hashable, MillpondError],
     ) -> Tensor:
         """Token ids (R,) by penalties, constraints and draws; `logits` (R, V) may be written.
 
@@ -161,15 +178,23 @@ class Sampler:
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
             best, tokens = largest(logits)
-            bad = [*bad, *_without_choice(keys, best)]
+            bad = {key: self._why(key, states[keys.index(key)]) for key in _without_choice(keys, best)} | dict(bad)
         if bad:
-            raise BadLogitsError(list(dict.fromkeys(bad)))
+            raise BadLogitsError(bad)
         drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
             at = torch.tensor(drawn, device=logits.device)
             rows = logits[at] if len(drawn) < len(states) else logits
             tokens[at] = choose(rows, _choice([states[i] for i in drawn], logits.device))
         return tokens
+
+    def _why(self, key: Hashable, state: _State) -> MillpondError:
+        """Why nothing is left to choose from."""
+        if key not in self._constraints:
+            return _NAN
+        return OptionError(
+            f"after {state.step} tokens no token of the vocabulary goes on as the {state.params.constrained} wants"
+        )
 
     @staticmethod
     def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:

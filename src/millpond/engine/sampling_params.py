@@ -12,6 +12,8 @@ from millpond.errors import OptionError
 
 #: Most completions of one prompt, and most alternatives of which log probabilities are given.
 MAX_N, MAX_LOGPROBS = 128, 20
+#: Fields that say what an answer must follow.
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,9 @@ class SamplingParams:
         ignore_eos: go on after the model's own end.
         n: completions of the prompt, each with a seed of its own derived from `seed`.
         seed: the same seed gives the same tokens whatever else runs; None: another one each time.
-        json_schema: a JSON schema that the answer must follow (extra `constrained`).
+        json_schema, regex, choice, grammar, structural_tag: what the answer must follow (extra `constrained`), one of
+            them at most: a JSON schema, a regular expression for the whole answer, one of several texts, a grammar in
+            EBNF whose first rule is `root`, a format of xgrammar's structural tags. What cannot be enforced is refused.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -57,7 +61,11 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     seed: int | None = None
-    json_schema: Mapping[str, Any] | None = None
+    json_schema: Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: Mapping[str, Any] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -81,13 +89,23 @@ class SamplingParams:
             raise OptionError("stop holds an empty text, which would end every answer at once")
         for token, bias in self.logit_bias.items():
             self._within(f"logit_bias of token {token}", bias, -100, 100)
-        if self.json_schema is not None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise OptionError(f"{given[0]} and {given[1]}: an answer can follow one of them; leave the other out")
+        if given and self.ignore_eos:
+            raise OptionError(f"{given[0]} ends the answer where it is complete; leave ignore_eos out")
+        for name in ("json_schema", "structural_tag"):
             try:
-                json.dumps(self.json_schema)
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"json_schema is not JSON: {error}") from None
-            if self.ignore_eos:
-                raise OptionError("json_schema ends the answer where its value is complete; leave ignore_eos out")
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise OptionError(f"{name} is not JSON: {error}") from None
+        if self.choice is not None and not any(self.choice):
+            raise OptionError("choice holds no text to choose; give at least one that is not empty")
+
+    @property
+    def constrained(self) -> str | None:
+        """The field that says what the answer must follow."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
 
     @staticmethod
     def _within(name: str, value: float, least: float, most: float) -> None:

@@ -120,11 +120,11 @@ class Turn:
         try:
             sampled = self._sampler(keys, logits)
         except BadLogitsError as error:
-            bad = set(error.keys)
+            bad = error.reasons
             for answer in answers:
                 if answer.key in bad:
                     answer.end("error")
-                    self._live[answer.key[0]].error = error
+                    self._live[answer.key[0]].error = bad[answer.key]
             good = [place for place, key in enumerate(keys) if key not in bad]
             answers = [answers[place] for place in good]
             sampled = self._sampler([keys[place] for place in good], logits[good])

@@ -1,0 +1,103 @@
+"""Grammars are compiled in a process of their own: under limits, cancellable, kept, and with nobody held up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from engine.test_sampling_constrain import SCHEMA, byte_tokenizer
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.grammar_process import GrammarProcess
+from millpond.engine.grammar_worker import Limits
+from millpond.engine.grammars import Grammars
+from millpond.engine.request import Request
+from millpond.engine.sampling_params import SamplingParams
+from millpond.errors import MillpondError, OptionError
+
+pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
+
+#: A second or two of compiling on any CPU.
+SLOW = {"type": "string", "maxLength": 9_000}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(byte_tokenizer())
+
+
+def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
+    params = SamplingParams(json_schema=SCHEMA)
+    assert grammars.of(SamplingParams()) is None
+    assert grammars.of(params) is grammars.of(SamplingParams(json_schema=dict(SCHEMA)))
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    ({"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "no value"),
+    ({"json_schema": {"type": "array", "contains": {}}}, "contains"),
+    ({"grammar": "root ::= missing"}, "missing"),
+    ({"grammar": "x" * 70_000}, "may have"),
+    ({"choice": tuple(map(str, range(2_000)))}, "may have"),
+    ({"regex": "(?=a)a"}, "cannot be enforced"),
+])  # fmt: skip
+def test_what_cannot_be_followed_is_an_option_error(grammars: Grammars, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        grammars.of(SamplingParams(**params))
+
+
+def test_time_and_memory_are_bounded() -> None:
+    slow = GrammarProcess(Limits(seconds=0.05, cpu_seconds=5, memory_bytes=1 << 30, result_bytes=1 << 26))
+    small = GrammarProcess(Limits(seconds=20, cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26))
+    try:
+        with pytest.raises(OptionError, match=r"more than 0\.05 s to compile"):
+            Grammars(byte_tokenizer(), worker=slow).of(SamplingParams(json_schema=SLOW))
+        with pytest.raises(OptionError, match="more than 1 MiB to compile"):
+            Grammars(byte_tokenizer(), worker=small).of(SamplingParams(json_schema=SLOW))
+    finally:
+        slow.close()
+        small.close()
+
+
+def test_a_task_that_is_cancelled_gives_its_grammar_up(grammars: Grammars) -> None:
+    async def cancelled() -> float:
+        grammars.of(SamplingParams(json_schema=SCHEMA))  # the worker runs
+        task = asyncio.create_task(grammars.wait_for(SamplingParams(json_schema=SLOW)))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, MillpondError)):
+            await task
+        return time.monotonic() - began
+
+    assert asyncio.run(cancelled()) < 1
+
+
+def test_a_bystander_goes_on_while_a_schema_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread steps; only the one who asked waits."""
+    from evals.small import tiny_model
+
+    async def ask() -> tuple[bool, int]:
+        llm = AsyncLLM(tiny_model(), tokenizer=byte_tokenizer(), method="full")
+        held = asyncio.Event()
+
+        async def slow(params: SamplingParams) -> None:
+            if params.constrained:
+                await held.wait()
+            return None
+
+        monkeypatch.setattr(llm._engine.grammars, "wait_for", slow)
+        monkeypatch.setattr(llm._engine.grammars, "of", lambda params, ask=None: None)
+        waits = asyncio.create_task(anext(llm.stream(Request(
+            request_id="slow", prompt=(5, 6), params=SamplingParams(json_schema=SCHEMA)
+        ))))  # fmt: skip
+        free = Request(request_id="free", prompt=(5, 6), params=SamplingParams(max_tokens=4, temperature=0))
+        tokens = [output async for output in llm.stream(free)][-1].completions[0].token_ids
+        done = waits.done()
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await llm.close()
+        return done, len(tokens)
+
+    assert asyncio.run(ask()) == (False, 4)
