@@ -178,7 +178,8 @@ class Sampler:
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
             best, tokens = largest(logits)
-            bad = {key: self._why(key, states[keys.index(key)]) for key in _without_choice(keys, best)} | dict(bad)
+            left = [key for key in _without_choice(keys, best) if key not in bad]
+            bad = dict(bad) | {key: self._why(key, states[keys.index(key)]) for key in left}
         if bad:
             raise BadLogitsError(bad)
         drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
