@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.test_sampling_constrain import SCHEMA, byte_tokenizer
@@ -19,8 +20,8 @@ from millpond.errors import MillpondError, OptionError
 
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
 
-#: A second or two of compiling on any CPU.
-SLOW = {"type": "string", "maxLength": 9_000}
+#: Seconds of compiling on any CPU.
+SLOW = {"type": "array", "prefixItems": [{"type": "string", "maxLength": 9_000 + i} for i in range(20)]}
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +61,35 @@ def test_time_and_memory_are_bounded() -> None:
         small.close()
 
 
-def test_a_task_that_is_cancelled_gives_its_grammar_up(grammars: Grammars) -> None:
-    async def cancelled() -> float:
-        grammars.of(SamplingParams(json_schema=SCHEMA))  # the worker runs
+def test_a_task_that_is_cancelled_ends_the_process_that_compiles() -> None:
+    """Within far less than the seconds that the grammar would take."""
+    worker = GrammarProcess()
+    grammars = Grammars(byte_tokenizer(), worker=worker)
+
+    def compiling() -> int:
+        assert worker._process is not None
+        return len(psutil.Process(worker._process.pid).children())
+
+    async def until(count: int) -> None:
+        end = time.monotonic() + 1
+        while compiling() != count:
+            assert time.monotonic() < end, f"never {count}"
+            await asyncio.sleep(0.005)
+
+    async def cancel() -> None:
         task = asyncio.create_task(grammars.wait_for(SamplingParams(json_schema=SLOW)))
-        await asyncio.sleep(0.1)
-        began = time.monotonic()
+        await until(1)
         task.cancel()
         with pytest.raises((asyncio.CancelledError, MillpondError)):
             await task
-        return time.monotonic() - began
+        await until(0)
 
-    assert asyncio.run(cancelled()) < 1
+    try:
+        grammars.of(SamplingParams(json_schema=SCHEMA))  # the worker runs
+        asyncio.run(cancel())
+    finally:
+        grammars.close()
+        worker.close()
 
 
 def test_a_bystander_goes_on_while_a_schema_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
