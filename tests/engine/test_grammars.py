@@ -21,7 +21,7 @@ from millpond.errors import MillpondError, OptionError
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
 
 #: Seconds of compiling on any CPU.
-SLOW = {"type": "array", "prefixItems": [{"type": "string", "maxLength": 9_000 + i} for i in range(20)]}
+SLOW = {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 5_000 + i} for i in range(40)}}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def test_a_task_that_is_cancelled_ends_the_process_that_compiles() -> None:
             await asyncio.sleep(0.005)
 
     async def cancel() -> None:
+        await until(0)  # the first grammar's process is gone
         task = asyncio.create_task(grammars.wait_for(SamplingParams(json_schema=SLOW)))
         await until(1)
         task.cancel()
