@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.llm import LLM
     from millpond.engine.sampling_params import SamplingParams
-    from millpond.hf.cache import CacheStats, MillpondCache
+    from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
     from millpond.hf.document import restore_document, save_document
+    from millpond.hf.stats import CacheStats
 
 __version__ = "0.1.0"
 
@@ -55,7 +56,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
 
 _LAZY = {
     "AsyncLLM": "millpond.engine.async_llm",
-    "CacheStats": "millpond.hf.cache",
+    "CacheStats": "millpond.hf.stats",
     "LLM": "millpond.engine.llm",
     "MillpondCache": "millpond.hf.cache",
     "SamplingParams": "millpond.engine.sampling_params",

@@ -6,6 +6,7 @@
     ├── DataError (ValueError)           a data file that cannot be read, or lacks a field
     ├── UnsupportedModelError            a model whose attention cannot be replaced
     ├── CacheMismatchError               a cache used with another model, batch or order than it was made for
+    ├── NotPicklableError (TypeError)    a cache that is to be pickled
     ├── PoolFullError (MemoryError)      the page pool reached its hard limit; what is cached stays readable
     └── NumericsError (ArithmeticError)  NaN where a number is needed
 """
@@ -38,6 +39,10 @@ class UnsupportedModelError(MillpondError):
 
 class CacheMismatchError(MillpondError):
     """A cache that meets another model, batch size or call order than it was made for."""
+
+
+class NotPicklableError(MillpondError, TypeError):
+    """A cache lives in the pages of a pool beside a model in this process, which a pickle cannot carry."""
 
 
 class PoolFullError(MillpondError, MemoryError):

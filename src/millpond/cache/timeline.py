@@ -189,6 +189,13 @@ class Timeline:
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.columns = columns
 
+    def become(self, other: Timeline) -> None:
+        """Stand where `other` stands, between two passes."""
+        self.rewind(0, other.seen)
+        self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
+        if other.tokens is not None:
+            self.tokens = other.tokens.copy(list(range(other.n_seq)))
+
     def copy(self, sequences: list[int]) -> Timeline:
         """A timeline of some sequences alone, without the pads of their passes."""
         other = Timeline()

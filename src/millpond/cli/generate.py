@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from millpond.bench.clock import Stopwatch
-    from millpond.hf.cache import CacheStats
+    from millpond.hf.stats import CacheStats
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,65 +14,38 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from millpond.budget import Budget
-from millpond.cache.account import Account
 from millpond.cache.counted import CountedPages
 from millpond.cache.journal import Journal
 from millpond.cache.layer import LayerCache
 from millpond.cache.pools import Pools
-from millpond.cache.ropes import Ropes
 from millpond.cache.rotation import Rotation
-from millpond.cache.sealed import Sealed
-from millpond.cache.table import RegionTable
 from millpond.cache.timeline import Timeline
 from millpond.cache.tokens import TokenIds
-from millpond.codec import Codec
-from millpond.errors import CacheMismatchError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
 from millpond.hf.budgets import Budgets, layer_windows
 from millpond.hf.entropies import Entropies
+from millpond.hf.fork import check_pages, share
+from millpond.hf.generation import UnusedCacheWarning, enter, leave
 from millpond.hf.images import ImageTokens, image_ids, image_tokens
 from millpond.hf.layer import MillpondLayer, Observer
 from millpond.hf.passes import Passes
 from millpond.hf.plain import plain
 from millpond.hf.rebuild import Rebuilder
 from millpond.hf.rotation import show_rotations
+from millpond.hf.stats import CacheStats, measure
 from millpond.hf.support import decoder_modules, layer_cache, text_config
+from millpond.hf.text_read import TextRead
 from millpond.policy.entropy import EntropyPolicy
 from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.rebuild import RebuildPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """What a cache holds, measured from its buffers.
-
-    Attributes:
-        seen: tokens processed, per sequence.
-        stored: entries held, [layer][sequence][KV head].
-        evicted: entries that left, over all layers, sequences and heads.
-        kv_bytes: bytes of keys and values in the pages in use, unused slots included.
-        metadata_bytes: bytes of positions, scores and tables beside them.
-        unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
-        full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
-        reserved_bytes: bytes of all pool buffers, free pages included.
-        bits_per_element: bits that one number of a stored key or value takes, unused slots included.
-    """
-
-    seen: list[int]
-    stored: list[list[list[int]]]
-    evicted: int
-    kv_bytes: int
-    unused_bytes: int
-    metadata_bytes: int
-    full_kv_bytes: int
-    reserved_bytes: int
-    bits_per_element: float
-
-
 class MillpondCache(Cache):
     """A KV cache inside a budget. Make one with `millpond.compress`; pass it as `past_key_values`.
 
-    Safe for one batch of prompts and their later turns; `reset` before an unrelated prompt.
+    Safe for one batch of prompts and their later turns; `reset` before an unrelated prompt. Inside its `with` block
+    `generate` of the model uses it, a new prompt at each call, where no other cache is passed.
     """
 
     def __init__(
@@ -82,13 +55,10 @@ class MillpondCache(Cache):
         budget: Budget | None,
         *,
         n_layers: int,
-        storage: torch.dtype | Codec | None = None,
-        page_slots: int,
-        memory_limit: int | None = None,
+        pools: Pools,
         between_chunks: bool = True,
         rotation: Rotation | None = None,
         croppable: bool = False,
-        ropes: Ropes | None = None,
     ) -> None:
         config = text_config(model)
         budgets = Budgets(budget, policy, layer_windows(config, n_layers))
@@ -96,36 +66,42 @@ class MillpondCache(Cache):
         self.budget = budget
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
         self.model = weakref.ref(model)
-        self._dtype: torch.dtype = model.dtype
+        self.dtype: torch.dtype = model.dtype
+        self.attaches = False  # whether `generate` uses it inside a `with` block, as `compress` sets it
+        self.text = TextRead()
+        self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
+        self._used = self._closed = False
         self.timeline = Timeline()
         self._image_ids = image_ids(model.config)
         looks_at_tokens = isinstance(policy, NestedPolicy | RebuildPolicy)
         if looks_at_tokens or self._image_ids:
             self.timeline.tokens = TokenIds(required=looks_at_tokens)
-        self._rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
+        self.rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
         self._between_chunks = between_chunks
         self.journal = Journal(self.timeline, truncatable=croppable)
-        self._pools = Pools(storage, page_slots, Account(memory_limit), masses=policy.mass_bias, ropes=ropes)
+        self._pools = pools
+        self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
+        self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
-        self._passes = Passes(self, decoder_modules(model))
-        self.on_close(self._passes.close)
-        self._entropies: Entropies | None = None
+        self.passes = Passes(self, decoder_modules(model))
+        self.on_close(self.passes.close)
+        self.entropies: Entropies | None = None
         if isinstance(policy, EntropyPolicy):
-            self._entropies = Entropies(self, model, policy, settles=between_chunks)
-            self.on_close(self._entropies.close)
+            self.entropies = Entropies(self, model, policy, settles=between_chunks)
+            self.on_close(self.entropies.close)
         make = layer_cache(config)
         cores = [
             make(
                 index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
-                between_chunks=between_chunks and not (policy.waits or self._rebuilder), rotation=rotation,
+                between_chunks=between_chunks and not (policy.waits or self.rebuilder), rotation=rotation,
                 sealed=self._pools.sealed if self._pools.codec is not None else None, reading=self._pools.reading,
             )
             for index in range(n_layers)
         ]  # fmt: skip
         budgets.cores = cores
         show_rotations(model, cores)
-        super().__init__(layers=[MillpondLayer(core, self.journal, self._passes) for core in cores])
+        super().__init__(layers=[MillpondLayer(core, self.journal, self.passes) for core in cores])
 
     # ------------------------------------------------------------------ what a user asks
 
@@ -141,29 +117,7 @@ class MillpondCache(Cache):
 
     def stats(self) -> CacheStats:
         """Counts and bytes as they are now."""
-        stored = [core.stored for core in self.cores]
-        seen = self.timeline.seen
-        entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
-        tables = [core.table for core in self.cores if core.table is not None]
-        full = numbers = 0
-        for table in tables:
-            wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim
-            full += int(seen.sum()) * table.n_kv_heads * wide * self._dtype.itemsize
-            numbers += int(table.entries().sum()) * wide
-        live = [(pool, pool.n_live) for pool in self.pools]
-        kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live)
-        return CacheStats(
-            seen=[int(n) for n in seen],
-            stored=[s.tolist() for s in stored],
-            evicted=entries - sum(int(s.sum()) for s in stored),
-            kv_bytes=kv_bytes,
-            unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
-            metadata_bytes=sum(table.nbytes for table in tables)
-            + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
-            full_kv_bytes=full,
-            reserved_bytes=sum(pool.nbytes for pool in self.pools),
-            bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
-        )
+        return measure(self)
 
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
         """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
@@ -189,18 +143,52 @@ class MillpondCache(Cache):
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
-        tables = [core.table for core in self.cores if core.table is not None]
-        parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
-        for pool in self.pools:
-            pool.check_integrity([part.held() for part in parts if part.pool is pool])
+        check_pages(self.kin)
+
+    def fork(self) -> MillpondCache:
+        """Another cache that stands where this one stands, for one context and many questions.
+
+        The two share pages until one of them writes, and the memory limit; each is closed on its own. What is asked of
+        one, the other never sees. One at a time is in a pass. `copy.deepcopy` does the same.
+
+        Raises:
+            CacheMismatchError: this cache is closed, or in a pass, or its model is gone.
+        """
+        model = self.model()
+        if model is None or self.make_another is None or self._closed:
+            raise CacheMismatchError("this cache is closed, or its model is gone: fork it before")
+        self.passes.check_free()
+        if self._behind(self.timeline.columns) is not None:
+            raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
+        other = self.make_another(model)
+        other._used = True
+        other.kin = self.kin
+        self.kin.add(other)
+        share(self, other)
+        return other
+
+    def __copy__(self) -> MillpondCache:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MillpondCache:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotPicklableError(
+            "a MillpondCache lives in the pages of a pool beside its model in this process, which a pickle cannot "
+            "carry; write the text that it has read with millpond.save_document(cache, ids, path) and take it up with "
+            "restore_document, or copy it in this process with cache.fork()"
+        )
 
     def stand_behind(self, ids: Tensor) -> None:
         """Count the text of these ids (1, n) as read; the layers hold what stays of it."""
+        self._used = True
+        self.text.add(ids, 0)
         self.timeline.adopt(ids)
         for core in self.cores:
             core.columns = ids.shape[1]
-        if self._rebuilder is not None:
-            self._rebuilder.adopt(self.timeline.seen)
+        if self.rebuilder is not None:
+            self.rebuilder.adopt(self.timeline.seen)
 
     def watch(self, observer: Observer | None) -> None:
         """Show `observer` what each layer attends with, pass by pass, before it is taken in; None: no longer."""
@@ -215,19 +203,32 @@ class MillpondCache(Cache):
         Raises:
             CacheMismatchError: another thread runs a pass with the cache.
         """
-        self._passes.check_free()
+        self.passes.check_free()
         self.journal.reset()
         super().reset()  # type: ignore[no-untyped-call]
         self.timeline.reset()
-        if self._rebuilder is not None:
-            self._rebuilder.reset()
-        if self._entropies is not None:
-            self._entropies.reset()
+        self.text.reset()
+        self.filled_inside = False
+        if self.rebuilder is not None:
+            self.rebuilder.reset()
+        if self.entropies is not None:
+            self.entropies.reset()
         for pool in self.pools:
             pool.trim()
 
     def close(self) -> None:
-        """Give all memory back and the model its own attention. A cache that is merely forgotten does so too."""
+        """Give all memory back and the model its own attention. A cache that is merely forgotten does so too.
+
+        Warns of a cache that nothing ever used (`UnusedCacheWarning`).
+        """
+        if not self._used and not self._closed:
+            warnings.warn(
+                "this cache was never used: pass it as past_key_values, or call generate() inside its `with` block, in "
+                "the thread that entered it",
+                UnusedCacheWarning,
+                stacklevel=2,
+            )
+        self._closed = True
         self.reset()
         for finalizer in self._finalizers:
             finalizer()
@@ -239,11 +240,19 @@ class MillpondCache(Cache):
         self._finalizers.append(finalizer)
 
     def __enter__(self) -> MillpondCache:
+        """Until the block ends, the model's `generate` uses this cache where it is given none."""
+        model = self.model()
+        if self.attaches and model is not None:
+            enter(model, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        model = self.model()
+        if model is not None:
+            leave(model, self)
+        self._used |= error is not None  # there is something else to be said
         self.close()
 
     # ------------------------------------------------------------------ what transformers asks
@@ -283,13 +292,14 @@ class MillpondCache(Cache):
         if sequences == list(range(self.timeline.n_seq)):
             return
         self.journal.settle()
-        if self._entropies is not None:
-            self._entropies.select(sequences)
+        self.text.select(sequences)
+        if self.entropies is not None:
+            self.entropies.select(sequences)
         for core in self.cores:
             core.select(sequences)
         self.timeline.select(sequences)
-        if self._rebuilder is not None:
-            self._rebuilder.select(sequences)
+        if self.rebuilder is not None:
+            self.rebuilder.select(sequences)
 
     def begin_pass(self, draft: int | None, ids: Tensor | None = None) -> None:
         """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
@@ -305,10 +315,14 @@ class MillpondCache(Cache):
                 f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
                 f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
-        if self._entropies is not None:
-            self._entropies.check_running()
+        for other in self.kin:  # pages and their counts are shared
+            other.passes.check_free()
+        if self.entropies is not None:
+            self.entropies.check_running()
         if ids is not None and ids.shape[1] == 1:
             self._rebuild()
+        self._used = True
+        self.text.add(ids, self.timeline.columns)
         self.timeline.begin_pass(ids)
         self.journal.draft = draft
         self._before_pass = self.timeline.columns
@@ -332,7 +346,7 @@ class MillpondCache(Cache):
 
     def _rebuild(self) -> None:
         """Let the model repeat what it has read, if the policy asks for it and anything waits for its plan."""
-        rebuilder = self._rebuilder
+        rebuilder = self.rebuilder
         if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.cores):
             rebuilder.run(self)
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
+from millpond.cache.account import Account
 from millpond.cache.compose import check_composition
 from millpond.cache.layer import LayerCache
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
+from millpond.cache.pools import Pools
 from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
 from millpond.hf.budgets import within
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibrated import Given, calibrated, ropes_of
+from millpond.hf.generation import use_generate
 from millpond.hf.native import use_native_layers
 from millpond.hf.outputs import show_outputs
 from millpond.hf.rebuild import ask_ids
 from millpond.hf.rotation import ModelRotation
-from millpond.hf.support import check_supported, layer_cache, n_layers, text_config
+from millpond.hf.support import check_supported, layer_cache, n_layers, text_config, unwrapped
 from millpond.hf.switch import switch
 from millpond.hf.tokens import fill_classes
 from millpond.methods import METHODS
@@ -45,12 +48,14 @@ def compress(
     native_layers: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
     calibration: Given = None,
+    attach: bool = True,
     **options: Any,
 ) -> MillpondCache:
     """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
 
     Args:
-        model: any transformers decoder that uses the attention interface.
+        model: any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or
+            what `torch.compile` returned.
         method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
@@ -68,6 +73,10 @@ def compress(
             torch. Their results agree up to rounding.
         tokenizer: the model's; methods that look at what tokens are (`fastgen`, `kvzip`) know from it.
         calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
+        attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a
+            `past_key_values` uses the cache, a new prompt at each call (a text that the cache was given otherwise, by
+            a pass, a document or a fork, is gone on with where the prompt begins with it); and a prompt that does not
+            go on where a cache that is passed has ended is refused. False leaves `generate` alone.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
@@ -80,6 +89,7 @@ def compress(
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
     """
+    model = unwrapped(model)
     check_supported(model)
     page_slots = number(page_slots)
     check_slots(page_slots)
@@ -92,9 +102,6 @@ def compress(
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
     policy = within(policy, chosen)
-    config = text_config(model)
-    rotation = ModelRotation.of(model) if policy.positions == "cache_relative" else None
-    sliding = bool(getattr(config, "sliding_window", None))
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     stored = calibrated(resolve(codec), calibration, model)
     if isinstance(stored, Codec):
@@ -104,29 +111,53 @@ def compress(
                 f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
                 "tokens or a share for the upper tier, and memory_limit for the bytes"
             )
-        if layer_cache(config) is not LayerCache:
+        if layer_cache(text_config(model)) is not LayerCache:
             raise OptionError(
                 f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    cache = MillpondCache(
-        model, policy, chosen,
-        n_layers=n_layers(config), storage=stored, page_slots=page_slots, memory_limit=limit,
-        between_chunks=between_chunks, rotation=rotation, ropes=ropes_of(stored, model),
-        croppable=policy.keeps_all and not policy.takes_budget and not sliding,
-    )  # fmt: skip
-    if isinstance(method, str):
-        cache.settings = {
-            "method": method, "codec": codec,
-            "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
-            "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
-            "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
-        }  # fmt: skip
-    show_outputs(model, cache.cores)
-    cache.on_close(switch_attention(model))
-    if native_layers:
-        cache.on_close(use_native_layers(model))
-    return cache
+    pools = Pools(stored, page_slots, Account(limit), masses=policy.mass_bias, ropes=ropes_of(stored, model))
+    settings: dict[str, Any] = {
+        "method": method, "codec": codec,
+        "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
+        "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
+        "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
+    }  # fmt: skip
+    return _Maker(
+        policy, chosen, pools, between_chunks, native_layers, attach, settings if isinstance(method, str) else None
+    ).make(model)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes caches of one kind, which share their pools."""
+
+    policy: Policy
+    budget: Budget | None
+    pools: Pools
+    between_chunks: bool
+    native_layers: bool
+    attach: bool
+    settings: dict[str, Any] | None
+
+    def make(self, model: PreTrainedModel) -> MillpondCache:
+        """An empty cache, which the model attends through from now on."""
+        config, policy = text_config(model), self.policy
+        sliding = bool(getattr(config, "sliding_window", None))
+        cache = MillpondCache(
+            model, policy, self.budget,
+            n_layers=n_layers(config), pools=self.pools, between_chunks=self.between_chunks,
+            rotation=ModelRotation.of(model) if policy.positions == "cache_relative" else None,
+            croppable=policy.keeps_all and not policy.takes_budget and not sliding,
+        )  # fmt: skip
+        cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make
+        show_outputs(model, cache.cores)
+        cache.on_close(switch_attention(model))
+        if self.native_layers:
+            cache.on_close(use_native_layers(model))
+        if self.attach:
+            cache.on_close(use_generate(model, cache))
+        return cache
 
 
 def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +84,11 @@ class Entropies:
         self.tell()
         self._decoded = self._decoded[sequences]
         self._predictions.select(sequences)
+
+    def become(self, other: Entropies) -> None:
+        """Know what `other` knows, of a cache that stands at the same place; all layers were told."""
+        self._decoded, self._predictions = other._decoded.copy(), copy(other._predictions)
+        self._protected = other._protected
 
     def reset(self) -> None:
         """Forget everything."""

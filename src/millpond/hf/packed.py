@@ -33,6 +33,7 @@ from millpond.hf.support import (
     rotary_of,
     stores_latents,
     text_config,
+    unwrapped,
 )  # fmt: skip
 
 #: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
@@ -80,6 +81,7 @@ class PackedModel:
                 "native_layers=False leaves layers to transformers and torch, and runner='lean' runs none of them; "
                 "leave one of the two out"
             )
+        model = unwrapped(model)
         check_supported(model)
         self._check_packable(model)
         self.model = model

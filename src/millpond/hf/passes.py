@@ -82,6 +82,11 @@ class Passes:
                 "output_attentions=True cannot be served: attention weights are never stored with a Millpond cache; "
                 "cache.positions(layer) tells what was kept"
             )
+        if kwargs.get("use_cache") is False:
+            raise OptionError(
+                "use_cache=False beside a cache: a pass that is given a Millpond cache writes to it; leave one of the "
+                "two out"
+            )
         keep = kwargs.get("logits_to_keep", 0)
         cache = self._cache()
         assert cache is not None, "a pass that carries the cache keeps it alive"

@@ -86,6 +86,11 @@ class Rebuilder:
         """Follow a choice of sequences."""
         self._done = self._done[sequences]
 
+    @property
+    def done(self) -> np.ndarray:
+        """(S,) tokens that were repeated."""
+        return self._done
+
     def adopt(self, seen: np.ndarray) -> None:
         """The first `seen` (S,) tokens were repeated elsewhere."""
         self._done = seen.copy()

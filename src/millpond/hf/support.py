@@ -41,6 +41,32 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside what PEFT or `torch.compile` has wrapped around it; all else as it is.
+
+    Its adapters lie inside the model, so a PEFT model's `generate` goes through it and uses its cache.
+
+    Raises:
+        UnsupportedModelError: a wrapper that passes keys and values of its own, or one that spreads the model.
+    """
+    while not isinstance(model, PreTrainedModel):
+        name = type(model).__name__
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{name}: prefix and prompt tuning pass keys and values or embeddings of their own before each text; "
+                "only adapters inside the layers (LoRA and its kin) go together with a cache"
+            )
+        base = getattr(model, "get_base_model", None)
+        inner = base() if callable(base) else getattr(model, "_orig_mod", None)
+        if inner is None:
+            spread = getattr(model, "module", None)
+            if isinstance(spread, PreTrainedModel):
+                raise UnsupportedModelError(f"{name} spreads a model over devices; pass the model inside, model.module")
+            return model
+        model = inner
+    return model
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """
     Raises:
@@ -49,6 +75,11 @@ def check_supported(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
     name, config = type(model).__name__, text_config(model)
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} was compiled in place (model.compile()), and torch cannot trace a cache that grows and evicts; "
+            "load it anew and do not compile it, or call torch.compile(model) and generate with that"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; only decoders keep a KV cache that can be compressed"

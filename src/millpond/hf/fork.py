@@ -1,0 +1,66 @@
+"""Forking a cache: one text that was read, and several caches that go on behind it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from millpond.cache.counted import CountedPages
+from millpond.cache.layer import LayerCache
+from millpond.cache.sealed import Sealed
+from millpond.cache.table import RegionTable
+from millpond.hf.plain import plain
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+
+@plain
+def share(cache: MillpondCache, other: MillpondCache) -> None:
+    """Let `other`, an empty cache of the same kind and pools, stand where `cache` stands; pages are shared.
+
+    A page that one of the two writes is copied first.
+    """
+    cache.journal.settle()
+    if cache.entropies is not None:
+        cache.entropies.tell()
+    other.timeline.become(cache.timeline)
+    sequences = list(range(cache.timeline.n_seq))
+    for core, new in zip(cache.cores, other.cores, strict=True):
+        if core.table is not None:
+            core.lend(sequences, new)
+        new.columns = core.columns
+    other.text = cache.text.copy()
+    if cache.rebuilder is not None and other.rebuilder is not None:
+        other.rebuilder.adopt(cache.rebuilder.done)
+    if cache.entropies is not None and other.entropies is not None:
+        other.entropies.become(cache.entropies)
+    # pages of pools that others hold too go back when the cache is forgotten, as they do when it is closed
+    for one in (cache, other):
+        finalizer = weakref.finalize(one, give_back, one.cores)
+        finalizer.atexit = False
+
+
+def check_pages(caches: Iterable[MillpondCache]) -> None:
+    """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
+    tables = [core.table for cache in caches for core in cache.cores if core.table is not None]
+    parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    for pool in {pool for cache in caches for pool in cache.pools}:
+        pool.check_integrity([part.held() for part in parts if part.pool is pool])
+
+
+def pages_of(cache: MillpondCache, pool: CountedPages[Any]) -> int:
+    """Pages of a pool that one of several caches holds, those that it shares among them."""
+    tables = [core.table for core in cache.cores if core.table is not None]
+    parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    held = [part.held() for part in parts if part.pool is pool]
+    return len(np.unique(np.concatenate(held))) if held else 0
+
+
+def give_back(cores: list[LayerCache]) -> None:
+    """Give back the pages of a cache that is gone."""
+    for core in cores:
+        core.reset()

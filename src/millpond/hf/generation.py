@@ -1,0 +1,179 @@
+"""use_generate: inside a cache's `with` block the model's `generate` uses it, and no prompt is read half by mistake."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.errors import CacheMismatchError, OptionError
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+
+class UnusedCacheWarning(UserWarning):
+    """A cache was closed and no pass of the model ever used it."""
+
+
+@dataclass(slots=True)
+class _Switched:
+    """A model whose `generate` is ours: what it was, how many caches want it, and the blocks that are open."""
+
+    before: Callable[..., Any] | None
+    users: int = 0
+    caches: weakref.WeakSet[MillpondCache] = field(default_factory=weakref.WeakSet)
+    blocks: list[tuple[int, weakref.ref[MillpondCache]]] = field(default_factory=list)  # thread, cache; innermost last
+    running: set[int] = field(default_factory=set)  # threads inside `generate`
+
+
+_switched: weakref.WeakKeyDictionary[PreTrainedModel, _Switched] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the model's own `generate`; its name must be this, so that a pickled model comes back with its own.
+
+    Raises:
+        OptionError: no cache is to be used, or another kind, where one of ours is.
+        CacheMismatchError: the cache that is passed has read another text than the prompt begins with.
+    """
+    switched, thread = _switched.get(self), threading.get_ident()
+    own: Callable[..., Any] = MethodType(type(self).generate, self)  # type: ignore[attr-defined]
+    if switched is None or thread in switched.running:  # a copy of the model, or a draft by the model itself
+        return own(*args, **kwargs)
+    own = switched.before or own
+    given = kwargs.get("past_key_values")
+    cache = given if given is not None else _innermost(switched, thread)
+    if cache not in switched.caches:
+        return own(*args, **kwargs)
+    _check_used(self, args, kwargs)
+    ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
+    if given is not None:
+        check_goes_on(cache, ids, kwargs)
+    elif cache.filled_inside or not _goes_on(cache, ids, kwargs):
+        cache.reset()
+        cache.filled_inside = True
+    kwargs["past_key_values"] = cache
+    switched.running.add(thread)
+    try:
+        return own(*args, **kwargs)
+    finally:
+        switched.running.discard(thread)
+
+
+def use_generate(model: PreTrainedModel, cache: MillpondCache) -> Callable[[], None]:
+    """Let `generate` of the model look at this cache; returns what undoes it, once no other cache needs it."""
+    if not hasattr(model, "generate"):
+        return lambda: None
+    with _lock:
+        switched = _switched.get(model)
+        if switched is None:
+            switched = _switched[model] = _Switched(model.__dict__.get("generate"))
+            model.generate = MethodType(generate, model)  # type: ignore[assignment]
+        switched.users += 1
+        switched.caches.add(cache)
+    reference = weakref.ref(model)
+
+    def undo() -> None:
+        model = reference()
+        with _lock:
+            found = None if model is None else _switched.get(model)
+            if model is None or found is None:
+                return
+            found.users -= 1
+            if found.users:
+                return
+            del _switched[model]
+            if getattr(model.__dict__.get("generate"), "__func__", None) is generate:
+                del model.generate
+                if found.before is not None:
+                    model.generate = found.before  # type: ignore[assignment]
+
+    return undo
+
+
+def enter(model: PreTrainedModel, cache: MillpondCache) -> None:
+    """A `with` block of the cache begins in this thread: `generate` uses it where it is given none."""
+    with _lock:
+        if model in _switched:
+            _switched[model].blocks.append((threading.get_ident(), weakref.ref(cache)))
+
+
+def leave(model: PreTrainedModel, cache: MillpondCache) -> None:
+    """The block ends."""
+    with _lock:
+        if model in _switched:
+            blocks = _switched[model].blocks
+            blocks[:] = [block for block in blocks if block[1]() not in (None, cache)]
+
+
+def check_goes_on(cache: MillpondCache, ids: Any, kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        CacheMismatchError: the prompt `ids` (S, n) is not the text that the cache has read, and more.
+    """
+    columns, mask = cache.timeline.columns, kwargs.get("attention_mask")
+    if not columns or not isinstance(ids, Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
+        return
+    if isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]:
+        return  # only what is new, as the mask tells
+    way_out = (
+        "; for an unrelated prompt call cache.reset() first, make a cache for each prompt, or leave past_key_values "
+        "out inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "
+        "follows with an attention_mask over all of it"
+    )
+    if len(ids) == cache.timeline.n_seq:
+        apart = cache.text.differs(ids, cache.timeline.mask()[:, : ids.shape[1]])
+        if apart is not None:
+            raise CacheMismatchError(
+                f"this cache has read another text: token {apart[1]} of sequence {apart[0]} is "
+                f"{int(cache.text.ids[apart])} there and {int(ids[apart])} in this prompt{way_out}"
+            )
+    if ids.shape[1] <= columns:
+        raise CacheMismatchError(
+            f"this cache has read {columns} tokens, and the prompt has {ids.shape[1]}, so nothing of it is new{way_out}"
+        )
+
+
+def _goes_on(cache: MillpondCache, ids: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the prompt is the text that the cache was given outside `generate`, and more."""
+    if not isinstance(ids, Tensor) or len(ids) != cache.timeline.n_seq:
+        return False
+    try:
+        check_goes_on(cache, ids, kwargs)
+    except CacheMismatchError:
+        return False
+    return True
+
+
+def _innermost(switched: _Switched, thread: int) -> Any:
+    """The cache of the innermost open block of this thread, or None."""
+    with _lock:
+        return next((cache() for owner, cache in reversed(switched.blocks) if owner == thread), None)
+
+
+def _check_used(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        OptionError: `generate` is told to use no cache, or one of another kind.
+    """
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    config = getattr(model, "generation_config", None) if config is None else config
+    if kwargs.get("use_cache", getattr(config, "use_cache", None)) is False:
+        raise OptionError(
+            "use_cache=False leaves the Millpond cache unused and reads the whole text at each token; leave it out, "
+            "pass use_cache=True where the model's settings say otherwise, or leave the `with` block"
+        )
+    kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if kind is not None:
+        raise OptionError(
+            f"cache_implementation={kind!r} asks for a cache of transformers where a Millpond cache is used; leave it "
+            "out, or compress with attach=False"
+        )

@@ -1,0 +1,65 @@
+"""CacheStats: what a cache holds, measured from its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from millpond.hf.fork import pages_of
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache holds, measured from its buffers.
+
+    Attributes:
+        seen: tokens processed, per sequence.
+        stored: entries held, [layer][sequence][KV head].
+        evicted: entries that left, over all layers, sequences and heads.
+        kv_bytes: bytes of keys and values in the pages in use, unused slots included.
+        metadata_bytes: bytes of positions, scores and tables beside them.
+        unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
+        full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
+        reserved_bytes: bytes of all pool buffers, free pages included.
+        bits_per_element: bits that one number of a stored key or value takes, unused slots included.
+    """
+
+    seen: list[int]
+    stored: list[list[list[int]]]
+    evicted: int
+    kv_bytes: int
+    unused_bytes: int
+    metadata_bytes: int
+    full_kv_bytes: int
+    reserved_bytes: int
+    bits_per_element: float
+
+
+def measure(cache: MillpondCache) -> CacheStats:
+    """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
+    stored = [core.stored for core in cache.cores]
+    seen = cache.timeline.seen
+    entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
+    tables = [core.table for core in cache.cores if core.table is not None]
+    full = numbers = 0
+    for table in tables:
+        wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim
+        full += int(seen.sum()) * table.n_kv_heads * wide * cache.dtype.itemsize
+        numbers += int(table.entries().sum()) * wide
+    live = [(pool, pool.n_live if len(cache.kin) == 1 else pages_of(cache, pool)) for pool in cache.pools]
+    kv_bytes = sum(n * pool.kv_bytes_per_page for pool, n in live)
+    return CacheStats(
+        seen=[int(n) for n in seen],
+        stored=[s.tolist() for s in stored],
+        evicted=entries - sum(int(s.sum()) for s in stored),
+        kv_bytes=kv_bytes,
+        unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
+        metadata_bytes=sum(table.nbytes for table in tables)
+        + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
+        full_kv_bytes=full,
+        reserved_bytes=sum(pool.nbytes for pool in cache.pools),
+        bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
+    )
