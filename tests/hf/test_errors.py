@@ -66,7 +66,7 @@ def test_an_encoder():
 
 
 def test_a_mask_of_four_dimensions():
-    with mp.compress(shared_model("llama"), "h2o", 8) as cache, torch.no_grad():
+    with mp.compress(shared_model("llama"), "h2o", 8, attach=False) as cache, torch.no_grad():
         square = torch.ones(1, 1, 6, 6, dtype=torch.bool)
         with pytest.raises(mp.UnsupportedModelError, match="mask of 4 dimensions; pass the padding mask"):
             shared_model("llama")(one(6)["input_ids"], attention_mask=square, past_key_values=cache)
@@ -92,7 +92,7 @@ def test_a_cache_with_another_model(other, switched):
     else:
         stranger = family("llama").make(**({"num_hidden_layers": 3} if other == "other shapes" else {}))
     keep = mp.compress(stranger, "full") if switched else None
-    with mp.compress(shared_model("llama"), "h2o", 8) as cache, torch.no_grad():
+    with mp.compress(shared_model("llama"), "h2o", 8, attach=False) as cache, torch.no_grad():
         with pytest.raises(mp.CacheMismatchError, match="made for one LlamaForCausalLM and met another model"):
             stranger(input_ids=one(9)["input_ids"] % 50, past_key_values=cache)
         expected = generate(shared_model("llama"), one(9), 3)

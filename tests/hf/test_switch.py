@@ -16,7 +16,7 @@ def test_a_stock_cache_on_a_switched_model(name):
     expected = teacher_forced(model, prompt, more, DynamicCache(config=model.config))
     tokens, chunked = generate(model, prompt, 6), generate(model, prompt, 6, prefill_chunk_size=7)
     plain = run(model, prompt, 1, use_cache=False).logits
-    with mp.compress(model, "h2o", 8):
+    with mp.compress(model, "h2o", 8, attach=False):
         found = teacher_forced(model, prompt, more, DynamicCache(config=model.config))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert torch.equal(generate(model, prompt, 6), tokens)

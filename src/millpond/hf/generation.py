@@ -54,6 +54,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if cache not in switched.caches:
         return own(*args, **kwargs)
     _check_used(self, args, kwargs)
+    cache.passes.check_free()
     ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if given is not None:
         check_goes_on(cache, ids, kwargs)
