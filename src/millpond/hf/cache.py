@@ -341,7 +341,7 @@ class MillpondCache(Cache):
             )
         if self._between_chunks:
             self._rebuild()
-            if self.policy.waits and self._entropies is None:  # these plan when the model's head has run
+            if self.policy.waits and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
 
     def _rebuild(self) -> None:
