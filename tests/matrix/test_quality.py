@@ -7,6 +7,8 @@ from millpond.models.load import load_model
 
 SEEDS = (5, 6)
 ASKED = 32 * len(SEEDS)
+#: The answers are single words, for which the paper's pool of 7 is the better one; ours of 21 is for longer answers.
+OPTIONS = {"ada": {"score": "snapkv/kernel=7"}, "snapkv": {"kernel": 7}}
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +16,10 @@ def outcomes() -> dict[str, list[Outcome]]:
     model = load_model("pond-recall")
     tasks = [Task.draw(1024, 32, seed) for seed in SEEDS]
     methods = ("full", "compactor", "keydiff", "ada", "snapkv", "h2o", "tova", "random", "window", "streaming")
-    return {method: [run_method(model, task, method, "20%") for task in tasks] for method in methods}
+    return {
+        method: [run_method(model, task, method, "20%", **OPTIONS.get(method, {})) for task in tasks]
+        for method in methods
+    }
 
 
 def recall(outcomes: list[Outcome]) -> float:
@@ -38,8 +43,8 @@ def test_heavy_hitters_beat_the_newest(outcomes: dict[str, list[Outcome]]) -> No
 
 def test_scores_that_look_beat_those_that_do_not(outcomes: dict[str, list[Outcome]]) -> None:
     blind = max(recall(outcomes[name]) for name in ("window", "streaming", "random"))
-    for name in ("ada", "snapkv"):  # their pool of 21 holds fewer of these single words than one of 7 would
-        assert recall(outcomes[name]) > blind + 0.04
+    for name in ("ada", "snapkv"):
+        assert recall(outcomes[name]) > blind + 0.08
 
 
 def test_everyone_but_full_holds_a_fifth(outcomes: dict[str, list[Outcome]]) -> None:

@@ -81,7 +81,9 @@ class Outcome:
 
 
 @torch.inference_mode()
-def run_method(model: PreTrainedModel, task: Task, method: str, budget: str, codec: str = "auto") -> Outcome:
+def run_method(
+    model: PreTrainedModel, task: Task, method: str, budget: str, codec: str = "auto", **options: Any
+) -> Outcome:
     """Answer every question of `task` from a cache that `method` keeps inside `budget`.
 
     The text is read and compressed once, before any question is known; each question then goes on from its own copy
@@ -89,7 +91,7 @@ def run_method(model: PreTrainedModel, task: Task, method: str, budget: str, cod
     pass, in which nothing has been evicted yet: every method would be right.)
     """
     chosen = budget if METHODS.get(method)().takes_budget else None
-    with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall")) as cache:
+    with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
         model(task.context, past_key_values=cache, logits_to_keep=1)
         held = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))
