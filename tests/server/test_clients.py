@@ -16,6 +16,7 @@ from millpond.server.errors import ApiError
 from millpond.server.gate import Gate
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
+from server.live import live
 
 KEYS = ("alice-key", "bob-kéy")
 
@@ -134,3 +135,27 @@ def test_the_end_of_the_queue_is_for_those_who_have_nothing_in_it() -> None:
             pass
     with gate.enter([str(n) for n in range(16)], "many"):
         assert gate.waiting == 16
+
+
+@pytest.mark.parametrize(("proxies", "sent", "client"), [
+    ((), "10.9.9.9", "127.0.0.1"),
+    (("10.0.0.0/8",), "10.9.9.9", "127.0.0.1"),
+    (("127.0.0.1",), "10.9.9.9", "10.9.9.9"),
+    (("127.0.0.1",), "1.2.3.4, 10.9.9.9", "10.9.9.9"),
+    (("127.0.0.0/8", "10.9.9.0/24"), "1.2.3.4, 10.9.9.9", "1.2.3.4"),
+    (("127.0.0.1",), None, "127.0.0.1"),
+])  # fmt: skip
+def test_nobody_chooses_its_address_but_through_a_trusted_proxy(
+    proxies: tuple[str, ...], sent: str | None, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # the server's own settings decide, not those of uvicorn
+    with live(FakeLLM, trusted_proxies=proxies) as server, server.client() as own:
+        headers = {} if sent is None else {"X-Forwarded-For": sent}
+        assert own.post("/v1/completions", json={"prompt": "w5", "max_tokens": 1}, headers=headers).status_code == 200
+        assert server.llm.asked[-1].client == client
+
+
+@pytest.mark.parametrize("proxy", ["*", "proxy.local", "10.0.0.1/8", ""])
+def test_a_trusted_proxy_is_an_address_or_a_network(proxy: str) -> None:
+    with pytest.raises(OptionError, match="must be an address"):
+        ServerSettings(trusted_proxies=(proxy,))

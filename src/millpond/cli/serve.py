@@ -107,6 +107,14 @@ def serve(
         list[str] | None,
         optional(help="A name by which clients may call the server, beside localhost; may be repeated."),
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        optional(
+            metavar="ADDRESS",
+            help="A proxy, or a network of them, whose X-Forwarded-For says who asks; may be repeated. Default: none, "
+            "so clients without keys are told apart by the addresses that they connect from.",
+        ),
+    ] = None,
     priority_limit: Annotated[
         list[str] | None,
         optional(
@@ -131,7 +139,7 @@ def serve(
         max_bytes_under_way=parse_bytes(max_bodies), max_connections=max_connections, header_timeout_s=header_timeout,
         body_timeout_s=body_timeout, write_timeout_s=write_timeout, timeout_s=timeout, drain_s=drain,
         step_limit_s=step_limit, option_files=parse_options(option_file or [], "heads=heads.json"),
-        allowed_hosts=tuple(allow_host or ()),
+        allowed_hosts=tuple(allow_host or ()), trusted_proxies=tuple(trusted_proxy or ()),
         priority_limits=limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(priority_limit or ())]),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)

@@ -51,6 +51,7 @@ def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) ->
     graceful: Any = settings.drain_s + LEAVE_S  # a float serves, too
     config = uvicorn.Config(
         app, host=host, port=port, log_level="info", access_log=False, server_header=False, http=made, ws="none",
-        timeout_graceful_shutdown=graceful,
+        timeout_graceful_shutdown=graceful, proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
     )  # fmt: skip
     return DrainingServer(config, app.state.service)

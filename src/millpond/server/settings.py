@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 
 from millpond.errors import OptionError
 
@@ -20,6 +21,8 @@ class ServerSettings:
             nothing is said, so that nobody overtakes by saying so.
         allowed_hosts: names by which requests may call the server, beside those of loopback; none: any, but for a
             server without keys that listens on loopback.
+        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; none: the one who connects
+            does, whatever its headers say.
         max_queue: most prompts that wait for the engine; beyond it requests are refused with 429. An eighth of it is
             for clients who have nothing under way.
         max_tokens: most new tokens per answer; None: as many as the model's context holds.
@@ -41,6 +44,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     max_queue: int = 256
     max_tokens: int | None = None
     max_body_bytes: int = 16 * 2**20
@@ -74,5 +78,11 @@ class ServerSettings:
             raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("an API key is empty; leave it out to let everybody ask")
+        for proxy in self.trusted_proxies:
+            try:
+                ip_network(proxy)
+            except ValueError as error:
+                rule = "must be an address, such as 10.0.0.1, or a network, such as 10.0.0.0/24"
+                raise OptionError(f"trusted proxy {proxy!r}: {rule} ({error})") from None
         if unknown := [key for key in self.priority_limits if key and key not in self.api_keys]:
             raise OptionError(f"priority_limits: {len(unknown)} of its keys are not among api_keys")
