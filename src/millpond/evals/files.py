@@ -6,12 +6,16 @@ import gzip
 import importlib
 import json
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millpond.errors import DataError
+
+#: Bytes of a file that are read at most, decompressed.
+MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,18 @@ def read_text(path: str) -> str:
     """The text of a file, decompressed where its name ends in .gz; every line ends with a single line feed.
 
     Raises:
-        DataError: it is not there, or not UTF-8 text.
+        DataError: it is not there, no regular file, longer than `MOST_BYTES`, or not UTF-8 text.
     """
+    file = Path(path).expanduser()
+    if file.exists() and not file.is_file():
+        raise DataError(f"{path} is no regular file; name a file of UTF-8 text, plain or .gz")
     try:
-        data = Path(path).expanduser().read_bytes()
-        text = (gzip.decompress(data) if path.endswith(".gz") else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        with gzip.open(file) if path.endswith(".gz") else file.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise DataError(f"{path} has more than {MOST_BYTES:,} bytes of text; cut it into several files")
+        text = data.decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); name a file of UTF-8 text, plain or .gz") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -118,6 +128,8 @@ def _parsed(text: str, path: str, number: int) -> Any:
             f"{path}, row {number}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}); mend the row, "
             f"or download the file again if it was cut off"
         ) from error
+    except (RecursionError, ValueError) as error:  # nested too deep, or a number of thousands of digits
+        raise DataError(f"{path}, row {number}: not a row of data ({error}); mend the row") from error
 
 
 def _parquet(path: str) -> Iterator[Row]:

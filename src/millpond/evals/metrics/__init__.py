@@ -5,7 +5,7 @@ from millpond.evals.metrics.choice import class_named, letters_chosen
 from millpond.evals.metrics.code import code_similarity, similarity
 from millpond.evals.metrics.numbers import last_number, number_share, same_number
 from millpond.evals.metrics.overlap import exact, f1, f1_zh
-from millpond.evals.metrics.recall import found, found_any, in_order
+from millpond.evals.metrics.recall import found, found_any, in_order, string_match_all, string_match_part
 from millpond.evals.metrics.rouge import Rouge, rouge, rouge_zh
 
 __all__ = [
@@ -27,4 +27,6 @@ __all__ = [
     "same_number",
     "self_bleu",
     "similarity",
+    "string_match_all",
+    "string_match_part",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from millpond.evals.metrics.common import common_length
 
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
 
 def found(references: Sequence[str], answer: str) -> float:
     """Share of the references that occur in the answer, whatever the case, as whole words.
@@ -25,6 +27,23 @@ def found_any(references: Sequence[str], answer: str) -> float:
     return float(any(_holds(answer, reference) for reference in references))
 
 
+def string_match_all(references: Sequence[str], answer: str) -> float:
+    """Share of the references that occur in the answer, whatever the case, in words too: RULER's score of its files.
+
+    Example:
+        >>> string_match_all(["8126", "Mill"], "It is 81267, or the windmill.")
+        1.0
+    """
+    text = _printable(answer)
+    return sum(reference.lower() in text for reference in references) / len(references)
+
+
+def string_match_part(references: Sequence[str], answer: str) -> float:
+    """1 if any reference occurs in the answer, whatever the case, in words too, else 0: RULER's for questions."""
+    text = _printable(answer)
+    return float(any(reference.lower() in text for reference in references))
+
+
 def in_order(references: Sequence[str], answer: str) -> float:
     """Share of the words of a passage that an answer repeats in their order.
 
@@ -34,6 +53,11 @@ def in_order(references: Sequence[str], answer: str) -> float:
     """
     words = " ".join(references).lower().split()
     return common_length(words, answer.lower().split()) / len(words)
+
+
+def _printable(answer: str) -> str:
+    """As RULER reads answers: control characters are line breaks, and none at the ends."""
+    return _CONTROL.sub("\n", answer.strip()).strip().lower()
 
 
 def _holds(answer: str, reference: str) -> bool:
