@@ -32,6 +32,11 @@ def chat(body: dict[str, Any], llm: FakeLLM | None = None, **settings: Any) -> A
     return ask(messages | body, llm or templated(), "/v1/chat/completions", **settings)
 
 
+def called(arguments: Any, name: str = "w33") -> dict[str, Any]:
+    """A call as clients send it back."""
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def read(body: dict[str, Any]) -> str:
     """What the engine was given, as text."""
     llm = templated()
@@ -76,7 +81,7 @@ def test_tools_and_calls_pass_through_the_template() -> None:
     tool = {"type": "function", "function": {"name": "w33", "parameters": {"type": "object"}}}
     assert read({"tools": [tool]}) == "w90 w33 w5 w6 w50"
     assert read({"tools": [tool], "tool_choice": "none"}) == "w5 w6 w50"
-    call = {"id": "1", "type": "function", "function": {"name": "w33", "arguments": '{"a": "w44"}'}}
+    call = called('{"a": "w44"}')
     said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "w9"}]
     assert read({"messages": said}) == "w44 w9 w50"
 
@@ -115,7 +120,7 @@ def test_formats_become_schemas() -> None:
     ({"messages": []}, "invalid_value", "messages"),
     ({"messages": [{"role": "king", "content": "w5"}]}, "invalid_value", "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "invalid_value", "JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called("{")]}]}, "invalid_value", "JSON"),
     ({"chat_template_kwargs": {"tokenize": True}}, "invalid_value", "set by the server"),
     ({"top_logprobs": 2}, "invalid_value", "logprobs"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "invalid_value", "give one"),

@@ -40,6 +40,7 @@ UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "audio": "answers are text",
+    "refusal": "no template shows it; put what was said into content",
     "modalities": "answers are text",
     "prediction": "there is no speculative decoding",
     "reasoning_effort": "put what the chat template takes into chat_template_kwargs",
@@ -124,7 +125,7 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", "invalid_json")
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden" or (first["type"] == "none_required" and place[-1] in UNSUPPORTED):
         return ApiError(400, _unknown(place), "unknown_parameter", name)
     if not place:
         message = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -132,6 +133,8 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     if place[0] == "prompt" and first["type"] != "missing":
         message = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
         return ApiError(400, message, "invalid_value", "prompt")
+    if first["type"] == "value_error":  # of a check of ours, which says what it found
+        return ApiError(400, f"{name}: {first['ctx']['error']}", "invalid_value", name)
     return ApiError(400, f"{name}: {first['msg']}, not {_shown(first.get('input'))}", "invalid_value", name)
 
 
@@ -141,7 +144,7 @@ def _unknown(place: list[str]) -> str:
     name = place[-1]
     if name in UNSUPPORTED:
         return f"{'.'.join(place)} is not supported: {UNSUPPORTED[name]}"
-    close = difflib.get_close_matches(name, KNOWN, n=1)
+    close = difflib.get_close_matches(name, [known for known in KNOWN if known not in UNSUPPORTED], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown field {'.'.join(place)!r}{hint}"
 

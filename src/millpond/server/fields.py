@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from millpond.engine.request import MOST_SALT
 from millpond.server.markdown import MOST_CHARACTERS
+from millpond.server.messages import MOST_TOOLS, Body, Message, Tool
 
 #: Of seeds and priorities: what 64 bits hold.
 _INT64 = 2**63 - 1
@@ -15,12 +16,8 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
-
-
-class Body(BaseModel):
-    """Refuses unknown fields, infinities and NaN."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+#: A name or a note of a client's own; OpenAI's have 512 characters at most.
+Label = Annotated[str, Field(max_length=512)]
 
 
 class CacheFields(Body):
@@ -42,9 +39,10 @@ class CacheFields(Body):
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """How a stream ends; pieces are sent as they come, without noise that would hide their length."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(Body):
@@ -71,8 +69,12 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
+    store: bool | None = None
+    service_tier: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
 
 
 class CompletionBody(SamplingFields):
@@ -87,40 +89,6 @@ class CompletionBody(SamplingFields):
     best_of: int | None = Field(default=None, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a chat, as the template gets it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
-class Function(Body):
-    """What a tool is called with."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool that the template shows to the model."""
-
-    type: Literal["function"]
-    function: Function
 
 
 class JsonSchema(Body):
@@ -154,7 +122,7 @@ class SchemaFormat(Body):
 class ChatFields(Body):
     """What makes a prompt of messages."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
@@ -168,6 +136,16 @@ class ChatBody(SamplingFields, ChatFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    # null is what clients send who mean nothing by them; see `UNSUPPORTED`
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 class TokenizeBody(ChatFields):

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.server.errors import ApiError
-from millpond.server.fields import ChatFields, Message, SamplingFields
+from millpond.server.fields import ChatFields, SamplingFields
 from millpond.server.llm import ServedLLM
+from millpond.server.messages import Message
 
 T = TypeVar("T")
 
@@ -111,10 +111,11 @@ class Tokens:
                 no tokenizer.
         """
         self.need("a chat", "messages")
-        size = sum(map(_length, said))
+        shown = (body.tools or []) if use_tools else []
+        size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
         self._check_length(size, "messages")
         messages = await self._run(lambda _: [_plain(message) for message in said], size)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if use_tools else []
+        tools = await self._run(lambda _: [tool.model_dump(exclude_none=True) for tool in shown], size)
         extra = body.chat_template_kwargs or {}
         if taken := sorted(_OWN & extra.keys()):
             raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
@@ -168,26 +169,16 @@ def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> s
     return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
 
 
-def _length(message: Message) -> int:
-    """Characters of a message's text."""
-    content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-
-
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: one text, and arguments of tool calls as values instead of JSON."""
-    found = message.model_dump(exclude_none=True)
+    """A message as templates expect it: one text, and nothing that says nothing."""
+    found = message.model_dump(exclude_none=True, exclude={"annotations"})
     if isinstance(message.content, list):
         found["content"] = "".join(part.text for part in message.content)
     found.setdefault("content", "")
     for call in found.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError as error:
-                message_ = f"the arguments of a tool call are not JSON: {error}"
-                raise ApiError(400, message_, "invalid_value", "messages") from error
+        call.pop("index", None)
+    if not found.get("tool_calls", True):
+        del found["tool_calls"]
     for part in found.values():
         if isinstance(part, str):
             check_text(part, "messages")

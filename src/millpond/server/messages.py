@@ -1,0 +1,150 @@
+"""Messages of chats as clients send them, answers of this server among them, and the tools that they may name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+#: Of one chat at most: tools, and calls in one message.
+MOST_TOOLS, MOST_CALLS = 128, 128
+#: Characters of a name or an id, and of the JSON of one tool's parameters or one call's arguments, at most.
+MOST_NAME, MOST_JSON = 256, 128 * 1024
+Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+
+
+class Body(BaseModel):
+    """Refuses unknown fields, infinities and NaN."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What the model called, and with what: clients send the JSON that they got, templates want the values.
+
+    Attributes:
+        arguments: an object, as itself or as its JSON.
+    """
+
+    name: Name
+    arguments: dict[str, Any]
+    _length: int = PrivateAttr(0)
+
+    @property
+    def length(self) -> int:
+        """Characters of it, about."""
+        return len(self.name) + self._length
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _values(cls, given: Any) -> Any:
+        return arguments_of(given) if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _short(self) -> CalledFunction:
+        self._length = length_of(self.arguments)
+        return self
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant; streams number calls by `index`, which says no more than their order."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, ge=0, le=MOST_CALLS)
+
+
+class Message(Body):
+    """One message of a chat, as the template gets it; what an answer of ours has beside that may come back empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def length(self) -> int:
+        """Characters of its text, about."""
+        content = self.content or ""
+        text = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        return text + len(self.reasoning_content or "") + sum(call.function.length for call in self.tool_calls or ())
+
+
+class Function(Body):
+    """What a tool is called with."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    _length: int = PrivateAttr(0)
+
+    @property
+    def length(self) -> int:
+        """Characters of it, about."""
+        return len(self.name) + len(self.description or "") + self._length
+
+    @model_validator(mode="after")
+    def _short(self) -> Function:
+        self._length = length_of(self.parameters)
+        return self
+
+
+class Tool(Body):
+    """A tool that the template shows to the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call from their JSON.
+
+    Raises:
+        ValueError: no JSON, or no object.
+
+    Example:
+        >>> arguments_of('{"city": "Bern"}')
+        {'city': 'Bern'}
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a call must be JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the arguments of a call must be a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def length_of(value: dict[str, Any] | None) -> int:
+    """Characters of its JSON.
+
+    Raises:
+        ValueError: more than `MOST_JSON`, or it is none.
+    """
+    try:
+        length = len(json.dumps(value, allow_nan=False))
+    except RecursionError:
+        raise ValueError("values are nested too deep") from None
+    if length > MOST_JSON:
+        raise ValueError(f"{length:,} characters of JSON, and may have {MOST_JSON:,}")
+    return length
