@@ -21,7 +21,8 @@ ANY = [
     SamplingParams(seed=1, temperature=0.4, top_p=0.8, logprobs=3),
     SamplingParams(seed=2, top_k=4, repetition_penalty=1.4), SamplingParams(temperature=0, frequency_penalty=2.0),
     SamplingParams(seed=-5, min_p=0.2, logit_bias={3: 4.0}), SamplingParams(seed=2**80, presence_penalty=1.0),
-    SamplingParams(temperature=0, logprobs=0, logit_bias={0: 100}),
+    SamplingParams(temperature=0, logprobs=0, logit_bias={0: 100}), SamplingParams(seed=3, typical_p=0.4),
+    SamplingParams(seed=4, min_tokens=3, stop_token_ids=(2, 5), allowed_token_ids=(2, 5, 7, 8)),
 ]  # fmt: skip
 
 
@@ -30,20 +31,24 @@ def logits_at(key: int, step: int) -> Tensor:
     return 2 * torch.randn(SIZE, generator=torch.Generator().manual_seed(1000 * key + step))
 
 
+def begin(sampler: Sampler, key: int) -> None:
+    sampler.start(key, ANY[key], [1, 2, 3], bans=sampler.bans_of(ANY[key]))
+
+
 def alone(key: int, steps: int) -> list[Sampled]:
     sampler = Sampler()
-    sampler.start(key, ANY[key], [1, 2, 3])
+    begin(sampler, key)
     return [sampler([key], logits_at(key, step)[None])[0] for step in range(steps)]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_the_batch_changes_nothing(data: st.DataObject) -> None:
-    """Any eight completions, each step a part of them in any order: each gets what it gets alone."""
+    """Any of ten completions, each step a part of them in any order: each gets what it gets alone."""
     sampler, steps = Sampler(), dict.fromkeys(range(len(ANY)), 0)
     found: dict[int, list[Sampled]] = {key: [] for key in steps}
     for key in steps:
-        sampler.start(key, ANY[key], [1, 2, 3])
+        begin(sampler, key)
     for _ in range(6):
         keys = data.draw(st.lists(st.sampled_from([*steps]), unique=True, min_size=1))
         for key, sampled in zip(keys, sampler(keys, torch.stack([logits_at(k, steps[k]) for k in keys])), strict=True):
@@ -166,7 +171,11 @@ def test_nothing_is_remembered_of_what_is_over() -> None:
 
 @pytest.mark.parametrize(
     ("params", "name"),
-    [(SamplingParams(logit_bias={30: 1.0}), "logit_bias"), (SamplingParams(stop_token_ids=(4, -1)), "stop_token_ids")],
+    [
+        (SamplingParams(logit_bias={30: 1.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=(4, -1)), "stop_token_ids"),
+        (SamplingParams(allowed_token_ids=(0, 30)), "allowed_token_ids"),
+    ],
 )
 def test_tokens_that_the_model_lacks_are_refused(params: SamplingParams, name: str) -> None:
     with pytest.raises(OptionError, match=f"{name} names token .* 0 to 29"):

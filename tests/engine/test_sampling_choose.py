@@ -15,6 +15,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from millpond.engine.choose import CANDIDATES, Choice, choose, uniform
@@ -22,21 +23,28 @@ from millpond.engine.choose import CANDIDATES, Choice, choose, uniform
 POINTS = 1000
 
 
-def choice_of(rows: int, temperature: float, top_k: int, top_p: float, min_p: float, draws: Tensor) -> Choice:
+def choice_of(
+    rows: int, temperature: float, top_k: int, top_p: float, min_p: float, draws: Tensor, typical_p: float = 1.0
+) -> Choice:
     return Choice(
         torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
-        torch.full((rows,), min_p), draws,
+        torch.full((rows,), min_p), torch.full((rows,), typical_p, dtype=torch.float64), draws,
     )  # fmt: skip
 
 
-def shares(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def shares(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    typical_p: float = 1.0,
+) -> Tensor:  # fmt: skip
     """The distribution (V,) that draws follow: drawn at evenly spaced points, so right to 1 / POINTS per token."""
     points = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
-    tokens = choose(logits.expand(POINTS, -1), choice_of(POINTS, temperature, top_k, top_p, min_p, points))
+    tokens = choose(logits.expand(POINTS, -1), choice_of(POINTS, temperature, top_k, top_p, min_p, points, typical_p))
     return tokens.bincount(minlength=len(logits)).double() / POINTS
 
 
-def of_transformers(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def of_transformers(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float = 1.0
+) -> Tensor:
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -44,6 +52,8 @@ def of_transformers(logits: Tensor, temperature: float, top_k: int, top_p: float
         warpers.append(TopPLogitsWarper(top_p))
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
+    if typical_p < 1:
+        warpers.append(TypicalLogitsWarper(typical_p))
     ids = torch.zeros(1, 1, dtype=torch.long)
     return warpers(ids, logits[None].clone())[0].double().softmax(-1)
 
@@ -64,6 +74,28 @@ def test_the_distribution_is_transformers(
     ours, theirs = (f(logits, temperature, top_k, top_p, min_p) for f in (shares, of_transformers))
     assert (ours - theirs).abs().max() <= 1.01 / POINTS + 1e-6
     assert not ours[theirs == 0].any()
+
+
+@pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), (0.4, 0, 1.0, 0.0), (2.5, 30, 1.0, 0.0), (1.0, 300, 0.8, 0.0), (0.9, 0, 0.95, 0.05)],
+)
+@pytest.mark.parametrize("size", [40, CANDIDATES, 700])
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_typical_sampling_is_transformers(
+    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float, size: int, scale: float
+) -> None:
+    logits = scale * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    ours, theirs = (f(logits, temperature, top_k, top_p, min_p, typical_p) for f in (shares, of_transformers))
+    assert (ours - theirs).abs().max() <= 1.01 / POINTS + 1e-6
+    assert not ours[theirs == 0].any()
+
+
+def test_typical_sampling_leaves_out_what_is_too_likely() -> None:
+    """p = 0.4 and six of 0.1: H = 1.75 nats, the likeliest is 0.83 away from it and the others 0.56."""
+    ours = shares(torch.tensor([0.4] + [0.1] * 6).log(), typical_p=0.3)
+    assert ours.tolist() == pytest.approx([0.0] + [1 / 6] * 6, abs=2 / POINTS)
 
 
 def plain(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -105,6 +137,7 @@ def test_a_row_does_not_depend_on_the_others(seed: int, rows: int, size: int) ->
     choice = Choice(
         torch.rand(rows, generator=g) + 0.1, torch.randint(0, 400, (rows,), generator=g),
         torch.rand(rows, generator=g, dtype=torch.float64).clamp(0.05), torch.rand(rows, generator=g) ** 8,
+        (2 * torch.rand(rows, generator=g, dtype=torch.float64)).clamp(0.05, 1.0),
         torch.rand(rows, generator=g, dtype=torch.float64),
     )  # fmt: skip
     together = choose(logits, choice)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from millpond.engine.bans import Bans
 from millpond.engine.engine import Engine
 from millpond.engine.grammars import Grammar
 from millpond.engine.llm import load
@@ -110,7 +111,8 @@ class AsyncLLM:
         box = _Box(asyncio.get_running_loop())
         try:
             grammar = await self._engine.grammars.wait_for(request.params)
-            await self.call(lambda engine: self._take_in(engine, request, box, grammar))
+            bans = await asyncio.to_thread(self._engine.bans_of, request.params) if request.params.forbids else None
+            await self.call(lambda engine: self._take_in(engine, request, box, grammar, bans))
             while not box.finished:
                 output = await box.next()
                 if output.error is not None:
@@ -219,10 +221,12 @@ class AsyncLLM:
             _log.error("a step of the engine failed", exc_info=error)
             return self._engine.end_all(error)
 
-    def _take_in(self, engine: Engine, request: Request, box: _Box, grammar: Grammar | None) -> None:
+    def _take_in(
+        self, engine: Engine, request: Request, box: _Box, grammar: Grammar | None, bans: Bans | None
+    ) -> None:
         if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
-        engine.add(request, grammar)
+        engine.add(request, grammar, bans)
         self._boxes[request.request_id] = box
 
     def _drop(self, request_id: str, box: _Box) -> None:

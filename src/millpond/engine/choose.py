@@ -1,4 +1,4 @@
-"""Choosing a token from each row: top-k, top-p and min-p over the whole batch, then one draw per row.
+"""Choosing a token from each row: top-k, top-p, min-p and typical-p over the whole batch, then one draw per row.
 
 A row's result depends on that row alone, bit for bit on the CPU: rows are sorted, summed and searched one by one, and
 whether the short cut over the likeliest tokens is enough is settled per row.
@@ -19,6 +19,8 @@ CANDIDATES = 256
 COLDEST = 1e-6
 #: Columns that are summed together when a draw looks for its place.
 BLOCK = 256
+#: Rows that are looked at in float64 together.
+ROWS_AT_ONCE = 16
 BELOW_ONE = 1 - 2.0**-53
 
 
@@ -27,7 +29,7 @@ class Choice:
     """How each row is drawn from: (S,) each.
 
     Attributes:
-        temperature: above 0. top_k: 0 keeps all. top_p, min_p: shares of probability, 1 and 0 keep all.
+        temperature: above 0. top_k: 0 keeps all. top_p, min_p, typical_p: shares of probability; 1, 0 and 1 keep all.
         uniform: float64 in [0, 1), where in the cumulative distribution the draw falls.
     """
 
@@ -35,11 +37,13 @@ class Choice:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    typical_p: Tensor
     uniform: Tensor
 
     def __getitem__(self, rows: Tensor) -> Choice:
         return Choice(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.typical_p[rows],
+            self.uniform[rows],
         )  # fmt: skip
 
 
@@ -55,11 +59,11 @@ def uniform(seed: int, index: int, step: int) -> float:
 
 
 def choose(logits: Tensor, choice: Choice) -> Tensor:
-    """Token ids (S,), drawn from softmax(logits / temperature) after top-k, top-p and min-p, in this order.
+    """Token ids (S,), drawn from softmax(logits / temperature) after top-k, top-p, min-p and typical-p, in this order.
 
     top-k keeps the k likeliest tokens; top-p the fewest of those left, likeliest first, whose share of what is left
     reaches p (Holtzman et al. 2020, eq. 2); min-p those at least min_p times as likely as the likeliest (Nguyen et al.
-    2024, eq. 2). Tokens exactly as likely as the last one kept stay, too.
+    2024, eq. 2); typical-p see `_typical`. Tokens exactly as likely as the last one kept stay, too.
 
     Args:
         logits: (S, V) float32, each row with a finite maximum.
@@ -67,8 +71,12 @@ def choose(logits: Tensor, choice: Choice) -> Tensor:
     size = logits.shape[-1]
     probs = (logits / choice.temperature[:, None].clamp(min=COLDEST)).softmax(-1)  # (S, V)
     tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-    ordered = ((choice.top_k > 0) & (choice.top_k < size)) | (choice.top_p < 1)
-    for rows in _where(~ordered):
+    typical = choice.typical_p < 1
+    ordered = (((choice.top_k > 0) & (choice.top_k < size)) | (choice.top_p < 1)) & ~typical
+    for rows in (some for whole in _where(typical) for some in torch.split(whole, ROWS_AT_ONCE)):
+        own = choice[rows]
+        tokens[rows] = _draw(_typical(_kept(probs[rows], own), own.typical_p), own.uniform)
+    for rows in _where(~(ordered | typical)):
         kept = probs if len(rows) == len(probs) else probs[rows]
         if choice.min_p[rows].any():
             kept = kept.where(kept >= choice.min_p[rows, None] * kept.amax(-1, keepdim=True), 0)
@@ -106,6 +114,36 @@ def _least(values: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     last = (before < choice.top_p[:, None] * mass).sum(-1, keepdim=True) - 1
     by_mass = values.gather(1, last).where(choice.top_p[:, None] < 1, 0)
     return by_rank, torch.maximum(torch.maximum(by_rank, by_mass), choice.min_p[:, None] * values[:, :1])
+
+
+def _kept(probs: Tensor, choice: Choice) -> Tensor:
+    """The probabilities (R, V), 0 where top-k, top-p and min-p leave a token out."""
+    if not (choice.top_k.any() or choice.min_p.any() or (choice.top_p < 1).any()):
+        return probs
+    _, least = _least(probs.sort(descending=True).values, choice)
+    return probs.where(probs >= least, 0)
+
+
+def _typical(probs: Tensor, mass: Tensor) -> Tensor:
+    """The probabilities (R, V), 0 but for the tokens whose surprise is nearest to the expected one, with `mass` (R,).
+
+    Locally typical sampling (Meister et al. 2022, eq. 8): with H = -sum_j p_j log p_j, the fewest tokens of the least
+    |-log p_j - H| whose probabilities sum to `mass`. What comes in need not sum to 1.
+    """
+    share = probs.double() / probs.cumsum(-1, dtype=torch.float64)[:, -1:]  # not sum(), see `_draw`
+    entropy = torch.special.entr(share).cumsum(-1)[:, -1:]
+    distance = (-share.log() - entropy).abs()  # (R, V), infinite where p is 0
+    limit = torch.empty_like(entropy)
+    left = torch.arange(len(probs), device=probs.device)
+    for n in dict.fromkeys((min(CANDIDATES, probs.shape[-1]), probs.shape[-1])):
+        near = distance[left].topk(n, largest=False)
+        reached = share[left].gather(1, near.indices).cumsum(-1)
+        last = (reached < mass[left, None]).sum(-1, keepdim=True)
+        limit[left] = near.values.gather(1, last.clamp(max=n - 1))
+        left = left[last[:, 0] >= n]
+        if not len(left):
+            break
+    return probs.where(distance <= limit, 0)
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:

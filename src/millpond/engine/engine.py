@@ -20,6 +20,7 @@ from millpond.cache.account import Account
 from millpond.cache.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.stack import Stack
 from millpond.cache.swap_files import SwapFiles
+from millpond.engine.bans import Bans
 from millpond.engine.grammars import Grammar, Grammars
 from millpond.engine.groups import Group
 from millpond.engine.intake import Intake
@@ -31,6 +32,7 @@ from millpond.engine.recipes import Recipes
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.room import Room, groups_of
 from millpond.engine.sampling import Sampler
+from millpond.engine.sampling_params import SamplingParams
 from millpond.engine.scheduler import Scheduler, State
 from millpond.engine.sharing import Sharing
 from millpond.engine.turn import Turn
@@ -126,11 +128,19 @@ class Engine:
         """What answers can be made to follow; compiles from any thread."""
         return self._sampler.grammars
 
-    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+    def bans_of(self, params: SamplingParams) -> Bans | None:
+        """The tokens that `params` forbid, from any thread; None: none.
+
+        Raises:
+            OptionError: see `Bans.of`.
+        """
+        return self._sampler.bans_of(params)
+
+    def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.
 
         Args:
-            grammar: what `grammars` made of its parameters; None: it is made here, and the caller waits.
+            grammar, bans: what `grammars` and `bans_of` made of its parameters; None: made here, and the caller waits.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: the request is refused; the message says why.
@@ -139,8 +149,9 @@ class Engine:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
         live = self._intake.take(request)
         grammar = grammar or self.grammars.of(request.params)
+        bans = bans or self.bans_of(request.params)
         for answer in live.answers:
-            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar)
+            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar, bans)
         self._live[request.request_id] = live
         self._scheduler.add(live.job)
         self._stats = self._count()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millpond.engine.bans import Bans, Forbidden
 from millpond.engine.choose import Choice, choose, uniform
 from millpond.engine.constrain import Constraints
 from millpond.engine.grammars import Grammar, Grammars
@@ -75,7 +76,8 @@ class Sampler:
     gives the same tokens whatever else is in the batch.
 
     Args:
-        tokenizer: needed for answers that follow a grammar. ends: ids that end a text; none: the tokenizer's own.
+        tokenizer: needed for answers that follow a grammar, and for bad words. ends: ids that end a text; none: the
+            tokenizer's own.
 
     Attributes:
         grammars: what answers can be made to follow.
@@ -85,6 +87,8 @@ class Sampler:
         self._states: dict[Hashable, _State] = {}
         self._penalties = Penalties()
         self._constraints = Constraints()
+        self._forbidden = Forbidden()
+        self._tokenizer = tokenizer
         self.grammars = Grammars(tokenizer, ends)
 
     def check(self, params: SamplingParams, vocab_size: int) -> None:
@@ -93,10 +97,19 @@ class Sampler:
         Raises:
             OptionError: a token id outside the vocabulary.
         """
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, name) or ()
             wrong = [token for token in ids if not 0 <= token < vocab_size]
             if wrong:
                 raise OptionError(f"{name} names token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
+
+    def bans_of(self, params: SamplingParams) -> Bans | None:
+        """The tokens that `params` forbid; None: none.
+
+        Raises:
+            OptionError: see `Bans.of`.
+        """
+        return Bans.of(params, self._tokenizer, self.grammars.ends)
 
     def start(
         self,
@@ -105,18 +118,21 @@ class Sampler:
         prompt: Sequence[int],
         index: int = 0,
         grammar: Grammar | None = None,
+        bans: Bans | None = None,
     ) -> None:
         """A completion begins.
 
         Args:
             key: what it is called until `stop`. prompt: its token ids, for the repetition penalty.
             index: which of the request's `n` completions it is: each draws its own numbers from the one seed.
-            grammar: what `grammars` made of `params`.
+            grammar: what `grammars` made of `params`. bans: what `bans_of` made of them.
         """
         assert key not in self._states, f"{key} has begun already"
         assert (grammar is None) == (params.constrained is None), "the grammar of these parameters"
         if grammar is not None:
             self._constraints.start(key, grammar, self.grammars.ends.union(params.stop_token_ids))
+        if bans is not None:
+            self._forbidden.start(key, bans)
         self._penalties.start(key, params, prompt)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._states[key] = _State(params, seed, index)
@@ -126,6 +142,7 @@ class Sampler:
         self._states.pop(key, None)
         self._penalties.stop(key)
         self._constraints.stop(key)
+        self._forbidden.stop(key)
 
     def __len__(self) -> int:
         """Completions that have begun and not ended."""
@@ -154,13 +171,18 @@ class Sampler:
         ids: list[int] = tokens.tolist()
         self._penalties.count(keys, ids)
         self._constraints.advance(keys, ids)
+        self._forbidden.count(keys, ids)
         for state in states:
             state.step += 1
         return self._with_logprobs(states, logits, ids)
 
     def _changes(self, key: Hashable, state: _State) -> bool:
         """Whether the likeliest token as the model gave it may not be the one."""
-        return state.params.temperature > 0 or key in self._penalties or key in self._constraints
+        return state.params.temperature > 0 or self._changed(key)
+
+    def _changed(self, key: Hashable) -> bool:
+        """Whether its logits are not those of the model."""
+        return key in self._penalties or key in self._constraints or key in self._forbidden
 
     def _choose(
         self,
@@ -174,9 +196,10 @@ class Sampler:
 
         `tokens` are the likeliest before all that; `bad` are keys without a choice, of these rows or others.
         """
-        if any(key in self._penalties or key in self._constraints for key in keys):
+        if any(map(self._changed, keys)):
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
+            self._forbidden.apply_(keys, logits)
             best, tokens = largest(logits)
             left = [key for key in _without_choice(keys, best) if key not in bad]
             bad = dict(bad) | {key: self._why(key, states[keys.index(key)]) for key in left}
@@ -191,11 +214,14 @@ class Sampler:
 
     def _why(self, key: Hashable, state: _State) -> MillpondError:
         """Why nothing is left to choose from."""
-        if key not in self._constraints:
-            return _NAN
-        return OptionError(
-            f"after {state.step} tokens no token of the vocabulary goes on as the {state.params.constrained} wants"
-        )
+        params = state.params
+        given = " and ".join(params.forbids)
+        if key in self._constraints:
+            among = f" within {given}" if given else ""
+            return OptionError(
+                f"after {state.step} tokens no token of the vocabulary goes on as the {params.constrained} wants{among}"
+            )
+        return OptionError(f"after {state.step} tokens {given} leave no token to choose") if given else _NAN
 
     @staticmethod
     def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:
@@ -217,14 +243,18 @@ def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
 def _choice(states: Iterable[_State], device: torch.device) -> Choice:
     """The parameters of the rows as tensors, with this step's number of each."""
     rows = [
-        (s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, uniform(s.seed, s.index, s.step))
+        (
+            s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.params.typical_p,
+            uniform(s.seed, s.index, s.step),
+        )
         for s in states
-    ]
-    temperature, top_k, top_p, min_p, draws = zip(*rows, strict=True)
+    ]  # fmt: skip
+    temperature, top_k, top_p, min_p, typical_p, draws = zip(*rows, strict=True)
     return Choice(
         torch.tensor(temperature, dtype=torch.float32, device=device),
         torch.tensor(top_k, dtype=torch.long, device=device),
         torch.tensor(top_p, dtype=torch.float64, device=device),
         torch.tensor(min_p, dtype=torch.float32, device=device),
+        torch.tensor(typical_p, dtype=torch.float64, device=device),
         torch.tensor(draws, dtype=torch.float64, device=device),
     )

@@ -12,6 +12,10 @@ from millpond.errors import OptionError
 
 #: Most completions of one prompt, and most alternatives of which log probabilities are given.
 MAX_N, MAX_LOGPROBS = 128, 20
+#: Most words that may not come, and characters of one: each has its token sequences, which every step looks at.
+MOST_BAD_WORDS, MOST_BAD_WORD = 1_000, 100
+#: Most ids that alone may come, more than vocabularies have.
+MOST_ALLOWED = 2**20
 #: Fields that say what an answer must follow.
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 
@@ -22,14 +26,20 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most new tokens; None: as many as the model's context holds.
-        temperature: 0 takes the likeliest token. top_p, top_k, min_p: what is left to choose from, after each other in
-            the order top_k, top_p, min_p; 1.0, 0 and 0.0 leave everything.
+        min_tokens: no token that would end the answer is chosen before there are so many, and stop texts are looked
+            for in what comes after them.
+        temperature: 0 takes the likeliest token. top_p, top_k, min_p, typical_p: what is left to choose from, after
+            each other in the order top_k, top_p, min_p, typical_p; 1.0, 0, 0.0 and 1.0 leave everything. typical_p
+            takes the tokens whose surprise is nearest to the expected one (Meister et al. 2022, sec. 4).
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or answer (CTRL,
             Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted once, and once per occurrence, for
             tokens of the answer.
         logit_bias: token id -> number added to its logit.
+        bad_words: texts whose tokens are never completed in the answer, with and without a space before them.
+            allowed_token_ids: the only ids that are chosen, those that end the answer among them; None: all. Beside
+            what an answer must follow both hold; where nothing is left to choose the answer ends with an error.
         logprobs: how many of the likeliest tokens are given with each new token, beside itself; None: none at all.
-            They are the model's own: no penalty, bias, temperature or schema shows in them.
+            They are the model's own: no penalty, bias, temperature, schema or forbidden token shows in them.
         prompt_logprobs: the same for the tokens of the prompt.
         stop: texts that end the answer, not part of it unless `include_stop`. stop_token_ids: ids that do.
         ignore_eos: go on after the model's own end.
@@ -45,14 +55,18 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -75,12 +89,18 @@ class SamplingParams:
         self._within("top_p", self.top_p, 0, 1)
         self._within("top_k", self.top_k, 0, math.inf)
         self._within("min_p", self.min_p, 0, 1)
+        self._within("typical_p", self.typical_p, 0, 1)
         self._within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         self._within("presence_penalty", self.presence_penalty, -2, 2)
         self._within("frequency_penalty", self.frequency_penalty, -2, 2)
         self._within("n", self.n, 1, MAX_N)
-        if self.top_p == 0:
-            raise OptionError("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
+        for name in ("top_p", "typical_p"):
+            if getattr(self, name) == 0:
+                raise OptionError(f"{name}=0 leaves no token to choose from; use temperature=0 for the likeliest")
+        self._within("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise OptionError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        self._check_forbidden()
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(self, name)
             if asked is not None:
@@ -102,10 +122,31 @@ class SamplingParams:
         if self.choice is not None and not any(self.choice):
             raise OptionError("choice holds no text to choose; give at least one that is not empty")
 
+    def _check_forbidden(self) -> None:
+        if len(self.bad_words) > MOST_BAD_WORDS:
+            raise OptionError(f"bad_words has {len(self.bad_words):,} texts and may have {MOST_BAD_WORDS:,}")
+        for word in self.bad_words:
+            if not word.strip():
+                raise OptionError(f"bad_words holds {word[:20]!r}, which is no word; leave it out")
+            if len(word) > MOST_BAD_WORD:
+                raise OptionError(
+                    f"bad_words holds {word[:20]!r}... of {len(word):,} characters; a word may have {MOST_BAD_WORD}"
+                )
+        allowed = self.allowed_token_ids
+        if allowed is not None and not 0 < len(allowed) <= MOST_ALLOWED:
+            raise OptionError(
+                f"allowed_token_ids has {len(allowed):,} ids: must have 1 to {MOST_ALLOWED:,}, or be None for all"
+            )
+
     @property
     def constrained(self) -> str | None:
         """The field that says what the answer must follow."""
         return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+
+    @property
+    def forbids(self) -> tuple[str, ...]:
+        """The fields that forbid tokens by name."""
+        return tuple(name for name in ("min_tokens", "bad_words", "allowed_token_ids") if getattr(self, name))
 
     @staticmethod
     def _within(name: str, value: float, least: float, most: float) -> None:

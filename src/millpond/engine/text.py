@@ -92,6 +92,7 @@ class Writer:
         self._pieces = TokenText(tokenizer, params.skip_special_tokens)
         self._stops = StopFinder(params.stop, params.include_stop)
         self._parts: list[str] = []
+        self._missing = params.min_tokens  # so many tokens may still not end the text
 
     def add(self, token_id: int) -> tuple[str, str | None]:
         """The new text, and the stop text that ended it.
@@ -99,13 +100,14 @@ class Writer:
         Text that may be the beginning of a stop text is held back until it is clear.
         """
         assert self._stops.found is None, "the text has ended"
-        return self._put(self._stops.add(self._pieces.add(token_id))), self._stops.found
+        early, self._missing = self._missing > 0, max(0, self._missing - 1)
+        return self._put(self._stops.add(self._pieces.add(token_id), end=not early)), self._stops.found
 
     def finish(self) -> str:
         """The rest of the text, once no token comes any more: what was held back, and bytes that are no character."""
         if self._stops.found is not None:
             return ""
-        return self._put(self._stops.add(self._pieces.finish()) + self._stops.finish())
+        return self._put(self._stops.add(self._pieces.finish(), end=not self._missing) + self._stops.finish())
 
     @property
     def text(self) -> str:

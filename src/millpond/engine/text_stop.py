@@ -27,16 +27,20 @@ class StopFinder:
         self._matched = [0] * len(stops)  # characters of each stop text that the text so far ends with
         self._held = ""
 
-    def add(self, text: str) -> str:
-        """The text that can be passed on now; what may begin a stop text is held back."""
+    def add(self, text: str, end: bool = True) -> str:
+        """The text that can be passed on now; what may begin a stop text is held back.
+
+        Args:
+            end: off: a stop text that is complete within this text does not count.
+        """
         if not self._stops:
             return text
         text = self._held + text
-        for end in range(len(self._held), len(text)):
-            stop = self._step(text[end])
-            if stop is not None:
+        for place in range(len(self._held), len(text)):
+            stop = self._step(text[place])
+            if stop is not None and end:
                 self.found, self._held = stop, ""
-                return text[: end + 1] if self._include else text[: end + 1 - len(stop)]
+                return text[: place + 1] if self._include else text[: place + 1 - len(stop)]
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep]

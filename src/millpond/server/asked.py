@@ -11,11 +11,12 @@ from millpond.named import preset
 from millpond.server.errors import ApiError
 from millpond.server.fields import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat
 
-#: Fields that have the same name and meaning in `SamplingParams`; null leaves its default.
+#: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-    "logit_bias", "n", "seed", "ignore_eos", "skip_special_tokens",
+    "typical_p", "min_tokens", "logit_bias", "n", "seed", "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
 def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
@@ -25,9 +26,10 @@ def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
         OptionError: a value out of its range.
     """
     given = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    lists = {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     more["stop"] = stop + tuple(more.get("stop", ()))
-    return SamplingParams(**given, stop_token_ids=tuple(fields.stop_token_ids or ()), **more)
+    return SamplingParams(**given, **lists, **more)
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from millpond.engine.request import MOST_SALT
+from millpond.engine.sampling_params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_TOOLS, Body, Message, Tool
 
@@ -15,6 +16,7 @@ _INT64 = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
@@ -56,8 +58,12 @@ class SamplingFields(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=_INT64)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
     max_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None

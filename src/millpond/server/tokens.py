@@ -98,8 +98,12 @@ class Tokens:
         """
         self.check(list(body.logit_bias or ()), "logit_bias")
         self.check(body.stop_token_ids or (), "stop_token_ids")
-        if body.stop:
-            self.need("a stop text", "stop")
+        self.check(body.allowed_token_ids or (), "allowed_token_ids")
+        for what, name in (("a stop text", "stop"), ("a bad word", "bad_words")):
+            if getattr(body, name):
+                self.need(what, name)
+        for word in body.bad_words or ():
+            check_text(word, "bad_words")
 
     async def chat(
         self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
