@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling_params import CONSTRAINTS, SamplingParams
 from millpond.named import preset
 from millpond.server.errors import ApiError
 from millpond.server.fields import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat
+from millpond.server.guided import constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (
@@ -23,13 +24,17 @@ def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
     """How tokens are chosen; `more` are `SamplingParams` that the two kinds of completion name differently.
 
     Raises:
-        OptionError: a value out of its range.
+        OptionError: a value out of its range. ApiError: more than one field says what the answer must follow.
     """
-    given = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
-    lists = {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    given |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
+    if (guided := constraint(fields)) is not None:
+        if any(more.get(name) is not None for name in CONSTRAINTS):
+            raise two_of(guided[0], "response_format or tool_choice")
+        more |= guided[1]
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     more["stop"] = stop + tuple(more.get("stop", ()))
-    return SamplingParams(**given, **lists, **more)
+    return SamplingParams(**given | more)
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:

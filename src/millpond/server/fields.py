@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from millpond.engine.request import MOST_SALT
 from millpond.engine.sampling_params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
+from millpond.server.guided import GuidedFields
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_TOOLS, Body, Message, Tool
 
@@ -47,7 +48,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(GuidedFields):
     """What both kinds of completion have in common; null stands for the default."""
 
     model: str | None = None
