@@ -9,7 +9,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling_params import CONSTRAINTS, SamplingParams
 from millpond.named import preset
 from millpond.server.errors import ApiError
-from millpond.server.fields import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat
+from millpond.server.fields import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
 from millpond.server.guided import constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
@@ -20,13 +20,13 @@ _SAME = (
 _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
-def sampling(fields: SamplingFields, **more: Any) -> SamplingParams:
-    """How tokens are chosen; `more` are `SamplingParams` that the two kinds of completion name differently.
+def sampling(fields: TokenFields, **more: Any) -> SamplingParams:
+    """How tokens are chosen; `more` are `SamplingParams` that the kinds of answers name differently.
 
     Raises:
         OptionError: a value out of its range. ApiError: more than one field says what the answer must follow.
     """
-    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
     given |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
     if (guided := constraint(fields)) is not None:
         if any(more.get(name) is not None for name in CONSTRAINTS):
@@ -78,14 +78,17 @@ def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[s
     return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
 
 
-def most_tokens(asked: int | None, limit: int | None) -> int | None:
+def most_tokens(asked: int | None, limit: int | None, param: str = "max_tokens") -> int | None:
     """New tokens at most: as asked, where nothing was asked the server's limit; None: what the context holds.
+
+    Args:
+        param: the field that asks.
 
     Raises:
         ApiError: more than the server's limit.
     """
     if asked is not None and limit is not None and asked > limit:
-        raise ApiError(400, f"max_tokens={asked}: this server gives at most {limit}", "invalid_value", "max_tokens")
+        raise ApiError(400, f"{param}={asked}: this server gives at most {limit}", "invalid_value", param)
     return limit if asked is None else asked
 
 

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from millpond.server.asked import check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.bodies import ParsedRoute
+from millpond.server.choices import ChoicesJob
 from millpond.server.errors import ApiError
 from millpond.server.fields import ChatBody
-from millpond.server.service import Job, Service
+from millpond.server.service import Service
 from millpond.server.tokens import PLAIN_STOP
 from millpond.server.voice import ChatVoice
 
@@ -29,7 +30,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def job_of(service: Service, body: ChatBody) -> Job:
+async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     """What a body asks for, checked.
 
     Raises:
@@ -55,4 +56,4 @@ async def job_of(service: Service, body: ChatBody) -> Job:
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(name, made, ChatVoice(bool(body.logprobs)), bool(body.stream), include_usage)
+    return ChoicesJob(name, made, ChatVoice(bool(body.logprobs)), bool(body.stream), include_usage)

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from millpond.server.asked import check_room, most_tokens, requests, sampling
 from millpond.server.bodies import ParsedRoute
+from millpond.server.choices import ChoicesJob
 from millpond.server.errors import ApiError
 from millpond.server.fields import CompletionBody
-from millpond.server.service import Job, Service
+from millpond.server.service import Service
 from millpond.server.voice import CompletionVoice
 
 #: OpenAI's default.
@@ -31,7 +32,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def job_of(service: Service, body: CompletionBody) -> Job:
+async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     """What a body asks for, checked.
 
     Raises:
@@ -59,7 +60,7 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(name, prompts, params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(name, made, voice, bool(body.stream), include_usage)
+    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
 async def _prompts(

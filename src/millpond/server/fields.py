@@ -48,8 +48,8 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(GuidedFields):
-    """What both kinds of completion have in common; null stands for the default."""
+class TokenFields(GuidedFields):
+    """How tokens are chosen and the cache is kept, in every kind of answer; null stands for the default."""
 
     model: str | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -63,16 +63,13 @@ class SamplingFields(GuidedFields):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int | None = Field(default=None, ge=0)
-    n: int | None = Field(default=None, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
@@ -82,6 +79,14 @@ class SamplingFields(GuidedFields):
     service_tier: Label | None = None
     prompt_cache_key: Label | None = None
     safety_identifier: Label | None = None
+
+
+class SamplingFields(TokenFields):
+    """What completions and chats have in common."""
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1, le=128)
+    stream_options: StreamOptions | None = None
 
 
 class CompletionBody(SamplingFields):

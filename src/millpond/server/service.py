@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -19,35 +17,18 @@ from millpond.option_files import listed_files
 from millpond.server.bodies import JsonBodies
 from millpond.server.clients import Client, Clients
 from millpond.server.errors import ApiError
-from millpond.server.figures import usage
 from millpond.server.gate import Gate
+from millpond.server.job import Job
 from millpond.server.llm import ServedLLM
 from millpond.server.metrics import Metrics
 from millpond.server.settings import ServerSettings
 from millpond.server.streams import ClientGone, EventStream, together, while_connected
 from millpond.server.tokens import Tokens
-from millpond.server.voice import Sent, Voice
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 #: nginx's status for a client that closed its connection; it reaches nobody but logs and metrics.
 _CLIENT_GONE = 499
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be answered, and how.
-
-    Attributes:
-        name: the id of the answer. requests: one per prompt. include_usage: end a stream with the numbers.
-    """
-
-    name: str
-    requests: list[Request]
-    voice: Voice
-    stream: bool = False
-    include_usage: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class Service:
@@ -85,7 +66,7 @@ class Service:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
         client = self.clients.of(http)
-        outputs = self._outputs(client, replace(job, requests=self.clients.asked(client, job.requests)))
+        outputs = self._outputs(client, self.clients.asked(client, job.requests))
         try:
             if not job.stream:
                 async with aclosing(outputs):
@@ -96,62 +77,36 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, client: Client, job: Job) -> Outputs:
+    async def _outputs(self, client: Client, asked: Sequence[Request]) -> Outputs:
         """What the engine says, from the gate in to the gate out."""
-        requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in job.requests]
+        requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in asked]
         with self.gate.enter([request.request_id for request in requests], client.name):
             async with aclosing(together(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
                         self.metrics.finished(output)
-                        if len(job.requests) == 1:
+                        if len(requests) == 1:
                             _check_deadline(output)
                     yield place, output
 
     async def _whole(self, job: Job, outputs: Outputs) -> dict[str, Any]:
         last = {place: output async for place, output in outputs}
-        answers = [last[place] for place in range(len(job.requests))]
-        choices = [
-            job.voice.choice(place, output, completion)
-            for place, output in enumerate(answers)
-            for completion in output.completions
-        ]
-        return self._envelope(job, job.voice.kind) | {
-            "choices": choices,
-            "usage": usage(answers, job.voice.new_tokens),
-        }
+        return job.whole(self.llm.model_name, [last[place] for place in range(len(job.requests))])
 
     async def _events(self, job: Job, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
-        envelope = self._envelope(job, job.voice.chunk_kind) | ({"usage": None} if job.include_usage else {})
-        sent: dict[tuple[int, int], Sent] = {}
-        last: dict[int, RequestOutput] = {}
+        events = job.events(self.llm.model_name)
         try:
-            place, output = first
-            while True:
-                last[place] = output
-                for completion in output.completions:
-                    so_far = sent.setdefault((place, completion.index), Sent())
-                    if not so_far.ended:
-                        for piece in job.voice.pieces(place, output, completion, so_far):
-                            yield _event(envelope | {"choices": [piece]})
-                try:
-                    place, output = await anext(rest)
-                except StopAsyncIteration:
-                    break
+            for event in events.more(*first):
+                yield event
+            async for place, output in rest:
+                for event in events.more(place, output):
+                    yield event
         except (ApiError, MillpondError) as error:  # the status is long sent
-            yield _event((error if isinstance(error, ApiError) else ApiError.of(error)).body())
+            for event in events.fail(error if isinstance(error, ApiError) else ApiError.of(error)):
+                yield event
             return
-        if job.include_usage:
-            answers = [last[place] for place in sorted(last)]
-            yield _event(envelope | {"choices": [], "usage": usage(answers, job.voice.new_tokens)})
-        yield "data: [DONE]\n\n"
-
-    def _envelope(self, job: Job, kind: str) -> dict[str, Any]:
-        return {"id": job.name, "object": kind, "created": job.created, "model": self.llm.model_name}
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+        for event in events.end():
+            yield event
 
 
 def _check_deadline(output: RequestOutput) -> None:

@@ -21,8 +21,8 @@ class ServerSettings:
             nothing is said, so that nobody overtakes by saying so.
         allowed_hosts: names by which requests may call the server, beside those of loopback; none: any, but for a
             server without keys that listens on loopback.
-        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; none: the one who connects
-            does, whatever its headers say.
+        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; none: the one who
+            connects does, whatever its headers say.
         max_queue: most prompts that wait for the engine; beyond it requests are refused with 429. An eighth of it is
             for clients who have nothing under way.
         max_tokens: most new tokens per answer; None: as many as the model's context holds.

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.server.errors import ApiError
-from millpond.server.fields import ChatFields, SamplingFields
+from millpond.server.fields import ChatFields, TokenFields
 from millpond.server.llm import ServedLLM
 from millpond.server.messages import Message
 
@@ -92,7 +92,7 @@ class Tokens:
             rule = f"the model's tokens are 0 to {self._vocab_size - 1}"
             raise ApiError(400, f"token id {worst}: {rule}", "invalid_token", param)
 
-    def check_fields(self, body: SamplingFields) -> None:
+    def check_fields(self, body: TokenFields) -> None:
         """Raises:
         ApiError: a field names an id that is no token of this model.
         """
