@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import millpond
-from millpond.server import about, chat, completions, errors, pages, remembered
+from millpond.server import about, chat, completions, errors, pages, remembered, responses
 from millpond.server.doors import Hosts, Keys, ShortBodies
 from millpond.server.llm import ServedLLM
 from millpond.server.metrics import Counted
@@ -44,7 +44,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     )  # fmt: skip
     app.state.service = service
     errors.install(app)
-    for part in (completions, chat, about, remembered):
+    for part in (completions, chat, responses, about, remembered):
         app.include_router(part.routes(service))
     app.include_router(pages.routes(needs_key=bool(settings.api_keys)))
     # the last one added is met first

@@ -45,6 +45,10 @@ UNSUPPORTED = {
     "prediction": "there is no speculative decoding",
     "reasoning_effort": "put what the chat template takes into chat_template_kwargs",
     "web_search_options": "the server does not search",
+    "previous_response_id": "nothing is stored; send the conversation so far, answers included, as input",
+    "conversation": "nothing is stored; send the conversation so far, answers included, as input",
+    "background": "nothing is stored; wait for the answer, or stream it",
+    "reasoning": "put what the chat template takes into chat_template_kwargs",
     "verbosity": "the model has no such setting",
 }
 
@@ -125,7 +129,9 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", "invalid_json")
-    if first["type"] == "extra_forbidden" or (first["type"] == "none_required" and place[-1] in UNSUPPORTED):
+    if first["type"] == "extra_forbidden" or (
+        first["type"] in ("none_required", "literal_error") and place[-1] in UNSUPPORTED
+    ):
         return ApiError(400, _unknown(place), "unknown_parameter", name)
     if not place:
         message = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -139,12 +145,13 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
 
 
 def _unknown(place: list[str]) -> str:
-    from millpond.server.fields import KNOWN
+    from millpond.server.known import KNOWN
 
     name = place[-1]
     if name in UNSUPPORTED:
         return f"{'.'.join(place)} is not supported: {UNSUPPORTED[name]}"
-    close = difflib.get_close_matches(name, [known for known in KNOWN if known not in UNSUPPORTED], n=1)
+    others = [known for known in KNOWN if known not in UNSUPPORTED and known != name]  # it may be known elsewhere
+    close = difflib.get_close_matches(name, others, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown field {'.'.join(place)!r}{hint}"
 

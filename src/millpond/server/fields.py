@@ -180,13 +180,3 @@ class MarkdownBody(Body):
     """POST /page/markdown."""
 
     text: str = Field(max_length=MOST_CHARACTERS)
-
-
-#: Every field by name, for suggestions.
-KNOWN = sorted(
-    {
-        name
-        for body in (CompletionBody, ChatBody, CacheFields, StreamOptions, Message, Tool, TokenizeBody, DetokenizeBody)
-        for name in body.model_fields
-    }
-)
