@@ -110,7 +110,7 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
       ;;
     codecs)
       evaluate --samples "${CODEC_SAMPLES:-50}" --tasks recall:length=1024,tracking:length=1024,copy:length=1024 \
-        --budget 10%,20%,50% --method full,keydiff --codec "bf16,$codecs" --out "$out/../codecs"
+        --budget 10%,20%,50% --method full,keydiff --dtype bf16 --codec "bf16,$codecs" --out "$out/../codecs"
       "$bin/millpond" plot "$out/../codecs" --out docs/images --format svg
       ;;
     codecs-text)
@@ -118,12 +118,12 @@ tova,h2o,streaming,window,random}" --out docs/images --format svg
       cp "${DATA:?names a folder with great_expectations.txt, which pond-text has not read}/great_expectations.txt" out
       evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text \
         --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
-        --codec "bf16,$codecs" --out "$out/../codecs-text"
+        --dtype bf16 --codec "bf16,$codecs" --out "$out/../codecs-text"
       # formats that are made for the model: of another novel than is scored
       "$bin/millpond" calibrate --model pond-text --text "$DATA/bleak_house.txt" --out out/pond-text.safetensors --q-norm 2
       evaluate --samples "${CODEC_SAMPLES:-32}" --model pond-text \
         --tasks text:path=out/great_expectations.txt:context_len=1024:stride=1280 --method full,ada --budget 20%,50% \
-        --codec "${CALIBRATED:-kvquant4,kvquant3,kvquant2}" --calibration out/pond-text.safetensors \
+        --dtype bf16 --codec "${CALIBRATED:-kvquant4,kvquant3,kvquant2}" --calibration out/pond-text.safetensors \
         --out "$out/../codecs-text"
       "$bin/millpond" plot "$out/../codecs-text" --out docs/images --format svg
       ;;

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from millpond.evals.record import Cell, Record
-from millpond.evals.summary import markdown, score_text, summarise
+from millpond.evals.summary import asked_text, markdown, score_text, summarise
 
 CELL = Cell("m", "h2o", "20%", "auto", "t", "aware", 3)
 
@@ -65,3 +66,14 @@ def test_perplexity_leaves_failures_out_and_has_no_score_if_nothing_is_left() ->
 def test_what_else_was_measured_is_averaged_by_weight() -> None:
     row = summarise(CELL, [record("a", 1.0, 3, kl=0.2), record("b", 1.0, 1, kl=0.6), record("c", 1.0, 9)], "fidelity")
     assert row.extra == pytest.approx({"kl": 0.3})
+
+
+def test_the_tokens_that_were_scored_are_counted_and_shown() -> None:
+    fed = [record("a", 1.0, 30), record("b", 2.0, 10), record("c", 0.0, 12.0, failure="too long")]
+    rows = [summarise(CELL, fed, kind) for kind in ("perplexity", "fidelity")]
+    assert [row.scored_tokens for row in rows] == [40, 40]
+    assert summarise(CELL, fed, "generate").scored_tokens == 0
+    assert "| 3, 40 tokens scored | 1 |" in markdown(rows)
+    more = replace(rows[0], scored_tokens=1200)
+    assert asked_text([*rows, more], "questions") == "3 questions, 40 to 1,200 tokens scored"
+    assert asked_text([replace(rows[0], n=1, scored_tokens=0)], "questions") == "1 question"

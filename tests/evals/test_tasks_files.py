@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from evals.task_help import build, count, draw, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
 from millpond.evals import pond
+from millpond.evals.batch import encode
 from millpond.evals.longbench import WAYS
 
 TEXT = "The mill stands by the river. " * 20
@@ -334,6 +341,33 @@ def test_windows_over_a_text(name: str, tmp_path: Path) -> None:
         task.score(samples[0].questions[0], "")
     with pytest.raises(OptionError, match="stride=0 must be at least 1"):
         build(name, stride=0)
+
+
+@pytest.mark.parametrize("words", ["short words on a river ", "a_long_word_of_many_marks," * 9 + "\n", "磨坊老池塘"])
+def test_all_tokens_that_were_asked_for_are_scored_however_long_words_are(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text(words * 400)
+    tokenizer = characters()
+    task = build("text", path=str(path), context_len=40, continuation_len=32, stride=50)
+    samples = draw(task, tokenizer, 12)
+    assert len(samples) == len({sample.id for sample in samples}) == 12
+    for sample in samples:
+        (prompt,) = encode(sample, tokenizer, "perplexity", "aware")
+        (asked,) = prompt.asked
+        context, (target,) = [*prompt.opening, *asked.tokens], asked.targets
+        assert (len(context), len(target)) == (41, 32)
+        read = tokenizer.decode([*context, *target]).removeprefix("<bos>")
+        whole = (words * 400)[int(sample.id) :]
+        assert whole.encode().startswith(read.removesuffix("\ufffd").encode())
+
+
+def characters() -> PreTrainedTokenizerBase:
+    """A token for every byte, and a mark before each text."""
+    marks = {byte: place for place, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    core = Tokenizer(BPE({**marks, "<bos>": 256}, [], byte_fallback=False))
+    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    core.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>")
 
 
 FILE_TASKS = ["fidelity", "gsm8k", "h2o_choice", "h2o_summary", "kv_retrieval", "lambada", "leval", "longbench"]

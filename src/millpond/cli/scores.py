@@ -11,7 +11,7 @@ from rich.table import Table
 
 from millpond.cli.console import size
 from millpond.evals.record import Row
-from millpond.evals.summary import contender_name, score_text
+from millpond.evals.summary import asked_text, contender_name, score_text
 
 
 def score_table(rows: list[Row]) -> Group:
@@ -22,7 +22,8 @@ def score_table(rows: list[Row]) -> Group:
 
 
 def _part(group: list[Row], codecs: bool, widest: int) -> Table:
-    title = f"\n[bold]{escape(group[0].task)}[/]  [dim]{group[0].protocol}, {_count(group)}[/]"
+    asked = asked_text(group, "questions")
+    title = f"\n[bold]{escape(group[0].task)}[/]  [dim]{group[0].protocol}, {asked}[/]"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("method", min_width=min(widest, 18), overflow="fold")
     for heading in ("budget", *(["codec"] if codecs else [])):
@@ -37,11 +38,6 @@ def _part(group: list[Row], codecs: bool, widest: int) -> Table:
             f"[red]{row.failures}[/]" if row.failures else "0",
         )  # fmt: skip
     return table
-
-
-def _count(group: list[Row]) -> str:
-    n = max(row.n for row in group)
-    return f"{n:,} questions" if n > 1 else "1 question"
 
 
 def failure_note(rows: list[Row]) -> str:

@@ -77,7 +77,7 @@ def encode(sample: Sample, tokenizer: PreTrainedTokenizerBase, kind: Kind, proto
     Raises:
         OptionError: the tokenizer does not know the language of the sample.
     """
-    context = _tokens(tokenizer, sample.context, special=True)
+    context = _context(tokenizer, sample)
     _check_known(tokenizer, sample, context)
     asked = [_asked(tokenizer, index, question, kind) for index, question in enumerate(sample.questions)]
     if protocol == "aware":
@@ -107,6 +107,8 @@ def _asked(tokenizer: PreTrainedTokenizerBase, index: int, question: Question, k
     elif kind != "generate":
         texts = question.references[:1]
     targets = tuple(_tokens(tokenizer, text) for text in texts)
+    if question.tokens is not None and texts:
+        targets = (question.tokens,)
     return Asked(index, question, _tokens(tokenizer, question.text), targets)
 
 
@@ -117,6 +119,19 @@ def _check_known(tokenizer: PreTrainedTokenizerBase, sample: Sample, context: To
             f"sample {sample.id!r}: the tokenizer knows no word for {unknown:,} of its {len(context):,} tokens; the "
             "text is in a language that this model was not made for, so a score would say nothing: choose other tasks"
         )
+
+
+def _context(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Tokens:
+    if sample.tokens is None:
+        return _tokens(tokenizer, sample.context, special=True)
+    return (*leading_tokens(tokenizer), *sample.tokens)
+
+
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """What the tokenizer puts before a text, a start mark for example."""
+    marked, plain = _tokens(tokenizer, "a", special=True), _tokens(tokenizer, "a")
+    place = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+    return marked[:place]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> Tokens:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from millpond.evals.record import Row
-from millpond.evals.summary import HOW
+from millpond.evals.summary import HOW, scored_text
 
 K = TypeVar("K")
 
@@ -103,7 +103,8 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
         f"### {PROTOCOLS.get(protocol, protocol).split(';')[0].capitalize()} ({protocol}), budget {budget or 'none'}\n"
     )
     failed, asked = sum(row.failures for row in rows), span(row.n for row in rows)
-    note = f"{asked} questions a task, seed {seed}." + (f" {failed:,} failed and count as wrong." if failed else "")
+    scored = f" ({scored_text(rows)})" if scored_text(rows) else ""
+    note = f"{asked} questions a task{scored}, seed {seed}." + (f" {failed:,} failed and count as wrong." if failed else "")
     return [title, markdown_table(heads, body), f"{note}\n"]
 
 

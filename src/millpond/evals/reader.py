@@ -92,7 +92,7 @@ class Reader:
             stored += int(lens.sum())
             regions += len(lens)
             held += int(table.kv_bytes()[row])
-            full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * arrays.dtype.itemsize
+            full += self.seen[row] * len(lens) * (arrays.key_dim + arrays.value_dim) * self.cache.dtype.itemsize
         return Held(stored / (self.seen[row] * regions), held, full)
 
     def _share_budget(self) -> None:

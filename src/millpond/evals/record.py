@@ -80,6 +80,8 @@ class Row:
         masks_only: True where entries were hidden, not freed: kv_bytes and kept_share are what is really held, and
             extra holds what attention is let see (`PRETENDED`).
         extra: means of what else was measured.
+        scored_tokens: of texts that are fed token by token, how many counted, over all questions; 0 where answers are
+            decoded or chosen, and in results from before it was written down.
     """
 
     model: str
@@ -101,3 +103,4 @@ class Row:
     kept_share: float
     masks_only: bool = False
     extra: dict[str, float] = field(default_factory=dict)
+    scored_tokens: int = 0

@@ -32,7 +32,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(file: Path, number: int, item: Any) -> Row:
-    if not isinstance(item, dict) or not _ROW - {"masks_only", "extra"} <= item.keys() <= _ROW:
+    if not isinstance(item, dict) or not _ROW - {"masks_only", "extra", "scored_tokens"} <= item.keys() <= _ROW:
         got = sorted(item) if isinstance(item, dict) else type(item).__name__
         raise DataError(f"{file}, row {number} has the fields {got}, not those of a row: {sorted(_ROW)}")
     numbers = {name: math.nan for name in ("score", "low", "high") if item[name] is None}

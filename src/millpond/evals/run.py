@@ -17,17 +17,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import millpond
 from millpond.errors import OptionError
-from millpond.evals.batch import Batch, batches, encode
+from millpond.evals.batch import Batch, Prompt, batches, encode
 from millpond.evals.calibrations import Said, line, said_of
 from millpond.evals.contender import Compressed
 from millpond.evals.examine import Examiner
+from millpond.evals.fit import check_fit
 from millpond.evals.plan import Plan
 from millpond.evals.record import Cell, Record, Row
+from millpond.evals.record import Protocol as Asking
 from millpond.evals.sample import Sample
 from millpond.evals.store import ResumeWarning, Store, TaskFacts
 from millpond.evals.summary import markdown, summarise
 from millpond.evals.task import Task
 from millpond.hf.calibrated import needs_calibration
+from millpond.hf.generation import UnusedCacheWarning
 from millpond.hf.support import check_supported, position_limit
 
 #: Told: the cell, samples done, samples in all.
@@ -62,7 +65,8 @@ def run(
         The rows of all finished cells in the folder, those of earlier runs included.
 
     Raises:
-        OptionError: the folder holds another run, or one with another calibration, or a task has no proper samples.
+        OptionError: the folder holds another run, or one with another calibration, or a task has no proper samples, or
+            none that fits into the model's positions; where some do not, a `TooLongWarning` says so.
         DataError: a data file, the calibration, or the folder of an earlier run, cannot be read.
         UnsupportedModelError: the model, or a method on this model, cannot be run.
     """
@@ -76,6 +80,9 @@ def run(
     }  # fmt: skip
     store = Store.open(folder, setting, _calibration(plan))
     samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
+    for name, protocol in dict.fromkeys((cell.task, cell.protocol) for cell in plan.cells()):
+        prompts = _prompts(samples[name], tokenizer, plan.built[name], protocol)
+        check_fit(name, protocol, prompts, position_limit(model))
     facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
     store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
     made: dict[tuple[str, str], list[Batch]] = {}
@@ -102,7 +109,9 @@ def _try_out(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrain
     """Refuse now what this model would refuse at the cell's first batch."""
     contender = plan.contenders[cell.method]
     if isinstance(contender, Compressed):
-        contender.open(model, tokenizer, Batch(cell.protocol, "generate", ()), cell.budget, cell.codec).close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnusedCacheWarning)
+            contender.open(model, tokenizer, Batch(cell.protocol, "generate", ()), cell.budget, cell.codec).close()
 
 
 def _examiner(plan: Plan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Examiner:
@@ -130,8 +139,14 @@ def _examine(examiner: Examines, cell: Cell, made: Sequence[Batch], store: Store
 def _batches(
     samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, cell: Cell, size: int
 ) -> list[Batch]:
-    prompts = [p for sample in samples for p in encode(sample, tokenizer, task.kind, cell.protocol)]
+    prompts = _prompts(samples, tokenizer, task, cell.protocol)
     return list(batches(prompts, task.kind, cell.protocol, size))
+
+
+def _prompts(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, protocol: Asking
+) -> list[Prompt]:
+    return [prompt for sample in samples for prompt in encode(sample, tokenizer, task.kind, protocol)]
 
 
 def _summarise(store: Store, rows: dict[Cell, Row]) -> None:
@@ -166,9 +181,18 @@ def _draw(name: str, task: Task, tokenizer: PreTrainedTokenizerBase, plan: Plan)
 
 
 def _facts(task: Task, samples: Sequence[Sample]) -> TaskFacts:
-    text = json.dumps([asdict(sample) for sample in samples], sort_keys=True, default=str)
+    text = json.dumps([_told(sample) for sample in samples], sort_keys=True, default=str)
     questions = sum(len(sample.questions) for sample in samples)
     return TaskFacts(task.kind, len(samples), questions, _digest(text.encode()))
+
+
+def _told(sample: Sample) -> dict[str, Any]:
+    """A sample as data; tokens only where it has some, so that runs from before there were any go on."""
+    whole = asdict(sample)
+    for part in (whole, *whole["questions"]):
+        if part["tokens"] is None:
+            del part["tokens"]
+    return whole
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -17,6 +17,7 @@ class Question:
         stop: texts that end an answer; they do not belong to it.
         choices: continuations to choose from, for tasks scored by likelihood; empty where an answer is decoded.
         right: index of the right choice.
+        tokens: of the one reference, where the task cuts texts at tokens; None where the reference is tokenized.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Question:
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     right: int = 0
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Sample:
         id: names the sample in its task, for ever: the same task, options, seed and tokenizer give the same text.
         context: what is compressed before a question is seen in the query-agnostic protocol.
         questions: at least one; several are turns, or independent questions on copies of one compressed context.
+        tokens: of the context, where the task cuts texts at tokens; what the tokenizer puts before a text comes before
+            them. None where the context is tokenized.
         facts: what the pictures group by, for example {"depth": 0.25, "length": 4096}.
     """
 
@@ -42,3 +46,4 @@ class Sample:
     context: str
     questions: tuple[Question, ...]
     facts: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] | None = None

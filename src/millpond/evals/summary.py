@@ -20,6 +20,7 @@ def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> Row:
     """The row of a cell."""
     exp = kind == "perplexity"
     found = _interval(records, cell.seed, exp)
+    fed = [record.weight for record in records if kind in ("perplexity", "fidelity") and not record.failure]
     held = [record for record in records if record.full_kv_bytes]
     return Row(
         **asdict(cell), score=found.mean, low=found.low, high=found.high, better="lower" if exp else "higher",
@@ -28,6 +29,7 @@ def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> Row:
         full_kv_bytes=_over_samples(held, lambda r: r.full_kv_bytes),
         kept_share=_over_samples(held, lambda r: r.kept_share),
         masks_only=any(PRETENDED in record.extra for record in records), extra=_extra(records),
+        scored_tokens=int(sum(fed)),
     )  # fmt: skip
 
 
@@ -76,11 +78,24 @@ def markdown(rows: Sequence[Row], *notes: str) -> str:
         score, interval = score_text(row)
         cells = [
             row.task, row.protocol, contender_name(row), row.budget or "all", row.codec, score, interval,
-            f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", str(row.n), str(row.failures),
+            f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", asked_text([row]), str(row.failures),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     note = f"{HOW} Score: higher is better, but for perplexity (ppl)."
     return "\n".join([*lines, "", *filter(None, [note, *notes])])
+
+
+def asked_text(rows: Sequence[Row], unit: str = "") -> str:
+    """How much was asked of each of these rows: "40", or "40 questions, 5,120 tokens scored"."""
+    n = max(row.n for row in rows)
+    return ", ".join(filter(None, [f"{n:,} {unit if n > 1 else unit.removesuffix('s')}".rstrip(), scored_text(rows)]))
+
+
+def scored_text(rows: Sequence[Row]) -> str:
+    """How many tokens were scored in each of these rows, "" where answers were: "5,120 tokens scored"."""
+    counts = sorted({row.scored_tokens for row in rows if row.scored_tokens})
+    span = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))) if counts else ""
+    return span and f"{span} tokens scored"
 
 
 def contender_name(row: Row) -> str:

@@ -15,6 +15,7 @@ from millpond.evals.colours import FAINT, INK, PAPER, colour_of
 from millpond.evals.front import front
 from millpond.evals.plots.style import calm, figure, heading, title
 from millpond.evals.record import Row
+from millpond.evals.summary import scored_text
 
 PANEL = (7.2, 3.4)  #: inches
 #: Markers by place in the order of the budgets.
@@ -36,9 +37,11 @@ def pareto(rows: Sequence[Row]) -> Figure:
     axes = made.subplots(len(tasks), 1, squeeze=False).flatten()
     for axis, task in zip(axes, tasks, strict=True):
         _panel(axis, task, [row for row in known if row.task == task], budgets)
+    scored = f", {scored_text(known)}" if scored_text(known) else ""
     heading(
         made, f"{known[0].model}: eviction x bits",
-        f"protocol {known[0].protocol}, seed {known[0].seed}; the line joins the settings that no other beats in both",
+        f"protocol {known[0].protocol}, seed {known[0].seed}{scored}; "
+        "the line joins the settings that no other beats in both",
     )  # fmt: skip
     settings = dict.fromkeys((row.method, row.budget) for row in known)
     made.legend(
@@ -68,7 +71,7 @@ def _panel(axis: Axes, task: str, rows: Sequence[Row], budgets: Sequence[str]) -
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}" if x >= 0.01 else f"{x:.1%}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xlabel("bytes of keys and values held, of a full cache at 16 bits", fontsize=8, color=FAINT)
+    axis.set_xlabel("bytes of keys and values held, of a full cache in the model's numbers", fontsize=8, color=FAINT)
 
 
 def _share(row: Row) -> float:

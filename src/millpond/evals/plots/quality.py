@@ -15,6 +15,7 @@ from millpond.errors import DataError
 from millpond.evals.colours import FAINT, INK, PAPER, colour_of, marker_of
 from millpond.evals.plots.style import calm, figure, heading, title
 from millpond.evals.record import Row
+from millpond.evals.summary import scored_text
 
 COLUMNS = 3
 PANEL = (3.6, 2.7)  #: inches
@@ -42,6 +43,7 @@ def quality(rows: Sequence[Row]) -> Figure:
     heading(
         made, f"{first.model}: quality against bytes",
         f"protocol {first.protocol}, seed {first.seed}; bars are 95 % intervals"
+        + (f"; {scored_text(known)} in each text" if scored_text(known) else "")
         + ("; hollow: entries are hidden, not freed" if any(row.masks_only for row in known) else ""),
     )  # fmt: skip
     made.legend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
@@ -14,11 +15,11 @@ from millpond.evals.draw import stream
 from millpond.evals.files import read_text
 from millpond.evals.from_file import refuse_pond
 from millpond.evals.generated import at_least
-from millpond.evals.room import Room
+from millpond.evals.pieces import encode_pieces
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
 
-_WORD, _SPACE = re.compile(r"\S"), re.compile(r"\s")
+_WORD, _SPACE, _BEGIN = re.compile(r"\S"), re.compile(r"\s"), re.compile(r"(?<=\s)\S")
 
 Path = Annotated[str, "a file of UTF-8 text; may end in .gz"]
 Context = Annotated[int, "tokens that are compressed before the first one is predicted"]
@@ -51,8 +52,8 @@ def _build(name: str, kind: Kind, path: str, context: int, continuation: int, st
 class _Strided:
     """Windows over a text, in its order from a word that the seed names, round the end to that word again.
 
-    Windows begin and end with whole words, so that each is tokenized as it would be alone; they hold the most words
-    that fit into their tokens. A window never runs over the end of the text.
+    Windows begin with a word, the last one that `stride` tokens lead to (where a word is longer than that, inside it),
+    and are cut at tokens: each has all the tokens that were asked for. A window never runs over the end of the text.
     """
 
     name: str
@@ -65,11 +66,11 @@ class _Strided:
     def samples(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> Iterator[Sample]:
         """See `Task.samples`."""
         refuse_pond(self.name, tokenizer)
-        whole, room = _read(self.path), Room(tokenizer)
+        whole = _read(self.path)
         first = _find(_SPACE, whole, stream(self.name, seed).randrange(len(whole)))
         made = 0
         for begin, end in ((first, len(whole)), (0, first)):
-            for sample in self._windows(whole[begin:end].rstrip(), begin, room):
+            for sample in self._windows(whole[begin:end].rstrip(), begin, tokenizer):
                 if made == count:
                     return
                 made += 1
@@ -88,29 +89,48 @@ class _Strided:
         """
         raise OptionError(f"{self.name}: a task of the kind {self.kind} decodes no answer, so there is none to score")
 
-    def _windows(self, whole: str, offset: int, room: Room) -> Iterator[Sample]:
-        begin = 0
-        while True:
-            begin = _find(_WORD, whole, begin)
-            context = begin + _head(room, whole, begin, self.context)
-            end = context + _head(room, whole, context, self.continuation)
-            if end >= len(whole):
+    def _windows(self, whole: str, offset: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+        begin = _find(_WORD, whole, 0)
+        while begin < len(whole):
+            ids, ends = _head(tokenizer, whole, begin, max(self.context + self.continuation, self.stride))
+            if len(ids) < self.context + self.continuation:
                 return
-            if begin < context < end:  # no word is longer than what should hold it
-                question = Question("", (whole[context:end],))
-                yield Sample(str(offset + begin), whole[begin:context], (question,), {"offset": offset + begin})
-            begin += _head(room, whole, begin, self.stride) or _find(_SPACE, whole, begin) - begin
+            at = ends[self.context - 1], ends[self.context + self.continuation - 1]
+            fed = ids[self.context : self.context + self.continuation]
+            question = Question("", (whole[at[0] : at[1]],), tokens=fed)
+            name, facts = str(offset + begin), {"offset": offset + begin}
+            yield Sample(name, whole[begin : at[0]], (question,), facts, ids[: self.context])
+            if len(ends) < self.stride:
+                return
+            begin = _next(whole, begin, ends[self.stride - 1])
 
 
-def _head(room: Room, whole: str, begin: int, tokens: int) -> int:
-    """Characters of the most words from `begin` that fit into `tokens`; reads ever more text until they do not."""
+def _head(
+    tokenizer: PreTrainedTokenizerBase, whole: str, begin: int, tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first `tokens` tokens of the text from `begin` on, and where each ends; fewer where the text ends.
+
+    Reads ever more text until its last word, whose tokens the text behind it may change, is not among them.
+    """
     width = 8 * tokens
     while True:
+        last = begin + width >= len(whole)
         part = whole[begin : begin + width]
-        fits = room.head(part, tokens)
-        if fits < len(part.rstrip()) - 64 or begin + width >= len(whole):
-            return fits
+        coded = encode_pieces(tokenizer, part, special_tokens=False)
+        ends = tuple(begin + end for end in accumulate(map(len, coded.pieces)))
+        safe = len(whole) if last else begin + max(part.rfind(" "), part.rfind("\n"), len(part) - 64)
+        if last or (len(ends) > tokens and ends[tokens] <= safe):
+            return coded.ids[:tokens], ends[:tokens]
         width *= 2
+
+
+def _next(whole: str, begin: int, end: int) -> int:
+    """Where the last word begins that begins behind `begin` and not behind `end`; `end` where there is none."""
+    at = _find(_WORD, whole, end)
+    if end == 0 or whole[end - 1].isspace() or at > end:
+        return at
+    words = [match.start() for match in _BEGIN.finditer(whole, begin + 1, end)]
+    return words[-1] if words else max(end, begin + 1)
 
 
 def _read(path: str) -> str:
