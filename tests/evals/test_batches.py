@@ -19,7 +19,7 @@ from millpond.hf.compress import compress
 from millpond.models.pond.tokenizer import build_tokenizer
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]
-METHODS = [("full", ""), ("h2o", "30%"), ("window", "7"), ("snapkv:window=4", "30%"), ("tova", "9")]
+METHODS = [("full", ""), ("h2o", "30%"), ("window", "7"), ("snapkv:window=4", "30%"), ("tova", "9"), ("h2o", "24KiB")]
 
 
 def assert_same(one: list[Record], other: list[Record]) -> None:

@@ -104,7 +104,8 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
     )
     failed, asked = sum(row.failures for row in rows), span(row.n for row in rows)
     scored = f" ({scored_text(rows)})" if scored_text(rows) else ""
-    note = f"{asked} questions a task{scored}, seed {seed}." + (f" {failed:,} failed and count as wrong." if failed else "")
+    note = f"{asked} questions a task{scored}, seed {seed}."
+    note += f" {failed:,} failed and count as wrong." if failed else ""
     return [title, markdown_table(heads, body), f"{note}\n"]
 
 

@@ -40,10 +40,10 @@ class Budgets:
     """Splits one budget over the layers of a model.
 
     Args:
-        budget: of the whole cache; None for no limit.
         windows: of each layer, the positions that a query sees, its own among them; 0 for all.
 
     Attributes:
+        budget: of the whole cache; None for no limit.
         cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
     """
 
@@ -51,7 +51,7 @@ class Budgets:
         policy.layers.check(len(windows))
         if isinstance(policy.heads, PromptHeads):
             policy.heads.check(len(windows))
-        self._budget = budget
+        self.budget = budget
         self._policy = policy
         self._windows = windows
         self._warned: set[type[Warning]] = set()
@@ -60,7 +60,7 @@ class Budgets:
 
     def entries(self, layer: int, table: RegionTable, sequence: int, seen: int) -> int:
         """Entries per KV head that `layer` may keep of a sequence of `seen` tokens."""
-        if self._budget is None:
+        if self.budget is None:
             return UNBOUNDED
         layers = self._policy.layers
         if isinstance(layers, PromptLayers):
@@ -86,29 +86,29 @@ class Budgets:
 
     def _average(self, table: RegionTable, seen: int) -> int:
         """Entries per KV head on average over the layers."""
-        assert self._budget is not None
+        assert self.budget is not None
         entries = self._asked(table, seen)
         self._tell_of_few(entries, seen)
         return entries
 
     def _asked(self, table: RegionTable, seen: int) -> int:
         """What the budget means for a sequence of `seen` tokens."""
-        assert self._budget is not None
-        if self._budget.kind == "bytes":
-            entries = self._entries_of_bytes(table, int(self._budget.amount))
+        assert self.budget is not None
+        if self.budget.kind == "bytes":
+            entries = self._entries_of_bytes(table, int(self.budget.amount))
             if entries < 1:
                 raise BudgetError(
-                    f"a budget of {self._budget} holds no entry of each of {len(self._windows) * table.n_regions} "
+                    f"a budget of {self.budget} holds no entry of each of {len(self._windows) * table.n_regions} "
                     f"heads (layers x sequences x KV heads) beside what gathers before it is evicted or stored as "
                     "codes; raise the budget, or lower page_slots or what the method gathers"
                 )
             return entries
-        entries = self._budget.entries(seen)
+        entries = self.budget.entries(seen)
         least = self._policy.protect.minimum()
-        if self._budget.kind == "ratio" and entries < least:
+        if self.budget.kind == "ratio" and entries < least:
             self._warn(
                 BudgetFloorWarning,
-                f"{self._budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
+                f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
                 f"the method protects; keeping {least}",
             )
             return least
@@ -129,7 +129,7 @@ class Budgets:
         elif entries < FEW:
             self._warn(
                 FewEntriesWarning,
-                f"budget {self._budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
+                f"budget {self.budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
                 f"most models suffer; raise the budget, or leave it out for {DEFAULT}",
             )
 

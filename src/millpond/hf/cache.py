@@ -63,7 +63,7 @@ class MillpondCache(Cache):
         config = text_config(model)
         budgets = Budgets(budget, policy, layer_windows(config, n_layers))
         self.policy = policy
-        self.budget = budget
+        self._budgets = budgets
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
         self.model = weakref.ref(model)
         self.dtype: torch.dtype = model.dtype
@@ -109,6 +109,15 @@ class MillpondCache(Cache):
     def cores(self) -> list[LayerCache]:
         """The layers' caches."""
         return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
+
+    @property
+    def budget(self) -> Budget | None:
+        """Of the whole cache, all its sequences together; None for no limit. A new one counts from the next plan on."""
+        return self._budgets.budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._budgets.budget = budget
 
     @property
     def pools(self) -> list[CountedPages[Any]]:

@@ -144,7 +144,7 @@ class _RequestBudgets(Budgets):
 
     def expected(self, layer: int, table: RegionTable, seen: int) -> int:
         """Entries per KV head, before the text is known."""
-        if self._budget is not None and self._policy.waits:
+        if self.budget is not None and self._policy.waits:
             return self._average(table, seen)
         return self.entries(layer, table, 0, seen)
 
