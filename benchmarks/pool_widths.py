@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from millpond.bench.machine import describe_machine
 from millpond.budget import Budget
+from millpond.evals.batch import encode
 from millpond.evals.intervals import paired_interval, resampled_interval, share_interval
 from millpond.evals.leaderboard import markdown_table
 from millpond.evals.sample import Question, Sample
@@ -174,10 +175,9 @@ def ask(examiner: Examiner, task: Task, sample: Sample, question: Question, prot
 @torch.inference_mode()
 def continue_text(examiner: Examiner, sample: Sample) -> dict[str, Any]:
     """Nats a token of what follows a text, by pool."""
-    read, target = (
-        examiner.read(examiner.ids(sample.context, start=True)),
-        examiner.ids(sample.questions[0].references[0]),
-    )
+    (prompt,) = encode(sample, examiner.tokenizer, "perplexity", "agnostic")
+    (asked,) = prompt.asked
+    read, target = examiner.read([*prompt.opening, *asked.tokens]), list(asked.targets[0])
     found = examiner.losses(examiner.kept(read), read, target) + examiner.losses(examiner.whole(read), read, target)
     return {"scores": dict(zip([*(pool.name for pool in examiner.pools), FULL], found, strict=True))}
 
