@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from millpond.server import about, bodies, chat, completions
+from millpond.server import about, bodies, chat, completions, pages
 from millpond.server.app import create_app
 from millpond.server.bodies import ParsedRoute, count_outside_strings
 from millpond.server.settings import ServerSettings
@@ -69,13 +69,13 @@ def test_no_body_stops_the_event_loop(server: Live, name: str) -> None:
 def test_every_route_with_a_body_parses_it_away_from_the_loop() -> None:
     checked = 0
     service = create_app(FakeLLM()).state.service
-    for part in (completions, chat, about):
-        for route in part.routes(service).routes:
+    for router in (*(part.routes(service) for part in (completions, chat, about)), pages.routes(needs_key=False)):
+        for route in router.routes:
             assert isinstance(route, APIRoute)
             if route.body_field is not None:
                 assert isinstance(route, ParsedRoute), route.path
                 checked += 1
-    assert checked >= 4
+    assert checked >= 5
 
 
 def test_limits_are_the_settings_and_texts_do_not_count() -> None:
@@ -89,9 +89,11 @@ def test_limits_are_the_settings_and_texts_do_not_count() -> None:
 @given(st.recursive(
     st.none() | st.integers() | st.text(max_size=8) | st.sampled_from(['"', '\\"', "\\\\", ",", "[{:"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12,
-), st.booleans())  # fmt: skip
-def test_counts_are_those_of_the_parsed_text(value: Any, ascii_: bool) -> None:
-    found = count_outside_strings(json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"), 10**9)
+), st.booleans(), st.sampled_from([1, 2, 3, 7, 2**16]))  # fmt: skip
+def test_counts_are_those_of_the_parsed_text(value: Any, ascii_: bool, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_PIECE", piece)
+        found = count_outside_strings(json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"), 10**9)
     keys, nests, commas = numbers(value)
     assert (found.keys, found.nests, found.values) == (keys, nests, commas + nests)
 

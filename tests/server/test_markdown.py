@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millpond.errors import OptionError
-from millpond.server.markdown import MOST_CHARACTERS, MOST_MARKS, render_markdown
+from millpond.server.markdown import MOST_CHARACTERS, MOST_LINES, MOST_MARKS, render_markdown
 from server.fake import FakeLLM, client_of
 
 
@@ -52,7 +52,7 @@ def test_what_a_browser_would_run_or_fetch_is_text(text: str) -> None:
 
 def test_the_page_knows_the_limits() -> None:
     script = files("millpond.server").joinpath("page", "answer.js").read_text(encoding="utf-8")
-    assert f"MOST_CHARACTERS = {MOST_CHARACTERS}, MOST_MARKS = {MOST_MARKS};" in script
+    assert f"MOST_CHARACTERS = {MOST_CHARACTERS}, MOST_MARKS = {MOST_MARKS}, MOST_LINES = {MOST_LINES};" in script
 
 
 def test_it_is_rendered_by_the_server_and_bounded() -> None:
@@ -66,13 +66,21 @@ def test_it_is_rendered_by_the_server_and_bounded() -> None:
     assert long.status_code == 400
 
 
-@pytest.mark.parametrize("piece", ["[", "> ", "*a ", "`", "- ", "|a", "<", "~~", "![", "**a_", "1. "])
+@pytest.mark.parametrize(
+    "piece", ["[", "> ", "*a ", "`", "- ", "|a", "<", "~~", "![", "**a_", "1. ", "- a\n", "a\n\n", "|x|y|\n"]
+)
 def test_no_text_takes_long(piece: str) -> None:
-    """What parses by the square is refused, and then shown as it is."""
-    text = (piece * MOST_CHARACTERS)[:MOST_CHARACTERS]
+    """What parses by the square, or has thousands of parts, is refused, and then shown as it is."""
+    head = "|a|b|\n|-|-|\n" if "|x" in piece else ""
+    text = (head + piece * MOST_CHARACTERS)[:MOST_CHARACTERS]
     began = time.process_time()
     with suppress(OptionError):
         render_markdown(text)
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 1
+    few = text.split("\n")[: MOST_LINES // (1 + piece.count("|"))]  # as many as are rendered
+    began = time.process_time()
+    with suppress(OptionError):
+        render_markdown("\n".join(few))
+    assert time.process_time() - began < 1
     with pytest.raises(OptionError, match="show the text as it is"):
         render_markdown("*" * (MOST_MARKS + 1))

@@ -7,8 +7,9 @@ from markdown_it import MarkdownIt
 
 from millpond.errors import OptionError
 
-#: Characters of one text, and marks in it (`*`, `[` ...): those without a match take time by their square.
-MOST_CHARACTERS, MOST_MARKS = 50_000, 2_000
+#: Characters of one text; marks in it (`*`, `[` ...), which without a match take time by their square; and lines and
+#: cells of tables, each of which takes its time.
+MOST_CHARACTERS, MOST_MARKS, MOST_LINES = 50_000, 2_000, 3_000
 _MARKS = "*_~[!`"
 _PARSER = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"]).disable("image")
 _TAGS = {
@@ -28,10 +29,11 @@ def render_markdown(text: str) -> str:
         '<p><strong>yes</strong> &lt;script&gt;</p>\\n'
     """
     marks = sum(text.count(mark) for mark in _MARKS)
-    if len(text) > MOST_CHARACTERS or marks > MOST_MARKS:
+    lines = text.count("\n") + text.count("\r") + text.count("|")
+    if len(text) > MOST_CHARACTERS or marks > MOST_MARKS or lines > MOST_LINES:
         raise OptionError(
-            f"{len(text):,} characters with {marks:,} marks: at most {MOST_CHARACTERS:,} with {MOST_MARKS:,} are "
-            "rendered; show the text as it is"
+            f"{len(text):,} characters with {marks:,} marks, and {lines:,} lines and cells: at most "
+            f"{MOST_CHARACTERS:,} with {MOST_MARKS:,} and {MOST_LINES:,} are rendered; show the text as it is"
         )
     return nh3.clean(
         _PARSER.render(text), tags=_TAGS, attributes={"*": set(), "a": {"href"}, "ol": {"start"}},

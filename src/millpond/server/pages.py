@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from millpond.server.bodies import ParsedRoute
 from millpond.server.fields import MarkdownBody
 from millpond.server.markdown import render_markdown
 
@@ -34,13 +37,14 @@ def routes(needs_key: bool) -> APIRouter:
     Args:
         needs_key: the server asks for an API key; the page then asks for it before anything else.
     """
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(include_in_schema=False, route_class=ParsedRoute)
+    thread = ThreadPoolExecutor(1, "markdown")  # one for all: it is work for a processor
     for path, (name, kind) in _FILES.items():
         router.add_api_route(path, _sender(name, kind, needs_key), methods=["GET"], response_class=Response)
 
     @router.post("/page/markdown")
-    def markdown(body: MarkdownBody) -> dict[str, str]:  # no coroutine: it runs in a thread of its own
-        return {"html": render_markdown(body.text)}
+    async def markdown(body: MarkdownBody) -> dict[str, str]:
+        return {"html": await asyncio.get_running_loop().run_in_executor(thread, render_markdown, body.text)}
 
     return router
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,10 @@ from millpond.server.gate import LEAVE_S
 from millpond.server.llm import ServedLLM
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
+
+#: Seconds that one thread may run Python while another wants to. The engine's does at every operation of a step, and
+#: would wait so long each time while a body is read or a text written.
+_TURN_S = 2e-4
 
 
 class DrainingServer(uvicorn.Server):
@@ -40,7 +45,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal comes. Python's threads take turns quickly from then on."""
+    sys.setswitchinterval(_TURN_S)
     server_of(llm, settings or ServerSettings(), host, port).run()
 
 

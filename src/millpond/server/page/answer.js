@@ -3,9 +3,11 @@
 import { rendered } from "./chat.js";
 
 const PAUSE_MS = 200;
-const MOST_CHARACTERS = 50000, MOST_MARKS = 2000; // what the server renders
+const MOST_CHARACTERS = 50000, MOST_MARKS = 2000, MOST_LINES = 3000; // what the server renders
 
-const isPlain = (text) => text.length > MOST_CHARACTERS || (text.match(/[*_~[!`]/g) ?? []).length > MOST_MARKS;
+const count = (text, pattern) => (text.match(pattern) ?? []).length;
+const isPlain = (text) =>
+  text.length > MOST_CHARACTERS || count(text, /[*_~[!`]/g) > MOST_MARKS || count(text, /[\n\r|]/g) > MOST_LINES;
 
 export class Answer {
   constructor(box, key) {

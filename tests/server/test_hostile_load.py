@@ -1,0 +1,121 @@
+"""Hostile requests of every kind while a well-behaved client streams: nothing of it is lost, and it is not held up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from server.attacker import ADDRESSES
+from server.attacks import ATTACKS, FINE, LONG
+from server.load import Answer, GoodClient, Pace
+from server.serving import Serving, serving
+
+OPTIONS = ("--model", "pond-text-long", "--dtype", "f32", "--kv-memory", "64MiB", "--budget", "64")
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def other_addresses() -> None:
+    try:
+        with socket.socket() as made:
+            made.bind((ADDRESSES[0], 0))
+    except OSError:
+        pytest.skip(f"this system has no loopback address {ADDRESSES[0]}: ifconfig lo0 alias {ADDRESSES[0]}")
+
+
+@dataclass
+class Course:
+    """What was seen: answers before, during and after, what the attackers were told, and bytes of memory."""
+
+    before: list[Answer] = field(default_factory=list)
+    during: list[Answer] = field(default_factory=list)
+    after: list[Answer] = field(default_factory=list)
+    ends: dict[str, dict[str, int]] = field(default_factory=dict)
+    rss: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        paces = "\n".join(f"{name:7} {Pace.of(getattr(self, name))}" for name in ("before", "during", "after"))
+        return f"{paces}\nRSS {self.rss[0] / 2**20:.0f} MB, then {self.rss[1] / 2**20:.0f}"
+
+
+@contextmanager
+def attackers(server: Serving, number: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "server.attacker", server.url, str(number), "0", *more]
+    with subprocess.Popen(command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(number: int, quiet: int, rest_s: float, *more: str) -> Course:
+    """So many hostile requests between so many answers in quiet, and what is held after some seconds of rest."""
+    course = Course()
+    with serving(*OPTIONS) as server, attackers(server, number, *more) as others, GoodClient(server.url) as client:
+        assert others.stdin is not None
+        assert others.stdout is not None
+        assert others.stdout.readline() == "ready\n"
+        client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "response_format": SCHEMA})
+        course.before = client.wait_for(quiet)
+        held = server.resident_bytes()
+        begin = len(client.answers)
+        others.stdin.write("\n")
+        others.stdin.flush()
+        course.ends = json.loads(others.stdout.readline())
+        course.during = client.answers[begin:]
+        client.wait_for(2)
+        course.after = client.wait_for(quiet)
+        time.sleep(rest_s)
+        course.rss = held, server.resident_bytes()
+        assert server.alive
+        figures = client.metrics()
+        assert client.get("/health").status_code == 200
+    assert float(figures["millpond_requests_waiting"]) == 0
+    assert not any("Traceback" in line for line in server.log), "".join(server.log)
+    return course
+
+
+def check_nothing_is_lost(course: Course) -> None:
+    answers = [*course.before, *course.during, *course.after]
+    assert [one.error for one in answers if one.error] == []
+    for prompt in {one.prompt for one in course.before}:
+        assert len({one.text for one in answers if one.prompt == prompt}) == 1
+
+
+def check_answers(course: Course, *also: str) -> None:
+    """Every hostile request was answered with a status that says why, or its connection was closed."""
+    fine = {"0", *map(str, FINE), *also}
+    assert {name: ends for name, ends in course.ends.items() if not fine.issuperset(ends)} == {}
+
+
+def test_a_hundred_hostile_requests() -> None:
+    """One of each kind that is short, eight at a time. What a token may take is bounded loosely, since the machine may
+    be busy with other tests, and attackers share it: the long test holds the factor of two.
+    """
+    course = run(len(set(ATTACKS) - LONG), 12, 1, "quick")
+    print(course)
+    check_nothing_is_lost(course)
+    check_answers(course)
+    assert Pace.of(course.during).median < 8 * Pace.of(course.before).median
+
+
+@pytest.mark.slow
+def test_two_thousand_hostile_requests() -> None:
+    course = run(2_000, 60, 20)
+    print(course)
+    check_nothing_is_lost(course)
+    check_answers(course)
+    assert course.rss[1] - course.rss[0] <= 64 * 2**20
+    before, during = Pace.of([*course.before, *course.after]), Pace.of(course.during)
+    assert during.median <= 2 * before.median
+    assert during.whole <= 2 * before.whole
