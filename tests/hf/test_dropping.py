@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import millpond as mp
 from hf.families import NAMES, left_padded, shared_model, text
-from millpond.hf.stock import _plain
+from millpond.hf.stock import plain
 
 LENGTHS, STEPS = [19, 26, 13], 8
 METHODS = [
@@ -29,7 +29,7 @@ class Oracle:
 
     def __call__(self, module, query, key, value, attention_mask, scaling, **kwargs):
         mask = self.mask(module.layer_idx, query.shape, key.shape, kwargs.get("sliding_window"))
-        return _plain(query, key, value, mask, scaling, kwargs.get("softcap"), kwargs.get("s_aux")), None
+        return plain(query, key, value, mask, scaling, kwargs.get("softcap"), kwargs.get("s_aux")), None
 
     def mask(self, layer, query_shape, key_shape, window):
         n_seq, n_heads, n_new, _ = query_shape

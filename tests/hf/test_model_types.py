@@ -7,6 +7,7 @@ import torch
 
 import millpond as mp
 from hf.families import COMMON, build, generate, one, run
+from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.attention import attention, begin_pass, break_off, tag
 
 #: type -> configuration, model, settings beside the common ones.
@@ -25,6 +26,9 @@ WORK: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, "sliding_window": 12,
             "vocab_size_per_layer_input": 96, "layer_types": ["sliding_attention", "full_attention"],
         },
+    ),
+    "phimoe": (  # whose window is in its mask alone
+        "PhimoeConfig", "PhimoeForCausalLM", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "beam": (
         "BeamConfig", "BeamForCausalLM",
@@ -66,6 +70,33 @@ def test_is_refused_before_it_runs(kind):
     model = build(config, name, **(COMMON | settings))
     with pytest.raises(mp.UnsupportedModelError, match=why):
         mp.compress(model, "full")
+
+
+def test_layers_without_heads_are_refused():
+    with pytest.raises(mp.UnsupportedModelError, match="names no num_attention_heads"):
+        mp.compress(tiny_model("xlstm"), "full")
+
+
+def test_a_window_that_only_another_cache_keeps_to_is_refused():
+    """Moshi sees what its cache hands it."""
+    model = tiny_model("moshi")
+    with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="sliding window of 12 tok"):
+        generate(model, one(15), 6, past_key_values=cache)
+
+
+def test_what_an_outer_model_lays_over_its_mask_is_seen_inside():
+    """PaliGemma hands the mask of its prefix, which sees ahead, to a Gemma; a text without one is as any other."""
+    model, prompt = tiny_model("paligemma"), one(15)
+    suffix = prompt | {"token_type_ids": torch.ones_like(prompt["input_ids"])}
+    expected = run(model, suffix, 6)
+    for inputs in (prompt, suffix):
+        with mp.compress(model, "full") as cache:
+            found = run(model, inputs, 6, past_key_values=cache)
+        torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
+    prefix = prompt | {"token_type_ids": torch.zeros_like(prompt["input_ids"])}
+    assert not torch.equal(generate(model, prefix, 6), expected.ids)
+    with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="not causal"):
+        generate(model, prefix, 6, past_key_values=cache)
 
 
 def test_keys_that_are_attended_to_twice_are_refused():

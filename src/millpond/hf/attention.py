@@ -111,6 +111,8 @@ def mask(
             mask_function=mask_function, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
         return made
+    if attention_mask is not None and stock.is_remembered(attention_mask):
+        return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
     if attention_mask is None:
         result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
@@ -158,12 +160,25 @@ def attention(
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         softcap=float(softcap or 0.0),
-        window=int(sliding_window or 0),
+        window=int(sliding_window or stock.window_of(attention_mask)),
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
+    check_window(type(module).__name__, getattr(layer, "window", 0), shape.window)
     out = layer.attend(query, key, value, attention_mask, shape)
     # contiguous as transformers' own functions have it: some models view it
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
+
+
+def check_window(name: str, configured: int, given: int) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the configuration has a sliding window, and neither attention nor mask is given one.
+    """
+    if configured and not given:
+        raise UnsupportedModelError(
+            f"{name} leaves its sliding window of {configured} tokens to transformers' own cache: it would see all of "
+            "any other, and answer otherwise"
+        )
 
 
 def _check(

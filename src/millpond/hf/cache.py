@@ -61,7 +61,8 @@ class MillpondCache(Cache):
         croppable: bool = False,
     ) -> None:
         config = text_config(model)
-        budgets = Budgets(budget, policy, layer_windows(config, n_layers))
+        windows = layer_windows(config, n_layers)
+        budgets = Budgets(budget, policy, windows)
         self.policy = policy
         self._budgets = budgets
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
@@ -101,7 +102,9 @@ class MillpondCache(Cache):
         ]  # fmt: skip
         budgets.cores = cores
         show_rotations(model, cores)
-        super().__init__(layers=[MillpondLayer(core, self.journal, self.passes) for core in cores])
+        super().__init__(layers=[
+            MillpondLayer(core, self.journal, self.passes, window) for core, window in zip(cores, windows, strict=True)
+        ])  # fmt: skip
 
     # ------------------------------------------------------------------ what a user asks
 

@@ -24,14 +24,19 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, AttentionShape]
 
 
 class MillpondLayer(CacheLayerMixin):
-    """Hands new keys to the attention function, which brings them back with the queries to `attend`."""
+    """Hands new keys to the attention function, which brings them back with the queries to `attend`.
+
+    Args:
+        window: the positions that a query sees by the configuration of the model; 0 for all.
+    """
 
     is_compileable = False
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, core: LayerCache, journal: Journal, passes: Passes) -> None:
+    def __init__(self, core: LayerCache, journal: Journal, passes: Passes, window: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.window = window
         self.core = core
         self.journal = journal
         self.passes = passes

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import OptionError, UnsupportedModelError, unknown
-from millpond.hf.attention import begin_pass, end_pass
+from millpond.hf.attention import begin_pass, check_window, end_pass
 from millpond.hf.budgets import layer_windows
 from millpond.hf.compress import switch_attention
 from millpond.hf.lean_runner import LeanRunner
@@ -175,6 +175,8 @@ class PackedModel:
                 f"layer {missing[0]} of {type(self.model).__name__} hands no keys and values to its cache"
             )
         windows = layer_windows(self.config, layers)
+        for index, window in enumerate(windows):
+            check_window(type(self.model).__name__, window, watch.shapes[index].window)
         return [LayerShape(*watch.found[index], windows[index], index) for index in range(layers)]
 
     @staticmethod

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from millpond.errors import UnsupportedModelError
 
 _ATTRIBUTE = "_millpond_stock_mask"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """How transformers would make a mask.
+
+    Attributes:
+        make: with `mask_function=` and `use_vmap=` another of the same kind.
+        may_be_overlaid: whether something may lie over the causal or sliding mask.
+        window: tokens that it lets a query see; 0 for all.
+    """
+
+    make: Callable[..., Tensor | None]
+    may_be_overlaid: bool
+    window: int
+
+    @cached_property
+    def overlaid(self) -> bool:
+        """Whether something does. Models lay over what does nothing, too: blocks of pictures over a text without."""
+        if not self.may_be_overlaid:
+            return False
+        bare = sliding_window_causal_mask_function(self.window) if self.window else causal_mask_function
+        mask, plain = self.make(), self.make(mask_function=bare, use_vmap=False)
+        return mask is None or plain is None or not torch.equal(mask, plain)
 
 
 def remember(
@@ -23,19 +48,40 @@ def remember(
     mask_function: Callable[..., Any] | None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
+    local_size: int | None = None,
     **kwargs: Any,
 ) -> None:
     """Attach to the two-dimensional mask `padding` how transformers would make its own mask."""
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
-    make = partial(sdpa_mask, q_length=q_length, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs)
+    make = partial(
+        sdpa_mask, q_length=q_length, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap,
+        local_size=local_size, **kwargs,
+    )  # fmt: skip
     overlaid = use_vmap or (q_length > 1 and not allow_is_causal_skip)
-    setattr(padding, _ATTRIBUTE, (make, overlaid))
+    setattr(padding, _ATTRIBUTE, _Made(make, overlaid, local_size or 0))
+
+
+def _made(mask: Tensor | None) -> _Made | None:
+    found: _Made | None = getattr(mask, _ATTRIBUTE, None)
+    return found
+
+
+def is_remembered(mask: Tensor | None) -> bool:
+    """Whether the mask is one that `remember` was called with."""
+    return _made(mask) is not None
 
 
 def is_overlaid(mask: Tensor | None) -> bool:
     """Whether the model laid something over the causal or sliding mask (images that see ahead, packed sequences)."""
-    return bool(getattr(mask, _ATTRIBUTE, (None, False))[1])
+    made = _made(mask)
+    return made is not None and made.overlaid
+
+
+def window_of(mask: Tensor | None) -> int:
+    """The sliding window of the mask, 0 for none: some models tell it to their mask alone, not to their attention."""
+    made = _made(mask)
+    return 0 if made is None else made.window
 
 
 def attention(
@@ -50,8 +96,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Eager or sdpa attention over all keys and values that a stock cache returned. Returns (B, Q, Hq, D), None."""
-    if hasattr(attention_mask, _ATTRIBUTE):
-        attention_mask = getattr(attention_mask, _ATTRIBUTE)[0]()
+    made = _made(attention_mask)
+    if made is not None:
+        attention_mask = made.make()
     elif attention_mask is not None and attention_mask.ndim == 2:
         raise UnsupportedModelError(
             f"{type(module).__name__} changed its padding mask on the way, so it runs with a Millpond cache only; "
@@ -62,10 +109,10 @@ def attention(
         out: tuple[Tensor, Tensor | None] = sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return out
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return _plain(query, key, value, attention_mask, scale, softcap, s_aux), None
+    return plain(query, key, value, attention_mask, scale, softcap, s_aux), None
 
 
-def _plain(
+def plain(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -17,7 +17,6 @@ from millpond.errors import UnsupportedModelError
 BYPASS = {
     "bloom", "falcon", "gptj", "gpt_neo", "codegen", "mpt", "xglm", "cpmant", "gpt_neox_japanese", "ctrl", "xlnet",
 }  # fmt: skip
-_OTHER_TOKENS = "gives other tokens on a Millpond cache than on transformers' own"
 #: Types that nothing in their configuration tells from those that run, and what keeps them from it.
 REFUSED = {
     "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
@@ -27,8 +26,6 @@ REFUSED = {
     "mllama": "has layers that attend to images alone, which hand no keys and values of text to a cache",
     "mllama_text_model": "has layers that attend to images alone, which hand no keys and values of text to a cache",
     "evolla": "is given all of its text again at each step, so a cache would hold it many times over",
-    "moshi": _OTHER_TOKENS,
-    "paligemma": _OTHER_TOKENS,
 }
 #: Kinds of attention layers whose entries a policy can choose from.
 FULL = "full_attention"
@@ -112,6 +109,11 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
         )
+    for field in ("num_hidden_layers", "num_attention_heads"):
+        if getattr(config, field, None) is None:
+            raise UnsupportedModelError(
+                f"{name} is not one stack of attention layers: its configuration names no {field}"
+            )
 
 
 def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:

@@ -1,0 +1,85 @@
+"""The oracle: transformers' own full cache, under an attention that hides from each head what another cache evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from millpond.hf.stock import plain
+from millpond.hf.support import text_config
+from millpond.hf.switch import switch
+
+NAME = "millpond_masked"
+#: Positions held, [layer][sequence][KV head].
+Held = Sequence[Sequence[Sequence[Sequence[int]]]]
+
+
+class Masked:
+    """Attention over all keys and values, of which each KV head shows what is held and what is new.
+
+    Attributes:
+        held: positions that may be seen beside the new ones; None shows all.
+        pads: columns of padding before each sequence, (B,).
+    """
+
+    def __init__(self, pads: Tensor) -> None:
+        self.pads = pads
+        self.held: Held | None = None
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention: query (B, Hq, Q, D), key and value (B, Hkv, T, D) -> (B, Q, Hq, D)."""
+        batch, n_heads, n_new, dim = query.shape
+        shown = self._shown(int(module.layer_idx), batch, n_heads, n_new, key.shape[2])  # type: ignore[arg-type]
+        if attention_mask is not None:
+            shown = shown & (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)
+        scale = scaling if scaling is not None else dim**-0.5
+        return plain(query, key, value, shown, scale, softcap, s_aux).contiguous(), None
+
+    def _shown(self, layer: int, batch: int, n_heads: int, n_new: int, n: int) -> Tensor:
+        """(B, Hq, 1, T): what each query head may see, but for the model's own mask."""
+        shown = torch.ones(batch, n_heads, 1, n, dtype=torch.bool)
+        if self.held is None:
+            return shown
+        for sequence, heads in enumerate(self.held[layer]):
+            group = n_heads // len(heads)
+            for head, positions in enumerate(heads):
+                seen = torch.zeros(n, dtype=torch.bool)
+                seen[torch.tensor(positions, dtype=torch.long) + self.pads[sequence]] = True
+                seen[n - n_new :] = True
+                shown[sequence, head * group : (head + 1) * group] = seen
+        return shown
+
+
+@contextmanager
+def attending(model: PreTrainedModel, masked: Masked) -> Iterator[None]:
+    """Inside, the language side of the model attends through `masked`."""
+    AttentionInterface.register(NAME, masked.attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    undo = switch(text_config(model), NAME)
+    try:
+        yield
+    finally:
+        undo()
+        del AttentionInterface._global_mapping[NAME], AttentionMaskInterface._global_mapping[NAME]
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of transformers, never left out for being causal."""
+    return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})

@@ -1,0 +1,86 @@
+"""What the general rules of `tiny_config` get wrong, by model type: sizes that must fit each other, and odd names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millpond.bench.model_types.tiny_config import LEFT_OUT
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+_SLIDING_AND_FULL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+#: Model type, of a whole or of a part -> fields; of one part of one type, under the part's name.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "chameleon": {"vocabulary_map": {"<image>": 90} | {f"IMGIMG{c}Z": 60 + i for i, c in enumerate("ABCD")}},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "cosmos3_edge_text": _MROPE,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4},
+    },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "layer_types": _SLIDING_AND_FULL["layer_types"] * 2, "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
+    "gemma4_unified_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
+    "diffusion_gemma_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
+    "glm46v_text": _MROPE,
+    "glm4v_moe_text": _MROPE | {"head_dim": 16},
+    "glm4v_text": _MROPE,
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "glm_ocr_text": _MROPE,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": _MAMBA,
+    "hunyuan_vl_text": {"rope_parameters": _ROPE | {"xdrope_section": [1, 1, 1, 1]}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "molmo2_vit": {"image_size": LEFT_OUT},
+    "nemo_speechlm": {"blank_token_id": 95},
+    "paddleocr_vl_text": _MROPE,
+    "qwen2_5_omni": {"enable_audio_output": False},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 93, "vision_end_token_id": 94},
+    "qwen2_5_omni_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_vl_text": _MROPE,
+    "qwen3_asr": {"eos_token_id": 2},
+    "qwen3_omni_moe": {"enable_audio_output": False},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 93, "vision_end_token_id": 94},
+    "qwen3_omni_moe_text": {"sliding_window": None},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 12},
+    "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 16]},
+    "roc_bert": {"pronunciation_vocab_size": 96, "shape_vocab_size": 96},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+#: Types that write no text, or none without more than text, and what they want.
+UNFIT: dict[str, str] = {
+    "blip-2": "writes about a picture only",
+    "diffusion_gemma": "writes blocks of text by diffusion, not token after token",
+    "gemma4_assistant": "drafts for another model, whose keys and values it reads",
+    "gemma4_unified_assistant": "drafts for another model, whose keys and values it reads",
+    "idefics": "writes about a picture only",
+    "instructblip": "writes about a picture only",
+    "instructblipvideo": "writes about a film only",
+    "kosmos-2": "writes about a picture only",
+    "musicgen": "writes the codes of sound, several at each step",
+    "musicgen_melody": "writes the codes of sound, several at each step",
+    "qwen2_5_omni": "speaks; its language model is qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "speaks; its language model is qwen3_omni_moe_thinker",
+    "pi0": "writes the movements of a robot",
+    "voxtral_realtime": "writes what it hears, a token for each piece of sound",
+}
