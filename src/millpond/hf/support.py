@@ -110,10 +110,17 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
         )
     for field in ("num_hidden_layers", "num_attention_heads"):
-        if getattr(config, field, None) is None:
+        if not _names(config, field):
             raise UnsupportedModelError(
                 f"{name} is not one stack of attention layers: its configuration names no {field}"
             )
+
+
+def _names(config: PreTrainedConfig, field: str) -> bool:
+    try:
+        return getattr(config, field, None) is not None
+    except RuntimeError:  # each layer has its own
+        return True
 
 
 def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
