@@ -106,6 +106,18 @@ def test_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
         assert out == now or now.endswith("\ufffd")
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece"])
+def test_some_special_tokens_may_stay_in_the_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    words = tokenizer.encode("a b", add_special_tokens=False)
+    text = TokenText(tokenizer, True, (end,))
+    made = "".join([*(text.add(token) for token in [begin, *words, end, begin, *words]), text.finish()])
+    assert tokenizer.eos_token in made
+    assert tokenizer.bos_token not in made
+    assert made.count("b") == whole(tokenizer, words * 2).count("b")
+
+
 @settings(deadline=None, max_examples=40)
 @given(n=st.integers(0, 80), rest=st.lists(st.integers(0, 255), max_size=8))
 def test_broken_bytes_without_end_come_out(n: int, rest: list[int]) -> None:

@@ -99,7 +99,7 @@ def test_a_tokenizer_without_a_template_gets_plain_names_and_a_stop() -> None:
     (request,) = llm.asked
     assert request.params.stop == ("w4", "\nUser:")
     assert len(request.prompt) == 5  # <bos> User: w5 w6 Assistant:
-    refused = chat({"tools": [{"type": "function", "function": {"name": "f"}}]}, llm)
+    refused = chat({"chat_template_kwargs": {"extra": 1}}, llm)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_chat_template")
 
 

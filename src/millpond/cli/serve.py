@@ -92,6 +92,13 @@ def serve(
     step_limit: Annotated[
         float, typer.Option(help="Seconds that a step of the engine may take; beyond it /health says 503.")
     ] = 120.0,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: hermes, llama3, mistral, auto (as its chat template does), "
+            "or none (calls stay in the text)."
+        ),
+    ] = "auto",
     option_file: Annotated[
         list[str] | None,
         optional(
@@ -138,7 +145,8 @@ def serve(
         max_tokens=max_tokens, max_body_bytes=parse_bytes(max_body), max_body_items=max_body_items,
         max_bytes_under_way=parse_bytes(max_bodies), max_connections=max_connections, header_timeout_s=header_timeout,
         body_timeout_s=body_timeout, write_timeout_s=write_timeout, timeout_s=timeout, drain_s=drain,
-        step_limit_s=step_limit, option_files=parse_options(option_file or [], "heads=heads.json"),
+        step_limit_s=step_limit, tool_parser=tool_parser,
+        option_files=parse_options(option_file or [], "heads=heads.json"),
         allowed_hosts=tuple(allow_host or ()), trusted_proxies=tuple(trusted_proxy or ()),
         priority_limits=limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(priority_limit or ())]),
     )  # fmt: skip

@@ -22,13 +22,16 @@ from torch import Tensor
 from millpond.engine.grammar_process import WORKER, Ask, GrammarProcess
 from millpond.engine.patterns import check_pattern
 from millpond.engine.sampling_params import SamplingParams
-from millpond.engine.schema import enforceable
+from millpond.engine.schema import MOST_BYTES, enforceable
 from millpond.errors import OptionError
 
 #: Most blanks in a row between two parts of a JSON value: a model may indent, but not for ever.
 MOST_BLANKS = 32
 #: Characters of a grammar in EBNF, and texts and characters of a choice, at most.
 MOST_GRAMMAR, MOST_CHOICES, MOST_CHOICE_TEXT = 64 * 1024, 1_000, 128 * 1024
+#: Control characters that stay in answers of JSON, and in those of text with JSON in it; kinds of tags that hold text.
+_JSON, _TEXT = b"\r\n", b"\t\r\n"
+_FREE = ("any_text", "triggered_tags", "dispatch", "regex", "grammar", "const_string")
 #: Bytes of compiled grammars that are kept, and grammars that are compiled at a time.
 KEPT_BYTES, AT_ONCE = 32 << 20, 4
 
@@ -62,7 +65,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._info: Any = None
         self._told = self._name = ""
-        self._lawful: Tensor | None = None
+        self._lawful: dict[bytes | None, Tensor] = {}
         self._kept: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -93,7 +96,7 @@ class Grammars:
             compiled = xgrammar.CompiledGrammar.deserialize_json(told, self._info)
         except OptionError as error:
             raise OptionError(f"{name} cannot be followed: {error}") from None
-        grammar = Grammar(compiled, self._info.vocab_size, self._lawful if name == "json_schema" else None)
+        grammar = Grammar(compiled, self._info.vocab_size, self._lawful.get(_apart_from_json(name, params)))
         self._keep(key, grammar, compiled.memory_size_bytes)
         return grammar
 
@@ -123,7 +126,8 @@ class Grammars:
         """What xgrammar has to know of the tokenizer."""
         if self._info is None:
             info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, stop_token_ids=sorted(self.ends))
-            self._told, self._lawful = info.serialize_json(), _lawful(info.decoded_vocab)
+            self._told = info.serialize_json()
+            self._lawful = {also: _lawful(info.decoded_vocab, also) for also in (_JSON, _TEXT)}
             self._name = hashlib.sha256(self._told.encode()).hexdigest()
             self._info = info
 
@@ -159,6 +163,9 @@ def _spec(name: str, value: Any) -> dict[str, Any]:
             )
         texts = [{"type": "const_string", "value": text} for text in dict.fromkeys(value)]
         return {"kind": "tag", "value": {"type": "or", "elements": texts}}
+    size = len(json.dumps(value))
+    if size > MOST_BYTES:
+        raise OptionError(f"structural_tag has {size:,} bytes of JSON and may have {MOST_BYTES:,}")
     return {"kind": "tag", "value": _enforceable_tag(value)}
 
 
@@ -168,19 +175,34 @@ def _enforceable_tag(tag: Any) -> Any:
         if tag.get("type") == "json_schema":
             schema = enforceable(tag.get("json_schema"))
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}
-        return {name: _enforceable_tag(part) for name, part in tag.items()}
+        try:
+            return {name: _enforceable_tag(part) for name, part in tag.items()}
+        except OptionError as error:
+            if tag.get("type") != "tag":
+                raise
+            raise OptionError(f"{error} (behind {str(tag.get('begin'))[:100]!r})") from None
     return [_enforceable_tag(part) for part in tag] if isinstance(tag, list | tuple) else tag
 
 
-def _lawful(vocabulary: Sequence[bytes]) -> Tensor:
-    """A bit per token, 32 to an int32: 0 for those with control characters, which JSON has nowhere.
+def _apart_from_json(name: str, params: SamplingParams) -> bytes | None:
+    """Control characters that may come where an answer is JSON or has JSON in it; None: any."""
+    if name == "json_schema":
+        return _JSON
+    tag = json.dumps(params.structural_tag)
+    if '"json_schema"' not in tag:
+        return None
+    return _TEXT if any(f'"{kind}"' in tag for kind in _FREE) else _JSON
+
+
+def _lawful(vocabulary: Sequence[bytes], also: bytes) -> Tensor:
+    """A bit per token, 32 to an int32: 0 for those with control characters, which JSON has nowhere, but for `also`.
 
     xgrammar 0.2.8 lets them into strings of limited length. Tabs between values go with them; line ends may stay, which
     it keeps out of strings.
     """
     bits = np.zeros(-(-len(vocabulary) // 32) * 32, dtype=np.uint8)
     for token, text in enumerate(vocabulary):
-        bits[token] = all(byte >= 0x20 or byte in b"\r\n" for byte in text)
+        bits[token] = all(byte >= 0x20 or byte in also for byte in text)
     return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4"))
 
 

@@ -48,7 +48,7 @@ class SamplingParams:
         json_schema, regex, choice, grammar, structural_tag: what the answer must follow (extra `constrained`), one of
             them at most: a JSON schema, a regular expression for the whole answer, one of several texts, a grammar in
             EBNF whose first rule is `root`, a format of xgrammar's structural tags. What cannot be enforced is refused.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, but for those in `kept_special_tokens`.
 
     Raises:
         OptionError: a value out of its range.
@@ -81,6 +81,7 @@ class SamplingParams:
     grammar: str | None = None
     structural_tag: Mapping[str, Any] | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -6,6 +6,7 @@ space at the beginning. So each new token is decoded together with the few befor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from millpond.engine.sampling_params import SamplingParams
@@ -31,10 +32,10 @@ class TokenText:
     a character before them stays one, while `decode` would replace all bytes up to the next whole token.
     """
 
-    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool, kept: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skip = skip_special_tokens and not kept  # the tokenizer would skip those that are kept, too
+        self._special = _special_ids(tokenizer).difference(kept) if skip_special_tokens else frozenset()
         self._tokens: list[int] = []  # the last ones: those of the last whole piece, and those after them
         self._n_whole = 0  # so many of them have all their text out
         self._shown = ""  # the text of self._tokens that is out
@@ -89,7 +90,7 @@ class Writer:
     """
 
     def __init__(self, tokenizer: Decoder, params: SamplingParams) -> None:
-        self._pieces = TokenText(tokenizer, params.skip_special_tokens)
+        self._pieces = TokenText(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
         self._stops = StopFinder(params.stop, params.include_stop)
         self._parts: list[str] = []
         self._missing = params.min_tokens  # so many tokens may still not end the text

@@ -15,6 +15,8 @@ from millpond.server.errors import ApiError
 from millpond.server.fields import ChatBody
 from millpond.server.service import Service
 from millpond.server.tokens import PLAIN_STOP
+from millpond.server.tools.choice import tools_of
+from millpond.server.tools.voice import CallVoice
 from millpond.server.voice import ChatVoice
 
 
@@ -47,13 +49,19 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     if asked == 0:
         raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
     most = most_tokens(asked, service.settings.max_tokens)
+    tools = tools_of(body, service.calls, service.tokens.shown)
+    schema = schema_of(body.response_format)
+    tag = None if tools is None else tools.constraint(schema)
     _, prompt = await service.tokens.chat(body.messages, body, use_tools=body.tool_choice != "none")
     check_room([prompt], asked, service.llm.context_length)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=schema_of(body.response_format), stop=() if service.tokens.has_template else (PLAIN_STOP,),
+        json_schema=schema if tag is None else None, structural_tag=tag,
+        kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
+        stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ChoicesJob(name, made, ChatVoice(bool(body.logprobs)), bool(body.stream), include_usage)
+    voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
+    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)

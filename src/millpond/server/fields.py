@@ -10,7 +10,7 @@ from millpond.engine.request import MOST_SALT
 from millpond.engine.sampling_params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.guided import GuidedFields
 from millpond.server.markdown import MOST_CHARACTERS
-from millpond.server.messages import MOST_TOOLS, Body, Message, Tool
+from millpond.server.messages import MOST_TOOLS, Body, Message, Name, Tool
 
 #: Of seeds and priorities: what 64 bits hold.
 _INT64 = 2**63 - 1
@@ -139,6 +139,19 @@ class ChatFields(Body):
     add_generation_prompt: bool = True
 
 
+class NamedFunction(Body):
+    """A function of one of the tools."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(SamplingFields, ChatFields):
     """POST /v1/chat/completions."""
 
@@ -147,7 +160,7 @@ class ChatBody(SamplingFields, ChatFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # null is what clients send who mean nothing by them; see `UNSUPPORTED`

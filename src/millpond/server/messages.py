@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 MOST_TOOLS, MOST_CALLS = 128, 128
 #: Characters of a name or an id, and of the JSON of one tool's parameters or one call's arguments, at most.
 MOST_NAME, MOST_JSON = 256, 128 * 1024
+#: What names of tools are made of.
+NAMES = r"^[\w.:/-]+$"
 Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
 
 
@@ -88,7 +90,7 @@ class Message(Body):
 class Function(Body):
     """What a tool is called with."""
 
-    name: Name
+    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,7 +25,10 @@ from millpond.server.metrics import Metrics
 from millpond.server.settings import ServerSettings
 from millpond.server.streams import ClientGone, EventStream, together, while_connected
 from millpond.server.tokens import Tokens
+from millpond.server.tools.choice import format_of
 
+#: Characters of answers from which on they are not put together in the event loop.
+_LONG = 2**14
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 #: nginx's status for a client that closed its connection; it reaches nobody but logs and metrics.
@@ -36,15 +40,17 @@ class Service:
 
     Attributes:
         llm, settings, tokens, clients, gate, metrics, bodies: see their classes.
+        calls: how calls of tools are written; None: they are not read.
 
     Raises:
-        OptionError: a file of the settings cannot be read.
+        OptionError: a file of the settings cannot be read, or there is no such parser.
     """
 
     def __init__(self, llm: ServedLLM, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
         self.tokens = Tokens(llm)
+        self.calls = format_of(settings.tool_parser, self.tokens.shown)
         self.clients = Clients(settings)
         self.gate = Gate(llm, settings.max_queue, settings.step_limit_s)
         self.metrics = Metrics(llm, self.gate)
@@ -91,7 +97,10 @@ class Service:
 
     async def _whole(self, job: Job, outputs: Outputs) -> dict[str, Any]:
         last = {place: output async for place, output in outputs}
-        return job.whole(self.llm.model_name, [last[place] for place in range(len(job.requests))])
+        answers = [last[place] for place in range(len(job.requests))]
+        if sum(len(one.text) for output in answers for one in output.completions) > _LONG:
+            return await asyncio.to_thread(job.whole, self.llm.model_name, answers)
+        return job.whole(self.llm.model_name, answers)
 
     async def _events(self, job: Job, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
         events = job.events(self.llm.model_name)

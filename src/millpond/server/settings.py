@@ -35,6 +35,8 @@ class ServerSettings:
         timeout_s: seconds after which a request ends with what it has; None: never.
         drain_s: seconds that running requests have to finish when the server is told to stop.
         step_limit_s: seconds that one step of the engine may take; beyond it the server is not healthy (503).
+        tool_parser: how the model writes calls of tools: hermes, llama3, mistral; auto: as its chat template does;
+            none: calls stay in the text.
         option_files: the files that options of requests may name, by their names there.
 
     Raises:
@@ -57,6 +59,7 @@ class ServerSettings:
     timeout_s: float | None = None
     drain_s: float = 30.0
     step_limit_s: float = 120.0
+    tool_parser: str = "auto"
     option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

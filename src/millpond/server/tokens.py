@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.server.errors import ApiError
 from millpond.server.fields import ChatFields, TokenFields
 from millpond.server.llm import ServedLLM
-from millpond.server.messages import Message
+from millpond.server.messages import Message, Tool
+from millpond.server.tools.plain import in_words
+from millpond.server.tools.template import ask_template
 
 T = TypeVar("T")
 
@@ -31,12 +34,13 @@ class Tokens:
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
-            written plainly.
+            written plainly. shown: what the template does with tools.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
         self.exists = llm.tokenizer is not None
         self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
+        self.shown = ask_template(llm.tokenizer)
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
         self._most = max(_LONG, _PER_TOKEN * llm.context_length)
@@ -118,20 +122,42 @@ class Tokens:
         shown = (body.tools or []) if use_tools else []
         size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
         self._check_length(size, "messages")
-        messages = await self._run(lambda _: [_plain(message) for message in said], size)
-        tools = await self._run(lambda _: [tool.model_dump(exclude_none=True) for tool in shown], size)
+        messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
         extra = body.chat_template_kwargs or {}
         if taken := sorted(_OWN & extra.keys()):
             raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
         if not self.has_template:
-            for name, given in (("tools", tools), ("chat_template_kwargs", extra)):
-                if given:
-                    message = f"the tokenizer has no chat template, so there is nothing that could show {name}"
-                    raise ApiError(400, message, "no_chat_template", name)
+            if extra:
+                message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
+                raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
             text = plain_chat(messages, body.add_generation_prompt)
         else:
             text = await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
         return text, await self.encode(text, special=not self.has_template)
+
+    def special(self, texts: Collection[str]) -> tuple[int, ...]:
+        """Ids of the special tokens that are written so."""
+        added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return tuple(token for token, about in added.items() if about.special and about.content in texts)
+
+    def _for_template(
+        self, said: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools as the template expects them, or in words where it knows no tools."""
+        messages = [_plain(message) for message in said]
+        shown = [_whole(tool) for tool in tools]
+        if not self.shown.tools:
+            return in_words(messages, shown), []
+        names: dict[str, str] = {}
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                names[call.get("id", "")] = function["name"]
+                if self.shown.as_text:
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            if message["role"] == "tool" and message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages, shown
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._most:
@@ -187,6 +213,13 @@ def _plain(message: Message) -> dict[str, Any]:
         if isinstance(part, str):
             check_text(part, "messages")
     return found
+
+
+def _whole(tool: Tool) -> dict[str, Any]:
+    """A tool with all that templates look for."""
+    found = tool.model_dump(exclude_none=True)
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return found | {"function": empty | found["function"]}
 
 
 def check_text(text: str, param: str) -> None:

@@ -13,12 +13,17 @@ from millpond.server.logprobs import for_chat, for_completions
 
 @dataclass(slots=True)
 class Sent:
-    """How much of one answer a client has: characters, tokens, whether anything at all, and whether all of it."""
+    """How much of one answer a client has: characters, tokens, whether anything at all, and whether all of it.
+
+    Attributes:
+        reading: what a voice remembers that reads calls out of the text.
+    """
 
     characters: int = 0
     tokens: int = 0
     begun: bool = False
     ended: bool = False
+    reading: Any = None
 
     def update(self, completion: Completion) -> None:
         """The client has all that there is."""
@@ -51,7 +56,7 @@ class Voice(Protocol):
         ...
 
 
-def _end(completion: Completion) -> dict[str, Any]:
+def end_of(completion: Completion) -> dict[str, Any]:
     """The reason, and what only Millpond says, once there is one."""
     ended = completion.finish_reason is not None
     return {"finish_reason": openai_reason(completion)} | ({"millpond": of_choice(completion)} if ended else {})
@@ -94,7 +99,7 @@ class CompletionVoice:
             text = self.echo[place][0] + text
         sent.update(completion)
         index = place * self.n + completion.index
-        piece = {"index": index, "text": text, "logprobs": told} | _end(completion)
+        piece = {"index": index, "text": text, "logprobs": told} | end_of(completion)
         return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
 
     def _logprobs(
@@ -129,7 +134,7 @@ class ChatVoice:
             "index": completion.index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
-        } | _end(completion)
+        } | end_of(completion)
 
     def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: Sent) -> list[dict[str, Any]]:
         """What is new since `sent`: the role first, the reason of the end last."""
@@ -143,7 +148,7 @@ class ChatVoice:
                 piece["logprobs"] = for_chat((completion.logprobs or ())[sent.tokens :])
             pieces.append(piece)
         if completion.finish_reason is not None:
-            pieces.append(self._piece(completion, {}) | _end(completion))
+            pieces.append(self._piece(completion, {}) | end_of(completion))
         sent.update(completion)
         return pieces
 
