@@ -205,8 +205,8 @@ ATTACKS: dict[str, Attack] = {
 LONG = {
     "n", "log probabilities", "log probabilities of a prompt", "many parts", "a whole context", "many whole contexts",
     "many prompts", "an enum that is admitted", "many properties", "a pattern that explodes", "a deep schema",
-    "a schema in itself", "going last", "codecs", "unknown keys", "messages", "brackets", "escaped quotes", "a long text",
-    "a long name", "a long model", "markdown of 15 MB", "too long a text to ids", "many ids to text",
+    "a schema in itself", "going last", "codecs", "unknown keys", "messages", "brackets", "escaped quotes",
+    "a long text", "a long name", "a long model", "markdown of 15 MB", "too long a text to ids", "many ids to text",
 }  # fmt: skip
 #: Statuses that are answers: to a legal request, to one that cannot be, to one too many.
 FINE = {200, 204, 400, 403, 404, 405, 408, 411, 413, 421, 422, 429, 503}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 
 #: New tokens of each answer.
-TOKENS = 64
+TOKENS = 48
 PROMPTS = tuple(f"{name} kettle quiet rain past meadow and old stone on river <ask> {name} <is>"
                 for name in ("anna", "berta", "clara"))  # fmt: skip
 

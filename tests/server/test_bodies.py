@@ -20,7 +20,7 @@ from millpond.server.app import create_app
 from millpond.server.bodies import ParsedRoute, count_outside_strings
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
-from server.hostile import BODIES
+from server.hostile import BODIES, MOST_ITEMS
 from server.live import Live, live
 from server.test_refusals import send
 
@@ -54,6 +54,7 @@ def test_no_body_stops_the_event_loop(server: Live, name: str) -> None:
     path, make, status = BODIES[name]
     body = make().encode()
     assert len(body) <= ServerSettings().max_body_bytes
+    assert ServerSettings().max_body_items == MOST_ITEMS
     waits = []
     for _ in range(6):  # another process may have had the processor
         answer, wait = longest_wait(server, path, body)
