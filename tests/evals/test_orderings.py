@@ -14,12 +14,13 @@ from evals.scored import row, save
 from millpond.errors import DataError
 from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS
 from millpond.evals.counterparts import ALIKE, PRESSES, pool
-from millpond.evals.findings import TEXT, Finding, Runs, read_findings, renewed, write_findings
-from millpond.evals.orderings_page import MISSING, tables
+from millpond.evals.findings import ALL, TEXT, Finding, Runs, read_findings, renewed, write_findings
+from millpond.evals.orderings_page import MISSING, UNEQUAL, tables
 from millpond.evals.record import Record, Row
 from millpond.evals.results import cell_of
 
 ROOT = Path(__file__).parent.parent.parent
+COMMITTED = ROOT / "benchmarks" / "results" / "quality" / "orderings.json"
 
 
 def answers(of: Row, scores: list[float], depths: list[float] | None = None) -> list[Record]:
@@ -155,16 +156,18 @@ def test_peers_are_ahead_or_below() -> None:
     ahead = finding(PEERS, "ada", PRESSES["ada"], 0.2, **peer, masks_only=True)
     parts = tables([*ahead, *finding(PEERS, "tova", "TOVAPress", -0.2, **peer)])
     heads, *body = cells(parts[PEERS])
-    assert heads[-3:] == ["ours is", "bytes of full, ours", "theirs"]
+    assert heads[-4:] == ["ours is", "bytes of full, ours", "theirs", "more in ours"]
     assert [line[1] for line in body] == [f"`{PRESSES['ada']}` (avg 7) †", "`TOVAPress`"]
-    assert [line[-3:] for line in body] == [["ahead", "20.0%", "100.0%"], ["below", "20.0%", "100.0%"]]
+    assert [line[-4:-1] for line in body] == [["ahead", "20.0%", "100.0%"], ["below", "20.0%", "100.0%"]]
     assert "2 pairs of method and protocol: ahead in 1, no difference seen in 0, below in 1." in parts["summary"]
     assert "kvpress 0.5.5. 8 samples" in parts[PEERS]
     assert "† hides" in parts[PEERS]
 
 
 def test_a_table_without_results_says_how_they_are_made() -> None:
-    assert tables([]) == dict.fromkeys(["summary", *(claim.name for claim in CLAIMS), PEERS, AT_BYTES], MISSING)
+    assert tables([]) == dict.fromkeys(
+        ["summary", *(claim.name for claim in CLAIMS), PEERS, AT_BYTES, UNEQUAL], MISSING
+    )
 
 
 def test_the_page_has_a_heading_for_every_claim() -> None:
@@ -218,6 +221,30 @@ def test_equal_entries_and_equal_bytes_stand_apart(tmp_path: Path) -> None:
     page = tables(found)
     assert "`snapkv` (max 21)" in page[AT_BYTES]
     assert "kernel_size=7` (avg 7)" in page[AT_BYTES]
+
+
+def test_only_pairs_that_hold_as_many_bytes_count_as_equal() -> None:
+    peer = {"peer": "kvpress 0.5.5"}
+    same = finding(AT_BYTES, "snapkv", PRESSES["snapkv"], 0.3, **peer, held=0.2, other_held=0.197)
+    more = finding(AT_BYTES, "pyramidkv", PRESSES["pyramidkv"], 0.3, **peer, held=0.2, other_held=0.185)
+    less = finding(AT_BYTES, "chunkkv", PRESSES["chunkkv"], -0.3, **peer, held=0.2, other_held=0.196 * 1.05)
+    masks = finding(AT_BYTES, "ada", PRESSES["ada"], 0.3, **peer, held=1.0, other_held=1.0, masks_only=True)
+    page = tables([*same, *more, *less, *masks])
+    assert [line[0] for line in cells(page[AT_BYTES])[1:]] == ["`snapkv` (max 21)"]
+    apart = {line[0].split("`")[1]: line[-1] for line in cells(page[UNEQUAL])[1:]}
+    assert apart == {"pyramidkv": "+8.1%", "chunkkv": "-2.8%", "ada": "+0.0%"}
+    assert "as many bytes (within 2 %), 1 pairs of method and protocol: ahead in 1, no" in page["summary"]
+    assert "but -3 to 8 % more bytes in ours or all bytes held by a press that masks, 3 pairs" in page["summary"]
+
+
+def test_the_committed_page_says_equal_bytes_of_none_that_differ_by_more() -> None:
+    found = [f for f in read_findings(COMMITTED) if f.claim == AT_BYTES and f.budget == ALL]
+    page = tables(found)
+    differ = {f.first for f in found if f.masks_only or not 0.98 <= f.held / f.other_held <= 1.02}
+    assert {"ada", "pyramidkv", "chunkkv"} <= differ
+    for name in differ:
+        assert f"`{name}`" not in page[AT_BYTES]
+        assert f"`{name}`" in page[UNEQUAL]
 
 
 def test_every_method_over_snapkv_says_its_pool() -> None:

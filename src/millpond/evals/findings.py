@@ -6,6 +6,7 @@ Records are too many to be committed, so what is said about pairs of them is: a 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from millpond.evals.store import read_json
 ALL = "all"
 #: In `Finding.protocol`: where perplexities are compared, and not answers.
 TEXT = "text"
+#: Share by which bytes of two sides may differ and still count as equal.
+SAME_BYTES = 0.02
 LOWEST, HIGHEST = 0.25, 0.75  #: depth of a fact in the middle of the text
 
 Side = Callable[[Row], bool]
@@ -55,6 +58,16 @@ class Finding:
     held: float
     other_held: float
     masks_only: bool = False
+
+    @property
+    def more_held(self) -> float:
+        """Bytes that the first one holds beyond the second's, as a share of these."""
+        return self.held / self.other_held - 1 if self.other_held else math.inf
+
+    @property
+    def at_equal_bytes(self) -> bool:
+        """Both sides really hold as many bytes, within `SAME_BYTES`."""
+        return not self.masks_only and abs(self.more_held) <= SAME_BYTES
 
     @property
     def difference(self) -> Difference:
@@ -93,7 +106,8 @@ class Runs:
 
         Budgets in shares of a prompt and in entries are kept apart. Ours against kvpress is `PEERS` at shares, where
         as many entries are kept, and `AT_BYTES` at numbers of entries: whole pages, so that equal entries are equal
-        bytes. A claim is measured at shares, or else at entries.
+        bytes where every head and layer has as many (`Finding.at_equal_bytes`). A claim is measured at shares, or else
+        at entries.
         """
         shares = [row for row in self.rows if Budget.parse(row.budget).kind == "ratio"]
         entries = [row for row in self.rows if Budget.parse(row.budget).kind == "tokens"]

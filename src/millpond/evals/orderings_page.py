@@ -8,7 +8,7 @@ from typing import TypeVar
 from millpond.budget import Budget
 from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS, Claim
 from millpond.evals.counterparts import pool
-from millpond.evals.findings import ALL, Finding
+from millpond.evals.findings import ALL, SAME_BYTES, Finding
 from millpond.evals.leaderboard import MASKED, markdown_table, span
 from millpond.evals.paired import Verdict
 
@@ -16,7 +16,8 @@ MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers needles tex
 #: The verdicts in the words that fit a comparison with a peer.
 AGAINST_PEERS: dict[Verdict, str] = {"holds": "ahead", "no difference seen": "no difference seen", "reversed": "below"}
 SUMMARY = "summary"
-_AGAINST = {PEERS: "entries", AT_BYTES: "bytes"}
+#: The place of pairs that were to hold as many bytes and do not.
+UNEQUAL = f"{AT_BYTES}-unequal"
 
 T = TypeVar("T")
 
@@ -25,7 +26,9 @@ def tables(findings: Sequence[Finding]) -> dict[str, str]:
     """The generated parts of the page by the names of their places."""
     by_claim = {claim.name: [f for f in findings if f.claim == claim.name] for claim in CLAIMS}
     parts = {claim.name: _claim(claim, by_claim[claim.name]) for claim in CLAIMS}
-    peers = {name: _peers([finding for finding in findings if finding.claim == name]) for name in (PEERS, AT_BYTES)}
+    equal, unequal = _by_bytes([finding for finding in findings if finding.claim == AT_BYTES])
+    peers = {PEERS: _peers([finding for finding in findings if finding.claim == PEERS])}
+    peers |= {AT_BYTES: _peers(equal), UNEQUAL: _peers(unequal)}
     return {SUMMARY: _summary(findings), **parts, **peers}
 
 
@@ -42,15 +45,38 @@ def _summary(findings: Sequence[Finding]) -> str:
             verdicts = [by_protocol.get(protocol, "–") for protocol in protocols]
             body.append([claim.title, claim.source, f"{_name(first)} over {_name(second)}", *verdicts])
     text = markdown_table(["claim", "by", "measured as", *protocols], body)
-    return text + "".join(_count(whole, claim, what) for claim, what in _AGAINST.items())
+    entries = [f for f in whole if f.claim == PEERS]
+    equal, unequal = _by_bytes([f for f in whole if f.claim == AT_BYTES])
+    return text + "".join(
+        [
+            _count("with as many entries", entries),
+            _count(f"with as many bytes (within {100 * SAME_BYTES:g} %)", equal),
+            _count(f"with as many entries in whole pages, but {_apart(unequal)}", unequal),
+        ]
+    )
 
 
-def _count(whole: Sequence[Finding], claim: str, what: str) -> str:
-    peers = [f.difference.verdict for f in whole if f.claim == claim]
-    if not peers:
+def _count(how: str, findings: Sequence[Finding]) -> str:
+    if not findings:
         return ""
+    peers = [finding.difference.verdict for finding in findings]
     counts = ", ".join(f"{words} in {peers.count(verdict)}" for verdict, words in AGAINST_PEERS.items())
-    return f"\nAgainst kvpress with as many {what}, {len(peers)} pairs of method and protocol: {counts}."
+    return f"\nAgainst kvpress {how}, {len(peers)} pairs of method and protocol: {counts}."
+
+
+def _by_bytes(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Those whose sides hold as many bytes over all budgets, and the others."""
+    equal = {_pair(f) for f in findings if f.budget == ALL and f.at_equal_bytes}
+    return [f for f in findings if _pair(f) in equal], [f for f in findings if _pair(f) not in equal]
+
+
+def _apart(findings: Sequence[Finding]) -> str:
+    """How the bytes of two sides differ: "6 to 8 % more in ours, or all of them in a press that masks"."""
+    more = sorted(round(100 * f.more_held) for f in findings if not f.masks_only)
+    parts = [f"{' to '.join(map(str, dict.fromkeys((more[0], more[-1]))))} % more bytes in ours"] if more else []
+    if any(f.masks_only for f in findings):
+        parts.append("all bytes held by a press that masks")
+    return " or ".join(parts)
 
 
 def _claim(claim: Claim, findings: Sequence[Finding]) -> str:
@@ -70,11 +96,12 @@ def _peers(findings: Sequence[Finding]) -> str:
     if not findings:
         return MISSING
     budgets = _budgets(findings)
-    heads = ["ours", "theirs", "protocol", *map(_head, budgets), "ours is", "bytes of full, ours", "theirs"]
+    held = ["bytes of full, ours", "theirs", "more in ours"]
+    heads = ["ours", "theirs", "protocol", *map(_head, budgets), "ours is", *held]
     body = [
         [_name(own[0].first), _name(own[0].second, own[0].peer) + (f" {MASKED}" if own[0].masks_only else ""),
          *_line(own, budgets, lambda f: AGAINST_PEERS[f.difference.verdict]), f"{_whole(own).held:.1%}",
-         f"{_whole(own).other_held:.1%}"]
+         f"{_whole(own).other_held:.1%}", f"{_whole(own).more_held:+.1%}"]
         for own in _lines(findings)
     ]  # fmt: skip
     who = ", ".join(_once(f.peer for f in findings))
@@ -116,8 +143,12 @@ def _whole(own: Sequence[Finding]) -> Finding:
 
 def _lines(findings: Sequence[Finding]) -> list[list[Finding]]:
     """Findings of one pair and protocol each, in the order in which pairs came."""
-    keys = _once((f.first, f.second, f.peer, f.protocol) for f in findings)
-    return [[f for f in findings if (f.first, f.second, f.peer, f.protocol) == key] for key in keys]
+    keys = _once(map(_pair, findings))
+    return [[finding for finding in findings if _pair(finding) == key] for key in keys]
+
+
+def _pair(finding: Finding) -> tuple[str, str, str, str]:
+    return finding.first, finding.second, finding.peer, finding.protocol
 
 
 def _budgets(findings: Sequence[Finding]) -> list[str]:
