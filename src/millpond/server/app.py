@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 import millpond
 from millpond.server import about, chat, completions, errors, pages, remembered, responses
+from millpond.server.described.document import describe
 from millpond.server.doors import Hosts, Keys, ShortBodies
 from millpond.server.llm import ServedLLM
 from millpond.server.metrics import Counted
@@ -39,7 +40,8 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         service.bodies.close()
 
     app = FastAPI(
-        title="Millpond", version=millpond.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="Millpond", version=millpond.__version__, lifespan=lifespan,
+        docs_url=None, redoc_url=None, openapi_url=None,  # of which the last is `describe`'s
         description="An OpenAI-compatible server whose KV cache stays inside a memory budget.",
     )  # fmt: skip
     app.state.service = service
@@ -47,6 +49,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     for part in (completions, chat, responses, about, remembered):
         app.include_router(part.routes(service))
     app.include_router(pages.routes(needs_key=bool(settings.api_keys)))
+    describe(app, keyed=bool(settings.api_keys))
     # the last one added is met first
     app.add_middleware(
         ShortBodies, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,

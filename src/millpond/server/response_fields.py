@@ -56,7 +56,7 @@ class InputMessage(Body):
         return Message(role=self.role, content=content)
 
 
-class SchemaFormat(Body):
+class NamedSchema(Body):
     """JSON that follows a schema; ours is always strict."""
 
     type: Literal["json_schema"]
@@ -69,7 +69,7 @@ class SchemaFormat(Body):
 class TextConfig(Body):
     """What the text must follow."""
 
-    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")] | None = None
     verbosity: None = None
 
 

@@ -14,7 +14,7 @@ from millpond.server.asked import check_room, most_tokens, requests, sampling, s
 from millpond.server.bodies import ParsedRoute
 from millpond.server.fields import ChatFields
 from millpond.server.messages import Message
-from millpond.server.response_fields import ResponseBody, SchemaFormat
+from millpond.server.response_fields import NamedSchema, ResponseBody
 from millpond.server.response_job import ResponseJob
 from millpond.server.service import Service
 from millpond.server.tokens import PLAIN_STOP
@@ -48,7 +48,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     wanted = None if body.text is None else body.text.format
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if logprobs else None,
-        json_schema=wanted.schema_ if isinstance(wanted, SchemaFormat) else schema_of(wanted),
+        json_schema=wanted.schema_ if isinstance(wanted, NamedSchema) else schema_of(wanted),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"resp_{uuid.uuid4().hex}"

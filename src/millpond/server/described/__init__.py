@@ -1,0 +1,1 @@
+"""What the server sends, for /openapi.json; what it takes is said by the bodies themselves."""
