@@ -48,6 +48,31 @@ class OptionFile(str):
         return repr(self.name)
 
 
+class OwnText(str):
+    """The value of an option of the one who runs the engine that names files inside: "duo_attention/heads=heads.json".
+
+    Attributes:
+        files: those that it names, read already, by their paths. They are listed for this text, and for no other.
+    """
+
+    files: Mapping[str, OptionFile]
+
+    def __new__(cls, text: str, files: Mapping[str, OptionFile]) -> OwnText:
+        made = super().__new__(cls, text)
+        made.files = files
+        return made
+
+
+class ReadWhenNamed(dict[str, OptionFile]):
+    """Files by their paths, each read when it is first named, whatever its path."""
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+    def __missing__(self, path: str) -> OptionFile:
+        return self.setdefault(path, OptionFile(path))
+
+
 def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, OptionFile]:
     """Files by the names under which options may name them, read once.
 
@@ -65,6 +90,13 @@ def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
         yield
     finally:
         _listed.reset(token)
+
+
+@contextmanager
+def named_in(text: str) -> Iterator[None]:
+    """Inside it what `text` says is read: where it is the operator's own, it names its files."""
+    with only_listed(text.files if isinstance(text, OwnText) else None):
+        yield
 
 
 def allowed(value: str, option: str) -> str:
@@ -111,5 +143,10 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def shown(value: object) -> object:
-    """An option's value as others may see it: of a file its last name."""
-    return Path(value).name if isinstance(value, OptionFile) else value
+    """An option's value as others may see it: of files their last names."""
+    if isinstance(value, OptionFile):
+        return Path(value).name
+    if isinstance(value, OwnText):
+        for path in sorted(value.files, key=len, reverse=True):
+            value = str(value).replace(path, Path(path).name)
+    return value

@@ -20,7 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
-from millpond.option_files import FILE, OptionFile, allowed
+from millpond.option_files import FILE, OptionFile, OwnText, ReadWhenNamed, allowed, only_listed
 from millpond.scalar import number
 
 T = TypeVar("T")
@@ -128,13 +128,19 @@ class Entry(Generic[T]):
         return (inspect.getdoc(self.build) or "").split("\n")[0]
 
     def with_files_read(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The same options; the files that they name are read now and not again.
+        """The same options; the files that they name, themselves or inside, are read now and not again.
 
         Raises:
-            OptionError: a file cannot be read.
+            OptionError: a file cannot be read, or the options are not as they must be.
         """
-        files = [name for name, option in self.options.items() if option.is_file and options.get(name)]
-        return options | {name: OptionFile(options[name]) for name in files if isinstance(options[name], str)}
+        read = ReadWhenNamed()
+        with only_listed(read):
+            self(**options)
+        made = dict(options)
+        for name, value in options.items():
+            if read and isinstance(value, str) and value and not isinstance(value, OptionFile):
+                made[name] = read[value] if self.options[name].is_file else OwnText(value, read)
+        return made
 
     def __call__(self, **options: Any) -> T:
         """Build with checked options.

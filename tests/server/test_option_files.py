@@ -70,6 +70,36 @@ def test_listed_names_and_the_operators_own_files_work(tmp_path: Path) -> None:
             assert client.get("/v1/models").json()["data"][0]["millpond"]["options"]["heads"] == "heads.json"
 
 
+@pytest.mark.parametrize("method", ["duo_attention", "pyramidkv"])
+def test_a_request_may_change_what_stands_beside_the_operators_own_file(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = tmp_path / "heads.json"
+    heads.write_text(json.dumps([[1, 0], [0, 1]]))
+    nested = f"duo_attention/heads={heads}/sinks=1/recent=2"
+    options = {"heads": str(heads), "sinks": 1, "recent": 2} if method == "duo_attention" else {"score": nested}
+    beside: dict[str, Any] = {"recent": 3} if method == "duo_attention" else {"beta": 10}
+    with live(lambda: engine(method=method, options=options, budget=24)) as server:
+        heads.unlink()  # it was read before
+        with server.client() as client:
+            beside_all = [
+                {},
+                {"budget": 20},
+                {"options": beside},
+                {"options": beside, "budget": 20},
+                {"method": method},
+            ]
+            for kept in beside_all:
+                answer = client.post("/v1/completions", json=BODY | {"millpond": kept})
+                assert answer.status_code == 200, answer.text
+            taken = {"options": beside | options, "budget": 20}  # as the operator has it, which is not the client's
+            refused = client.post("/v1/completions", json=BODY | {"millpond": taken})
+            assert refused.status_code == 400
+            assert "names a file" in refused.text
+            assert str(tmp_path) not in refused.text + client.get("/v1/models").text
+        assert ask(server, "duo_attention", heads=str(heads)).status_code == 400
+
+
 def test_files_that_cannot_be_read_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no regular file"):
         create_app(FakeLLM(), ServerSettings(option_files={"zero": "/dev/zero"}))

@@ -128,7 +128,7 @@ def test_the_server_has_a_limit_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(("error", "status", "code"), [
-    (OptionError("a"), 400, "invalid_value"), (DataError("a"), 400, "invalid_value"),
+    (OptionError("a"), 400, "invalid_value"), (DataError("a"), 500, "file_failed"),
     (BudgetError("a"), 422, "budget_impossible"), (PoolFullError("a"), 422, "kv_memory_exceeded"),
     (UnsupportedModelError("a"), 422, "unsupported"), (CacheMismatchError("a"), 500, "engine_failed"),
     (NumericsError("a"), 500, "engine_failed"),

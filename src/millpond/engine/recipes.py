@@ -119,10 +119,10 @@ class Recipes:
 
 
 def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[Any, ...]:
-    """Equal where the same is wanted, and the same files may be named."""
+    """Equal where the same is wanted, by the same one of operator and client, and the same files may be named."""
     return (
         wanted.method,
-        *sorted((name, repr(value)) for name, value in wanted.options.items()),
+        *sorted((name, type(value).__name__, repr(value)) for name, value in wanted.options.items()),
         repr(wanted.budget),
         repr(wanted.codec),
         None if files is None else tuple(sorted(files.items())),

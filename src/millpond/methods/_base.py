@@ -7,6 +7,7 @@ from typing import Any
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
+from millpond.option_files import named_in
 from millpond.policy.policy import Policy
 
 #: A slash begins an option only before `name=`, so that a value may hold one (a path).
@@ -20,7 +21,8 @@ def based_on(owner: str, text: str) -> Policy:
         OptionError: no such method or option, or the method has no score.
     """
     name, options = base_spec(owner, text)
-    base = METHODS.get(name)(**options)
+    with named_in(text):
+        base = METHODS.get(name)(**options)
     if base.keeps_all:
         raise OptionError(f"{owner}: score={text!r} keeps everything and has no score to share a budget by")
     return base

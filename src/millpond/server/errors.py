@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,10 +29,14 @@ _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
     (PoolFullError, 422, "kv_memory_exceeded"),
     (UnsupportedModelError, 422, "unsupported"),
     (OptionError, 400, "invalid_value"),
-    (DataError, 400, "invalid_value"),
+    (DataError, 500, "file_failed"),
 )
+#: What clients hear of a file that could not be read or written: which one is the operator's business.
+_FILE_FAILED = "a file of the server that this request needs could not be read or written; ask again, or its operator"
+
 #: Characters of a message that are sent, and of a field's name that are looked at: both may be a client's own.
 _LONGEST, _LONGEST_NAME = 1_000, 80
+_log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 #: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
@@ -75,6 +80,9 @@ class ApiError(Exception):
     def of(cls, error: MillpondError) -> ApiError:
         """A typed error of Millpond with the status that fits it."""
         status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "engine_failed"))
+        if isinstance(error, DataError):
+            _log.error("a request failed: %s", error)
+            return cls(status, _FILE_FAILED, code)
         return cls(status, str(error), code)
 
     def body(self) -> dict[str, Any]:
