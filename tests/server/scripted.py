@@ -33,6 +33,11 @@ class ScriptedLLM(FakeLLM):
         self.vocab_size = len(tokenizer)
         self.texts, self.step, self.ends = texts, step, reason
 
+    def says(self, *texts: str) -> None:
+        """What it answers from now on."""
+        self.texts = texts
+        self.asked.clear()
+
     async def stream(self, request: Request) -> Any:
         text = self.texts[min(len(self.asked), len(self.texts) - 1)]
         self.asked.append(request)

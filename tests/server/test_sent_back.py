@@ -39,6 +39,15 @@ def test_what_stands_empty_in_a_message_changes_no_prompt(empty: dict[str, Any])
     assert read({"messages": [USER, answer | empty, USER]}) == read({"messages": [USER, answer, USER]})
 
 
+def test_what_clients_make_of_an_answer_may_come_along() -> None:
+    """OpenAI's what it parsed, LiteLLM's what it found beside OpenAI's fields."""
+    function = CALL["function"] | {"parsed_arguments": {"a": "w44"}}
+    message = {"role": "assistant", "tool_calls": [CALL | {"function": function}], "parsed": {"b": ["w7"]}}
+    message["provider_specific_fields"] = {"refusal": None}
+    plain = {"role": "assistant", "tool_calls": [CALL]}
+    assert read({"messages": [USER, message]}) == read({"messages": [USER, plain]})
+
+
 def test_calls_may_have_the_index_of_a_stream_and_arguments_as_values() -> None:
     expected = read({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]})
     assert "w44" in expected
@@ -82,6 +91,7 @@ def test_null_stands_for_a_default_that_cannot_be_changed() -> None:
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f" * 300}}]}, "name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 200_000}}}]}, "131,072"),
+    ({"messages": [{"role": "assistant", "content": "", "parsed": "x" * 200_000}]}, "131,072"),
     ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ({"user": "x" * 600}, "user"), ({"prompt_cache_key": "x" * 600}, "prompt_cache_key"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip

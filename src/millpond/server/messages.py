@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 #: Of one chat at most: tools, and calls in one message.
 MOST_TOOLS, MOST_CALLS = 128, 128
@@ -14,6 +14,16 @@ MOST_NAME, MOST_JSON = 256, 128 * 1024
 #: What names of tools are made of.
 NAMES = r"^[\w.:/-]+$"
 Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+
+
+def _short(value: Any) -> Any:
+    """A value that is not longer than `MOST_JSON`, see `length_of`."""
+    length_of(value)
+    return value
+
+
+#: What says again what is said elsewhere, and is not read.
+Echo = Annotated[Any, AfterValidator(_short), Field(exclude=True)]
 
 
 class Body(BaseModel):
@@ -33,11 +43,12 @@ class CalledFunction(Body):
     """What the model called, and with what: clients send the JSON that they got, templates want the values.
 
     Attributes:
-        arguments: an object, as itself or as its JSON.
+        arguments: an object, as itself or as its JSON. parsed_arguments: what OpenAI's client made of it.
     """
 
     name: Name
     arguments: dict[str, Any]
+    parsed_arguments: Echo = None
     _length: int = PrivateAttr(0)
 
     @property
@@ -78,6 +89,8 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Echo = None
+    provider_specific_fields: Echo = None
 
     @property
     def length(self) -> int:
@@ -137,7 +150,7 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def length_of(value: dict[str, Any] | None) -> int:
+def length_of(value: Any) -> int:
     """Characters of its JSON.
 
     Raises:
