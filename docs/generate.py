@@ -18,6 +18,7 @@ from typing import Any
 import typer.main
 
 import millpond
+from millpond.bench.model_types import page as model_types
 from millpond.bench.report import generate_table, markdown_table
 from millpond.cli.app import app
 from millpond.evals import orderings_page
@@ -39,6 +40,7 @@ from millpond.registry import Entry
 ROOT = Path(__file__).parent.parent
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
+MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 PICTURES = ROOT / "docs" / "images" / "quality"
@@ -52,6 +54,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "tasks.md"] = tasks_page()
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
+    texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = api_page()
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()
     readme = ROOT / "README.md"

@@ -9,6 +9,7 @@ import millpond as mp
 from hf.families import COMMON, build, generate, one, run
 from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.attention import attention, begin_pass, break_off, tag
+from millpond.hf.packed import PackedModel
 
 #: type -> configuration, model, settings beside the common ones.
 WORK: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -82,6 +83,21 @@ def test_a_window_that_only_another_cache_keeps_to_is_refused():
     model = tiny_model("moshi")
     with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="sliding window of 12 tok"):
         generate(model, one(15), 6, past_key_values=cache)
+    with pytest.raises(mp.UnsupportedModelError, match="sliding window of 12 tok"):
+        PackedModel(model)
+
+
+def test_blocks_of_pictures_over_a_text_without_are_no_reason():
+    """Gemma 3's processor names the type of every token, where all are of text, too."""
+    model, prompt = tiny_model("gemma3"), one(21)
+    prompt["token_type_ids"] = torch.zeros_like(prompt["input_ids"])
+    expected = run(model, prompt, 6)
+    with mp.compress(model, "full") as cache:
+        found = run(model, prompt, 6, past_key_values=cache)
+    torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
+    prompt["token_type_ids"][:, 3:8] = 1
+    with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="not causal"):
+        generate(model, prompt, 6, past_key_values=cache)
 
 
 def test_what_an_outer_model_lays_over_its_mask_is_seen_inside():

@@ -156,14 +156,14 @@ def attention(
             module, query, key, value, attention_mask, scaling, softcap, s_aux,
             dropout=dropout, sliding_window=sliding_window, position_bias=position_bias, **kwargs,
         )  # fmt: skip
-    _check(module, layer, attention_mask, position_bias, dropout)
+    window = int(sliding_window or stock.window_of(attention_mask))
+    _check(module, layer, attention_mask, position_bias, dropout, window)
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         softcap=float(softcap or 0.0),
-        window=int(sliding_window or stock.window_of(attention_mask)),
+        window=window,
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
-    check_window(type(module).__name__, getattr(layer, "window", 0), shape.window)
     out = layer.attend(query, key, value, attention_mask, shape)
     # contiguous as transformers' own functions have it: some models view it
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
@@ -182,7 +182,12 @@ def check_window(name: str, configured: int, given: int) -> None:
 
 
 def _check(
-    module: nn.Module, layer: Any, attention_mask: Tensor | None, position_bias: Tensor | None, dropout: float
+    module: nn.Module,
+    layer: Any,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    dropout: float,
+    window: int,
 ) -> None:
     name = type(module).__name__
     index = getattr(module, "layer_idx", layer.index)
@@ -198,5 +203,6 @@ def _check(
         raise UnsupportedModelError(
             f"{name} was given a mask of {attention_mask.ndim} dimensions; pass the padding mask, of two"
         )
-    if stock.is_overlaid(attention_mask):
+    check_window(name, getattr(layer, "window", 0), window)
+    if stock.is_overlaid(attention_mask, window):
         raise UnsupportedModelError(f"{name} uses a mask that is not causal (an overlay), which a cache cannot follow")

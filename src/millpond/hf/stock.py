@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,15 +30,17 @@ class _Made:
     make: Callable[..., Tensor | None]
     may_be_overlaid: bool
     window: int
+    _overlaid: dict[int, bool] = field(default_factory=dict)
 
-    @cached_property
-    def overlaid(self) -> bool:
-        """Whether something does. Models lay over what does nothing, too: blocks of pictures over a text without."""
-        if not self.may_be_overlaid:
-            return False
-        bare = sliding_window_causal_mask_function(self.window) if self.window else causal_mask_function
-        mask, plain = self.make(), self.make(mask_function=bare, use_vmap=False)
-        return mask is None or plain is None or not torch.equal(mask, plain)
+    def overlaid(self, window: int) -> bool:
+        """Whether something does, beside a window. Models lay over what does nothing, too: blocks of pictures over a
+        text that has none.
+        """
+        if self.may_be_overlaid and window not in self._overlaid:
+            bare = sliding_window_causal_mask_function(window) if window else causal_mask_function
+            mask, plain = self.make(), self.make(mask_function=bare, use_vmap=False)
+            self._overlaid[window] = mask is None or plain is None or not torch.equal(mask, plain)
+        return self.may_be_overlaid and self._overlaid[window]
 
 
 def remember(
@@ -72,10 +74,12 @@ def is_remembered(mask: Tensor | None) -> bool:
     return _made(mask) is not None
 
 
-def is_overlaid(mask: Tensor | None) -> bool:
-    """Whether the model laid something over the causal or sliding mask (images that see ahead, packed sequences)."""
+def is_overlaid(mask: Tensor | None, window: int) -> bool:
+    """Whether the model laid something over the causal mask, or that of a window (0: none): images that see ahead,
+    packed sequences.
+    """
     made = _made(mask)
-    return made is not None and made.overlaid
+    return made is not None and made.overlaid(window)
 
 
 def window_of(mask: Tensor | None) -> int:

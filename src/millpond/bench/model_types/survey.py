@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from millpond.bench.model_types.probe import BROKEN, Finding, probe
+from millpond.bench.model_types.finding import BROKEN, Finding
+from millpond.bench.model_types.probe import probe
 
 SECONDS, MEMORY_BYTES = 120.0, 8 << 30  #: what one type may take
 _AHEAD = ["torch", "transformers", "transformers.generation", "millpond", "millpond.bench.model_types.probe"]

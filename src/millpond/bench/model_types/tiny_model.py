@@ -11,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from millpond.bench.model_types.settings import SETTINGS
+from millpond.bench.model_types.fields import FIELDS
 from millpond.bench.model_types.tiny_config import tiny_config
 
 #: Standard deviation of the weights. transformers' own 0.02 leaves attention even, and then nothing that is evicted
@@ -37,7 +37,7 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
     """
     name = (causal_types() | composite_types())[kind]
     model_class: Any = getattr(transformers, name)
-    config = tiny_config(_config_class(kind, model_class), SETTINGS)
+    config = tiny_config(_config_class(kind, model_class), FIELDS)
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

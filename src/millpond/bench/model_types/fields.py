@@ -12,7 +12,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_gr
 _SLIDING_AND_FULL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 #: Model type, of a whole or of a part -> fields; of one part of one type, under the part's name.
-SETTINGS: dict[str, dict[str, Any]] = {
+FIELDS: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "chameleon": {"vocabulary_map": {"<image>": 90} | {f"IMGIMG{c}Z": 60 + i for i, c in enumerate("ABCD")}},
     "codegen": {"rotary_dim": 4},
@@ -21,7 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4},
     },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16], "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]},
+    },
+    "florence_vision": dict.fromkeys(("patch_size", "num_heads", "embed_dim", "projection_dim"), LEFT_OUT),
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": _SLIDING_AND_FULL["layer_types"] * 2, "num_kv_shared_layers": 2,
@@ -37,6 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
     "gptj": {"rotary_dim": 4},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "vision_config": {"hidden_size": 64},
+    },
     "granitemoehybrid": _MAMBA,
     "hunyuan_vl_text": {"rope_parameters": _ROPE | {"xdrope_section": [1, 1, 1, 1]}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
@@ -45,8 +52,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "molmo2_vit": {"image_size": LEFT_OUT},
-    "nemo_speechlm": {"blank_token_id": 95},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "molmo2_vision": {"image_size": LEFT_OUT},
+    "nemo_speechlm": {"word_timestamp_config": {"blank_token_id": 95}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl_text": _MROPE,
     "qwen2_5_omni": {"enable_audio_output": False},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 93, "vision_end_token_id": 94},
@@ -77,6 +86,7 @@ UNFIT: dict[str, str] = {
     "instructblip": "writes about a picture only",
     "instructblipvideo": "writes about a film only",
     "kosmos-2": "writes about a picture only",
+    "kyutai_speech_to_text": "writes what it hears, a token for each piece of sound",
     "musicgen": "writes the codes of sound, several at each step",
     "musicgen_melody": "writes the codes of sound, several at each step",
     "qwen2_5_omni": "speaks; its language model is qwen2_5_omni_thinker",
