@@ -145,6 +145,7 @@ def test_generate_is_what_python_gives(folder: str) -> None:
         ["--method", "snapkv", "--budget", "64", "--option", "window=16", "-o", "decode=evict"],
         ["--codec", "bf16", "--page-slots", "16", "--budget", "256KiB"],
         ["--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--seed", "3"],
+        ["--temperature", "0.8", "--typical-p", "0.5", "--min-new-tokens", "4"],
         ["--dtype", "bf16", "--device", "cpu", "--memory-limit", "64MiB", "--no-chat"],
     ],
     ids=lambda options: options[1],
@@ -168,6 +169,13 @@ def test_generate_draws_the_same_under_the_same_seed(folder: str) -> None:
     ]
     first, again, other = (right(*arguments, seed).stdout for seed in ("1", "1", "2"))
     assert first == again != other
+
+
+def test_generate_never_writes_a_bad_word(folder: str) -> None:
+    common = ["generate", "--model", folder, "--prompt", FILLER, "--max-new-tokens", "6"]
+    free = right(*common).stdout.split()
+    words = [part for word in set(free) for part in ("--bad-word", word)]
+    assert not set(free) & set(right(*common, *words).stdout.split())
 
 
 def test_generate_reads_files_and_standard_input(folder: str, tmp_path: Path) -> None:
@@ -210,6 +218,9 @@ def test_notes_are_one_sentence(folder: str) -> None:
         (["--prompt", "x", "--temperature", "-1"], "must not be negative"),
         (["--prompt", "x", "--top-k", "5"], "no effect at temperature 0"),
         (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "must lie in (0, 1]"),
+        (["--prompt", "x", "--temperature", "1", "--typical-p", "2"], "must lie in (0, 1]"),
+        (["--prompt", "x", "--min-new-tokens", "200"], "--min-new-tokens 200 is more than --max-new-tokens 128"),
+        (["--prompt", "x", "--bad-word", " "], "bad_words holds ' '"),
         (["--prompt", FILLER, "--memory-limit", "8KiB", "--method", "full"], "the page pool is full"),
         (["--prompt", "x", "--device", "gpu"], "--device gpu: torch cannot use it here"),
         (["--prompt", " "], "the prompt is empty"),

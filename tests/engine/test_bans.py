@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from functools import cache
 from typing import Any
@@ -15,7 +16,11 @@ from transformers import NoBadWordsLogitsProcessor
 import millpond as mp
 from engine import test_sampling_constrain
 from engine.helpers import ask, engine_for, finish, greedy
+from evals.small import WORDS, text, tiny_model, tiny_tokenizer
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.bans import Bans, Forbidden, sequences_of
+from millpond.engine.outputs import RequestOutput
+from millpond.engine.request import Request
 from millpond.engine.sampling import BadLogitsError, Sampler
 from millpond.engine.sampling_params import MOST_BAD_WORDS, SamplingParams
 from millpond.engine.text import Writer
@@ -136,6 +141,33 @@ def test_an_engine_ends_no_answer_early() -> None:
     late = done["late"].completions[0]
     assert len(late.token_ids) > 5 or late.finish_reason == "length"
     assert not set(late.token_ids[:5]) & set(ends)
+
+
+def test_every_door_keeps_words_and_ids_out() -> None:
+    """What the free answer says first is a bad word, then no allowed one: of `LLM` and of `AsyncLLM`, n at a time."""
+    prompt = text(20, 1)
+    with mp.LLM(tiny_model(), tokenizer=tiny_tokenizer(), method="full") as llm:
+        free = answers(llm.generate(prompt, mp.SamplingParams(max_tokens=12, temperature=0)))[0]
+        said = tiny_tokenizer().decode(free[0])
+        others = tuple({*range(len(WORDS))} - {*free})
+        for forbidding in ({"bad_words": (said,)}, {"allowed_token_ids": others}):
+            params = mp.SamplingParams(max_tokens=12, n=2, seed=1, **forbidding)  # type: ignore[arg-type]
+            found = answers(llm.generate(prompt, params))
+            assert not any({*tokens} & ({free[0]} if "bad_words" in forbidding else {*free}) for tokens in found)
+            assert asyncio.run(streamed(prompt, params)) == found
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for output in outputs for completion in output.completions]
+
+
+async def streamed(prompt: str, params: SamplingParams) -> list[tuple[int, ...]]:
+    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), method="full")
+    try:
+        *_, last = [output async for output in llm.stream(Request(request_id="a", prompt=prompt, params=params))]
+    finally:
+        await llm.close(drain=False)
+    return answers([last])
 
 
 def test_an_engine_without_a_tokenizer_takes_no_words() -> None:

@@ -110,7 +110,8 @@ def test_fields_reach_the_engine() -> None:
         "prompt": "w5", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2,
         "best_of": 2, "stop": "w99", "stop_token_ids": [4], "logit_bias": {"7": -3}, "ignore_eos": True,
         "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "skip_special_tokens": False,
-        "user": "me", "metadata": {"a": "b"},
+        "user": "me", "metadata": {"a": "b"}, "typical_p": 0.4, "min_tokens": 1, "bad_words": ["w6"],
+        "allowed_token_ids": [5, 4],
         "millpond": {"method": "snapkv", "budget": 0.25, "codec": "int8", "options": {"window": 8}, "priority": 2,
                      "deadline_s": 9, "watch": True},
     }, llm, timeout_s=5)  # fmt: skip
@@ -120,6 +121,8 @@ def test_fields_reach_the_engine() -> None:
     assert (params.seed, params.n, params.stop, params.stop_token_ids) == (3, 2, ("w99",), (4,))
     assert (params.logit_bias, params.ignore_eos, params.skip_special_tokens) == ({7: -3}, True, False)
     assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert (params.typical_p, params.min_tokens) == (0.4, 1)
+    assert (params.bad_words, params.allowed_token_ids) == (("w6",), (5, 4))
     cache = request.cache
     assert (cache.method, cache.budget, cache.codec, cache.options) == ("snapkv", 0.25, "int8", {"window": 8})
     assert (request.priority, request.deadline, request.watch) == (2, 5, True)

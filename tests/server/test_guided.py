@@ -117,6 +117,7 @@ class TestWithXgrammar:
             found = self.post(server, body | more)
             assert found.status_code == 400, found.text
             assert words in found.json()["error"]["message"]
+            assert ".cc:" not in found.text
 
     def test_forbidden_tokens_and_a_grammar_that_leave_nothing_are_400(self, server: Live) -> None:
         token = byte_tokenizer().convert_tokens_to_ids("z")

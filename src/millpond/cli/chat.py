@@ -50,6 +50,9 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
+    typical_p: Annotated[
+        float, typer.Option(help="Draw from the tokens of this total probability whose surprise is the usual one.")
+    ] = 1.0,
     seed: Annotated[int | None, optional(help="Of the draws. Default: another one each time.")] = None,
     key_variable: Annotated[
         str, typer.Option(help="Of the environment; the key in it is sent to the server.")
@@ -57,8 +60,8 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk to a model. /help lists what can be said beside questions; Ctrl-C stops an answer."""
     drawn: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    if seed is not None:
-        drawn["seed"] = seed
+    drawn |= {"seed": seed} if seed is not None else {}
+    drawn |= {"typical_p": typical_p} if typical_p != 1 else {}  # which not every server knows
     kept = {**kept_as(context, preset, method, budget, codec), "options": parse_options(option or [])}
     kept = {name: value for name, value in kept.items() if value}
     if url is None:

@@ -27,6 +27,7 @@ from millpond.cli.options import (
     optional,
     parse_options,
 )
+from millpond.engine.sampling_params import SamplingParams
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -45,23 +46,30 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    typical_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise OptionError(f"temperature={self.temperature} must not be negative; 0 is greedy")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p={self.top_p} must lie in (0, 1]; 1 turns it off")
+        for name in ("top_p", "typical_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise OptionError(f"{name}={getattr(self, name)} must lie in (0, 1]; 1 turns it off")
         if self.top_k < 0:
             raise OptionError(f"top_k={self.top_k} must not be negative; 0 turns it off")
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
-            raise OptionError("top_p and top_k have no effect at temperature 0; set --temperature, for example 0.7")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k or self.typical_p < 1):
+            raise OptionError(
+                "top_p, top_k and typical_p have no effect at temperature 0; set --temperature, for example 0.7"
+            )
 
     def kwargs(self) -> dict[str, Any]:
         """For `generate()`."""
         if self.temperature == 0:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {
+            "do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            "typical_p": self.typical_p,
+        }  # fmt: skip
 
 
 def generate(
@@ -79,6 +87,13 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")] = 0,
+    typical_p: Annotated[
+        float, typer.Option(help="Draw from the tokens of this total probability whose surprise is the usual one.")
+    ] = 1.0,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="The text does not end before so many.")] = 0,
+    bad_word: Annotated[
+        list[str] | None, optional(help="Never written, with or without a space before it; may be given again.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     dtype: DtypeName = "auto",
     device: DeviceName = None,
@@ -95,7 +110,10 @@ def generate(
     chat: Chat = None,
 ) -> None:  # fmt: skip
     """Generate text from a prompt inside a KV budget."""
-    sampling = Sampling(temperature, top_p, top_k, seed)
+    sampling = Sampling(temperature, top_p, top_k, typical_p, seed)
+    if min_new_tokens > max_new_tokens:
+        raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
+    words = SamplingParams(bad_words=tuple(bad_word or ())).bad_words
     text = read_prompt(prompt, prompt_file)
     options: dict[str, Any] = dict(parse_options(option or []))
     kept = kept_as(context, preset, method, budget, codec)
@@ -103,6 +121,7 @@ def generate(
 
     from millpond.cache.pool import DEFAULT_SLOTS
     from millpond.cli.stream import TextStopwatch
+    from millpond.engine.bans import sequences_of
     from millpond.hf.compress import compress
     from millpond.models.chat_template import end_ids
     from millpond.models.load import load_model, load_tokenizer
@@ -115,6 +134,10 @@ def generate(
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
     if wants_template(tokenizer, chat) and (ends := end_ids(loaded, tokenizer)) is not None:
         extra["eos_token_id"] = ends
+    if bad := sequences_of(words, tokenizer):
+        extra["bad_words_ids"] = [list(ids) for ids in bad]
+    if min_new_tokens:
+        extra["min_new_tokens"] = min_new_tokens
     with notes(), compress(
         loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
         tokenizer=tokenizer, calibration=calibration, **kept, **options

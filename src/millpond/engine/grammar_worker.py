@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -25,6 +26,8 @@ HEAD = struct.Struct(">cQ")
 #: Seconds between two looks at the children.
 _LOOK_S = 0.02
 _MOST_TOKENIZERS = 4
+#: What xgrammar's errors begin with: the time, the place in its source, what did not hold there.
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +155,19 @@ def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: 
     except Exception as error:  # xgrammar's own types are not public
         if "bad_alloc" in str(error):
             return 1
-        lines = str(error).strip().splitlines()
-        _send(wire, REFUSED, (lines[-1] if lines else type(error).__name__).encode())
+        _send(wire, REFUSED, _reason(error).encode())
         return 0
     if len(told) > limits.result_bytes:
         _send(wire, REFUSED, f"its grammar takes {len(told):,} bytes, and may take {limits.result_bytes:,}".encode())
         return 0
     _send(wire, MADE, told)
     return 0
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, without the time and the place in its source."""
+    lines = str(error).strip().splitlines()
+    return _PLACE.sub("", lines[-1]) if lines else type(error).__name__
 
 
 def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
