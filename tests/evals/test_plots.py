@@ -16,6 +16,7 @@ from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.colours import METHODS, colour_of, marker_of
 from millpond.evals.front import front
+from millpond.evals.leaderboard import render
 from millpond.evals.plots.budgets import budget_map, budgets_of_trace
 from millpond.evals.plots.folder import draw_all
 from millpond.evals.plots.needle import Panel, grid, needle, panels_of
@@ -48,6 +49,14 @@ def test_quality_draws_scores_over_bytes() -> None:
     assert line(second, colour_of("h2o"))[1] == [4.0]
     assert "lower is better" in second.get_title(loc="left")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "h2o", "window"]
+
+
+def test_pictures_and_the_board_say_how_many_tokens_were_scored() -> None:
+    fed = [row(name, "text", 4.0, better="lower", scored_tokens=5120) for name in ("full", "h2o")]
+    for made in (quality([*fed, FULL, H2O]), pareto(fed)):
+        assert any("5,120 tokens scored" in text.get_text() for text in made.texts)
+    assert not any("tokens scored" in text.get_text() for text in quality([FULL, H2O]).texts)
+    assert "200 questions a task (5,120 tokens scored), seed 7." in render(fed)
 
 
 def test_quality_leaves_out_what_has_no_score() -> None:
