@@ -111,7 +111,9 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[Row]) -> list[s
 
 def _legend(rows: Sequence[Row]) -> str:
     text = (
-        f"Score and interval; **bold** is the best of its column, with what reads the same. {HOW} "
+        f"Score and interval; **bold** is the best score of its column, with what reads the same. {HOW} "
+        "Each interval is of one score alone: whether one contender is ahead of another "
+        "is said by pairs of answers to the same questions. "
         "*Slanted* rows are references, outside the ranking: "
         + "; ".join(f"`{name}` {what}" for name, what in REFERENCES.items())
         + ". Rows are sorted by the average. KV bytes: keys and values really held when answering began.\n"
