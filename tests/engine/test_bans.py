@@ -53,6 +53,16 @@ def test_ends_come_after_so_many_tokens_and_not_before(said: int) -> None:
     assert 7 in left(SamplingParams(min_tokens=3, stop_token_ids=(9,), ignore_eos=True), [], ends=(7,))
 
 
+def test_what_forbids_nothing_any_more_costs_nothing() -> None:
+    forbidden, bans = Forbidden(), Bans.of(SamplingParams(min_tokens=2, stop_token_ids=(9,)), None, ())
+    assert bans is not None
+    forbidden.start("a", bans)
+    forbidden.count(["a"], [1])
+    assert "a" in forbidden
+    forbidden.count(["a"], [1])
+    assert "a" not in forbidden
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     words=st.lists(st.text("ab ", min_size=1, max_size=4).filter(str.strip), min_size=1, max_size=5),

@@ -86,6 +86,8 @@ def test_the_server_answers_token_ids_with_token_ids(server: Live) -> None:
     ("/v1/completions", {"prompt": "w5"}),
     ("/v1/completions", {"prompt": ["w5"]}),
     ("/v1/completions", {"prompt": PROMPT, "stop": "w5"}),
+    ("/v1/completions", {"prompt": PROMPT, "bad_words": ["w5"]}),
+    ("/v1/responses", {"input": "w5"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}),
     ("/tokenize", {"prompt": "w5"}),
     ("/detokenize", {"tokens": [5]}),

@@ -147,7 +147,7 @@ def test_formats_become_schemas() -> None:
     ({"tools": [{"type": "web_search"}]}, "tools are called in chats: POST /v1/chat/completions"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "tools are called in chats"),
     ({"input": [{"type": "reasoning"}]}, "'message'"), ({"input": []}, "input"), ({"input": 5}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.list.0.content.list.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": [{"role": "tool", "content": "w5"}]}, "role"),
     ({"reasoning": {"effort": "low"}}, "chat_template_kwargs"),
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_tokens": 5}, "did you mean 'min_tokens'"),
@@ -218,6 +218,21 @@ class TestOpenAI:
             client.responses.create(model="tiny", input="w5", previous_response_id="resp_1")
         with pytest.raises(openai.NotFoundError, match="'other' is not here"):
             client.responses.create(model="other", input="w5")
+
+
+    def test_langchain(self, client: openai.OpenAI) -> None:
+        """Its client goes back to this interface for what it sends, several turns and streams."""
+        lang = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
+        model = lang.ChatOpenAI(
+            model="tiny", base_url=str(client.base_url), api_key="none", use_responses_api=True, max_tokens=5,
+            temperature=0, max_retries=0,
+        )  # fmt: skip
+        first = model.invoke([("system", "w4"), ("user", "w5")])
+        assert first.usage_metadata["output_tokens"] == 5
+        second = model.invoke([("user", "w5"), first, ("user", "w6")])
+        assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
+        pieces = [part["text"] for piece in model.stream([("system", "w4"), ("user", "w5")]) for part in piece.content]
+        assert "".join(pieces) == first.content[0]["text"]
 
 
 class Mill(pydantic.BaseModel):

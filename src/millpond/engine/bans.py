@@ -54,6 +54,10 @@ class Bans:
         lengths = tuple(sorted({len(before) for before in after}))
         return cls(params.min_tokens, _ids(early), _ids(never), after, lengths, _others(params.allowed_token_ids))
 
+    def over(self, n_said: int) -> bool:
+        """Whether nothing is forbidden any more after so many tokens."""
+        return n_said >= self.min_tokens and not (len(self.never) or self.after or self.others is not None)
+
     def apply_(self, row: Tensor, said: Sequence[int], n_said: int) -> None:
         """Forbid in the logits (V,), float32, in place.
 
@@ -111,6 +115,8 @@ class Forbidden:
                 said.n += 1
                 longest = said.bans.lengths[-1] if said.bans.lengths else 0
                 said.tokens = [*said.tokens, token][-longest:] if longest else []
+                if said.bans.over(said.n):
+                    del self._of[key]
 
 
 def sequences_of(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

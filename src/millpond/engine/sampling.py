@@ -215,7 +215,7 @@ class Sampler:
     def _why(self, key: Hashable, state: _State) -> MillpondError:
         """Why nothing is left to choose from."""
         params = state.params
-        given = " and ".join(params.forbids)
+        given = " and ".join(params.forbids) if key in self._forbidden else ""
         if key in self._constraints:
             among = f" within {given}" if given else ""
             return OptionError(

@@ -132,7 +132,7 @@ def install(app: FastAPI) -> None:
 def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     """What pydantic found, the first of it: broken JSON, an unknown field, a value of the wrong kind."""
     first = next(iter(errors))
-    place = [str(part)[:_LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(part)[:_LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path", "")]
     name = ".".join(place)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])

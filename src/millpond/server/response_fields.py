@@ -14,8 +14,12 @@ from millpond.server.messages import TextPart as ChatPart
 _TOOLS = "tools are called in chats: POST /v1/chat/completions"
 
 
+#: Tags of what is a text or a list; that of lists stands in the place of an error, where "" says nothing more.
+_TEXT, _LIST = "text", ""
+
+
 def _kind(value: Any) -> str:
-    return "text" if isinstance(value, str) else "list"
+    return _TEXT if isinstance(value, str) else _LIST
 
 
 class InputPart(Body):
@@ -34,7 +38,7 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("list")],
+        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)],
         Discriminator(_kind),
     ]
     id: Label | None = None
@@ -77,8 +81,8 @@ class ResponseBody(TokenFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), Tag("list")],
+        Annotated[str, Tag(_TEXT)]
+        | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), Tag(_LIST)],
         Discriminator(_kind),
     ]  # fmt: skip
     instructions: str | None = None
