@@ -179,3 +179,41 @@ def test_nobody_is_carried_out_where_that_would_not_make_enough_room() -> None:
     for _ in range(2 * PATIENCE):
         step = line.step()
         assert (len(step.out), len(step.back), len(step.decodes)) == (0, 0, 3)
+
+
+def seconds_of(step: Step) -> float:
+    """As a small model takes: a step has its price, and so has each answer and each token that is read."""
+    return 1 + sum(job.width for job in step.decodes) * 0.25 + sum(n for _, n in step.chunks) * 0.05
+
+
+@pytest.mark.parametrize(("prompt", "width"), [(10, 128), (3500, 1), (3500, 64)])
+def test_nobody_slows_another_client_down_to_less_than_half(prompt: int, width: int) -> None:
+    line = Line()
+    for _ in range(3):
+        line.come("wide", prompt, 50_000, width=min(width, 80))
+    for _ in range(10):
+        line.step()
+    small, tokens, took, others = line.come("one", 20, 300), 0, 0.0, 0
+    line.step()
+    while line.left[small]:
+        step = line.step()
+        line.scheduler.took_seconds(step, seconds_of(step))
+        took += seconds_of(step)
+        tokens += small in step.decodes
+        others += sum(job.width for job in step.decodes if job is not small) + sum(n for _, n in step.chunks)
+    assert took / tokens <= 2.3 * 1.25, "alone a token takes 1.25; a first step without debt comes on top"
+    assert others > tokens, "and the others go on"
+
+
+def test_few_answers_of_others_decode_in_one_batch_all_the_time() -> None:
+    line = Line()
+    others = [line.come("many", 10, 10_000) for _ in range(8)]
+    for _ in range(200):
+        line.step()
+    small = line.come("one", 20, 50)
+    line.step()
+    while line.left[small]:
+        step = line.step()
+        line.scheduler.took_seconds(step, seconds_of(step))
+        assert set(step.decodes) == {small, *others}
+        assert not any(job.apart for job in others)

@@ -239,7 +239,10 @@ class Engine:
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
+        began = time.perf_counter()
         step = self._scheduler.plan()
+        for live in self._live.values():
+            live.regroup()
         self._turn.share(step)
         self._room.prepare(step)
         changed += self._part_with_lost()
@@ -250,6 +253,7 @@ class Engine:
         try:
             if groups or reading:
                 self._forget(self._turn.run(groups, reading))
+                self._scheduler.took_seconds(step, time.perf_counter() - began)
         except Exception as error:
             changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):

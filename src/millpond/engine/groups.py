@@ -19,13 +19,24 @@ class Group:
 
     Attributes:
         recipe: how their caches are made. stack: the caches. answers: whose sequences these are, in order.
+        apart: these answers may pass a step.
     """
 
-    def __init__(self, recipe: Recipe, layers: list[LayerShape]) -> None:
+    def __init__(self, recipe: Recipe, layers: list[LayerShape], apart: bool = False) -> None:
+        self.apart = apart
         self.recipe = recipe
         self.stack = recipe.stack()
         self.answers: list[Answer] = []
         self._layers = layers
+        self._other: Group | None = None
+
+    @property
+    def other(self) -> Group:
+        """The second batch whose caches are kept in the same way: of those who may pass a step, or may not."""
+        if self._other is None:
+            self._other = Group(self.recipe, self._layers, not self.apart)
+            self._other._other = self
+        return self._other
 
     @property
     def slots(self) -> int:

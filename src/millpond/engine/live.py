@@ -43,6 +43,14 @@ class Live:
         """Answers that are not finished."""
         return [answer for answer in self.answers if not answer.finished]
 
+    def regroup(self) -> None:
+        """Before a step: decode with those who pass steps, or with those who do not, as the scheduler says."""
+        if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:
+            going = self.going
+            stack = self.group.part(going)
+            self.group = self.group.other
+            self.group.join(stack, going)
+
     def cache(self, index: int = 0) -> tuple[Stack, int] | None:
         """The caches that hold an answer, and which of their sequences it is; None while it holds none."""
         if self.job.state is State.SWAPPED:

@@ -1,7 +1,7 @@
 """Scheduler: which requests run in the next step, and which must wait, or make room.
 
 It knows numbers only: tokens to read, bytes that a request will hold, who asks, priorities and deadlines. It sees no
-model, no page and no clock.
+model, no page and no clock; how long its steps took it is given.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from millpond.engine.clients import Client, Clients
+from millpond.engine.pace import Pace
 from millpond.errors import OptionError
 
 #: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while somebody
 #: decodes whose client has had less service, so that its next tokens do not wait for long passes.
 READING_SHARE = 8
+#: Prompts of which a step reads, however short they are; an eighth where others decode who have had less service.
+MOST_PIECES = 32
+#: Answers of clients who have had more service that decode beside those of others at any time; more decode in turns.
+MOST_BESIDE = 16
 #: Jobs of other clients that may begin before one that does not fit.
 MOST_PASSES = 16
 #: Steps that a job waits before it takes the room of a client who has had more service, but less than a step's tokens
@@ -65,6 +70,7 @@ class Job:
         deadline: when it ends at the latest, on the caller's clock; None: never. whole: its prompt cannot be cut.
         arrival, account: given by the scheduler. read: tokens of the prompt that were read.
         passes: jobs of others that began before it while it did not fit. waited: steps in which it did not.
+        apart: its answers decode in a batch of their own, which may pass a step.
     """
 
     key: str
@@ -79,6 +85,7 @@ class Job:
     read: int = 0
     passes: int = 0
     waited: int = 0
+    apart: bool = False
     account: Client = field(default_factory=lambda: Client(0))
     state: State = State.WAITING
 
@@ -105,12 +112,15 @@ class Step:
     Attributes:
         out: jobs that make room, to be carried out first. back: jobs that come back, to be carried in.
         decodes: jobs whose answers each get a token. chunks: jobs and how many tokens of their prompts are read.
+        contested: clients who have had more service than others take part: True; they would, and pass: False; None:
+            there is nobody to pass for.
     """
 
     out: list[Job] = field(default_factory=list)
     back: list[Job] = field(default_factory=list)
     decodes: list[Job] = field(default_factory=list)
     chunks: list[tuple[Job, int]] = field(default_factory=list)
+    contested: bool | None = None
 
     @property
     def empty(self) -> bool:
@@ -146,6 +156,7 @@ class Scheduler:
         self._promised = None if limit_bytes is None else int(limit_bytes * overcommit)
         self._jobs: dict[str, Job] = {}
         self._clients = Clients()
+        self._pace = Pace()
         self._arrivals = 0
         self._closed = False  # somebody was carried out because pages ran short: nobody begins until somebody ends
 
@@ -218,16 +229,21 @@ class Scheduler:
         step = Step()
         self._make_way(step)
         self._admit_carried_and_new(step)
-        step.decodes = self._ordered((State.DECODING,))
-        rows = sum(job.width for job in step.decodes)
         few = max(self.step_tokens // READING_SHARE, 1)
+        ahead = self._ahead(few)
+        step.decodes = self._beside(step, ahead)
+        rows = sum(job.width for job in step.decodes)
         left = max(self.step_tokens - rows, few)
         least = min((job.account.served for job in step.decodes), default=None)
         for job in self._ordered((State.READING,)):
+            if step.contested is False and job in ahead:
+                continue
+            pieces = MOST_PIECES
             if least is not None and job.account.served - least >= self.step_tokens:
                 left = min(left, few - sum(n for _, n in step.chunks))
+                pieces //= READING_SHARE
             rest = job.prompt - job.read
-            if left <= 0 or (job.whole and rest > left and step.chunks):
+            if left <= 0 or len(step.chunks) >= pieces or (job.whole and rest > left and step.chunks):
                 break
             n = rest if job.whole else min(rest, left)
             step.chunks.append((job, n))
@@ -235,6 +251,29 @@ class Scheduler:
         for job in step.decodes:
             job.account.served += job.width
         return step
+
+    def took_seconds(self, step: Step, seconds: float) -> None:
+        """How long a step took."""
+        if step.contested:
+            self._pace.with_them(seconds)
+        else:
+            self._pace.without_them(seconds, bool(step.chunks) or step.contested is None)
+
+    def _ahead(self, gap: int) -> set[Job]:
+        """Running jobs of clients who have had so many tokens more service than another one that runs."""
+        served = [job.account.served for job in self._running()]
+        return {job for job in self._running() if job.account.served - min(served) >= gap}
+
+    def _beside(self, step: Step, ahead: set[Job]) -> list[Job]:
+        """The jobs that decode. Where clients who are ahead would take long they take part in turns."""
+        decoding = self._ordered((State.DECODING,))
+        wide = sum(job.width for job in decoding if job in ahead) > MOST_BESIDE
+        if not wide and not any(job.state is State.READING for job in ahead):
+            return decoding
+        step.contested = self._pace.may_go
+        for job in decoding:
+            job.apart = wide and job in ahead
+        return [job for job in decoding if step.contested or not job.apart]
 
     def _make_way(self, step: Step) -> None:
         """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Passes whose ids lie apart: beyond it they are put together, since a tensor of one id takes hundreds of bytes.
+_MOST_PARTS = 256
+
 
 class TextRead:
     """Ids of all columns so far, pads included; nothing is known after a pass that was given no ids."""
@@ -23,6 +26,8 @@ class TextRead:
         elif self._known:
             self._parts.append(ids.detach().clone())  # a view would keep the text of every step
             self._columns += ids.shape[1]
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts = [self.ids]
 
     @property
     def ids(self) -> Tensor:
