@@ -18,9 +18,7 @@ from millpond.server import pages
 from millpond.server.app import create_app
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
-from server.scripted import ScriptedLLM
 from server.test_chat import templated
-from server.test_tools import TOOLS, TWO
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 4}
 #: Path of the document -> method, what is asked for, and a body.
@@ -106,8 +104,8 @@ async def ask(case: Case, app: Any, key: str = "one") -> httpx.Response:
         return await client.request(method, case.path or path, content=content)
 
 
-def run(case: Case, llm: FakeLLM | None = None, **settings: Any) -> httpx.Response:
-    llm = llm or templated()
+def run(case: Case, **settings: Any) -> httpx.Response:
+    llm = templated()
     if "memory" in case.route:
         llm.running.add("one")
     app = app_of(llm, ServerSettings(**{"api_keys": ("one",), "max_body_bytes": 2_000} | settings))
@@ -192,12 +190,6 @@ def test_streams_are_as_described(route: str, fails: bool, more: dict[str, Any])
     assert found.headers["content-type"].startswith("text/event-stream")
     assert ("the model broke" in found.text) == fails
     assert len(events_of(found.text)) > (1 if fails else 4)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_tools_are_as_described(stream: bool) -> None:
-    found = run(Case("/v1/chat/completions", 200, TOOLS | {"stream": stream}), ScriptedLLM(TWO))
-    assert "tool_calls" in found.text
 
 
 def drained(app: Any, _: FakeLLM) -> None:
