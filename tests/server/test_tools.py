@@ -184,6 +184,8 @@ def test_tools_may_be_named_by_the_choice_alone_if_they_are_there() -> None:
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
       "tool_choice": "required"}, "tools", "'a' must be of type 'object', not 'string'"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{n}", "parameters": {"title": "x" * 90_000}}}
+                for n in range(2)], "tool_choice": "required"}, "tools", "may have 131,072 together"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}} | TOOLS, "response_format", "leave one"),
 ])  # fmt: skip
 def test_what_cannot_be_called_is_refused(body: dict[str, Any], param: str, words: str) -> None:

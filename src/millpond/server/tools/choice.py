@@ -9,7 +9,7 @@ from typing import Any
 from millpond.errors import OptionError
 from millpond.server.errors import ApiError
 from millpond.server.fields import ChatBody, NamedTool
-from millpond.server.messages import MOST_CALLS, Function
+from millpond.server.messages import MOST_CALLS, MOST_JSON, Function
 from millpond.server.tools.format import CallFormat, Tag
 from millpond.server.tools.hermes import Hermes
 from millpond.server.tools.llama3 import Llama3
@@ -60,22 +60,26 @@ class Tools:
             schema: of the answer where it is no call.
 
         Raises:
-            ApiError: parameters of a tool are no object.
+            ApiError: parameters of a tool are no object, or all are too long.
         """
-        many = self.most > 1
+        many, strict = self.most > 1, any(function.strict for function in self.functions)
+        if not (self.must or strict or schema is not None):
+            return None
+        length = sum(function.length for function in self.functions)
+        if length > MOST_JSON:
+            message = f"tools to which answers are held have {length:,} characters and may have {MOST_JSON:,} together"
+            raise ApiError(400, message, "invalid_value", "tools")
         try:
             if self.must:
                 return self.format.calls(self.functions, many)
             if schema is not None:
                 answer = {"type": "json_schema", "json_schema": schema}
                 return {"type": "or", "elements": [answer, self.format.calls(self.functions, many)]}
-            if any(function.strict for function in self.functions):
-                free = {"parameters": {"type": "object"}}
-                told = [one if one.strict else one.model_copy(update=free) for one in self.functions]
-                return self.format.text_and_calls(told, many)
+            free = {"parameters": {"type": "object"}}
+            held = [one if one.strict else one.model_copy(update=free) for one in self.functions]
+            return self.format.text_and_calls(held, many)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_value", "tools") from None
-        return None
 
 
 def tools_of(body: ChatBody, form: CallFormat | None, shown: Shown) -> Tools | None:
