@@ -61,6 +61,11 @@ class Case:
     prepare: Callable[[Any, FakeLLM], None] = lambda app, llm: None
 
 
+def name_of(case: Case) -> str:
+    """The same in every process that collects tests."""
+    return f"{case.status} {case.route} {case.body or case.path or ''}"
+
+
 def check(route: str, status: int, headers: Any, body: bytes) -> None:
     """That the document describes this answer."""
     method = ROUTES[route][0]
@@ -169,7 +174,7 @@ def test_the_served_document_is_this_one() -> None:
     Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
     Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (
         llm.running.clear(), app.state.service.gate.under_way.add("one"))),
-], ids=str)  # fmt: skip
+], ids=name_of)  # fmt: skip
 def test_answers_are_as_described(case: Case) -> None:
     run(case)
 
@@ -230,7 +235,7 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
     *(Case(route, 411, headers={"Transfer-Encoding": "chunked"}) for route in ROUTES),
     *(Case(route, 413, headers={"Content-Length": "9999"}) for route in ROUTES),
     *(Case(route, 401, headers={"Authorization": "Bearer two"}) for route in ROUTES if route != "/health"),
-], ids=lambda case: f"{case.status} {case.route} {case.body or case.path or ''}")  # fmt: skip
+], ids=name_of)  # fmt: skip
 def test_errors_are_as_described(case: Case) -> None:
     run(case)
 
