@@ -10,7 +10,6 @@ import pytest
 from server.scripted import ScriptedLLM
 from server.test_chat import chat
 from server.test_completions import events
-from server.test_openapi import check
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
@@ -225,10 +224,3 @@ def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
     chat({}, llm)
     mark = llm.tokenizer.convert_tokens_to_ids("<tool_call>")
     assert [request.params.kept_special_tokens for request in llm.asked] == [(mark,), ()]
-
-
-@pytest.mark.parametrize("text", [TWO, CALL, BROKEN, "Hello"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_with_calls_are_as_openapi_describes_them(text: str, stream: bool) -> None:
-    found = chat(TOOLS | {"stream": stream, "logprobs": True}, ScriptedLLM(text))
-    check("/v1/chat/completions", 200, found.headers, found.content)
