@@ -25,12 +25,13 @@ class ResponseJob:
     """A response.
 
     Attributes:
-        name: its id. requests: the one request. told: what of the request is told again. logprobs: whether they are.
+        name: its id. requests: the one request. echo: fields of the request that a response repeats. logprobs: whether
+            log probabilities are sent.
     """
 
     name: str
     requests: list[Request]
-    told: dict[str, Any]
+    echo: dict[str, Any]
     stream: bool = False
     logprobs: bool = False
     message: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -57,7 +58,7 @@ class ResponseJob:
         return {
             "id": self.name, "object": "response", "created_at": self.created, "status": status, "error": None,
             "incomplete_details": None, "model": model, "output": [], "usage": None,
-        } | self.told  # fmt: skip
+        } | self.echo  # fmt: skip
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         """The message."""
@@ -68,7 +69,7 @@ class ResponseJob:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs_of(completion)}
 
     def logprobs_of(self, completion: Completion | None, start: int = 0) -> list[dict[str, Any]]:
-        """Those of the tokens from `start` on; none where nobody asked."""
+        """Those of the tokens from `start` on; none where they are not wanted."""
         if completion is None or not self.logprobs:
             return []
         found: list[dict[str, Any]] = for_chat((completion.logprobs or ())[start:])["content"]
@@ -114,8 +115,8 @@ class ResponseEvents:
 
     def fail(self, error: ApiError) -> Iterator[str]:
         """The response failed."""
-        told = error.body()["error"] | {"code": _CODES.get(error.status, "server_error")}
-        yield self._event("response.failed", response=self._job.response(self._model, "failed") | {"error": told})
+        details = error.body()["error"] | {"code": _CODES.get(error.status, "server_error")}
+        yield self._event("response.failed", response=self._job.response(self._model, "failed") | {"error": details})
 
     def _in_part(self, name: str, **data: Any) -> str:
         return self._event(name, item_id=self._job.message, output_index=0, content_index=0, **data)

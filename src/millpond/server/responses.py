@@ -53,7 +53,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     )  # fmt: skip
     name = f"resp_{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
-    return ResponseJob(name, made, _told(body, params), bool(body.stream), logprobs)
+    return ResponseJob(name, made, _echo(body, params), bool(body.stream), logprobs)
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -64,8 +64,8 @@ def _messages(body: ResponseBody) -> list[Message]:
     return said + [message.as_chat() for message in body.input]
 
 
-def _told(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """What a response says of its request."""
+def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
+    """Fields of the request that a response repeats."""
     wanted = None if body.text is None else body.text.format
     shown = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
     return {

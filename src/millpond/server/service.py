@@ -83,9 +83,9 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, client: Client, asked: Sequence[Request]) -> Outputs:
+    async def _outputs(self, client: Client, of_client: Sequence[Request]) -> Outputs:
         """What the engine says, from the gate in to the gate out."""
-        requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in asked]
+        requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
         with self.gate.enter([request.request_id for request in requests], client.name):
             async with aclosing(together(self.llm, requests)) as outputs:
                 async for place, output in outputs:

@@ -42,7 +42,7 @@ _REASONS = {
     500: "The server or its engine failed.",
     503: "Nothing new is let in now: the server goes down, its engine hangs, or too many bytes are under way.",
 }
-#: Whatever is asked for.
+#: Of every route.
 _ALWAYS = (408, 411, 413, 421, 500, 503)
 _WAITED = {408, 429, 503}
 
@@ -66,11 +66,11 @@ class _Sent:
     needs_key: bool = True
 
 
-_ASKED = (400, 403, 404, 422, 429)
+_OF_ANSWERS = (400, 403, 404, 422, 429)
 _SENT = {
-    ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _ASKED),
-    ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _ASKED),
-    ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_ASKED),
+    ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _OF_ANSWERS),
+    ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
+    ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
     ("/v1/models", "get"): _Sent(ServedModels),
     ("/v1/models/{name}", "get"): _Sent(ServedModel, errors=(404,)),
     ("/health", "get"): _Sent(Health, others=(503, Health), needs_key=False),
@@ -87,7 +87,7 @@ def describe(app: FastAPI, keyed: bool) -> None:
     """Let `app.openapi` and /openapi.json say what `app` sends.
 
     Args:
-        keyed: API keys are asked for.
+        keyed: the server has API keys.
     """
     lock = Lock()
     made: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
     kinds = list(dict.fromkeys(kind for sent in _SENT.values() for kind in _models(sent)))
     _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     for name, schema in made["$defs"].items():
-        had = components["schemas"].setdefault(name, schema)  # of a body, where a format is told again
+        had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format
         assert had["properties"].keys() == schema["properties"].keys(), f"two schemas are called {name}"
     if keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -137,7 +137,7 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
     whole = {"text/plain": {"schema": {"type": "string"}}} if sent.whole is None else _json(_ref(sent.whole))
     if sent.events:
         whole["text/event-stream"] = {"itemSchema": _event(sent)}
-    found: dict[int, Any] = {200: {"description": "What was asked for.", "content": whole}}
+    found: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
     if sent.empty is not None:
         found[sent.empty[0]] = {"description": sent.empty[1]}
     for status in {*_ALWAYS, *sent.errors, *([401] if keyed and sent.needs_key else [])}:

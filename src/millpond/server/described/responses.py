@@ -79,7 +79,7 @@ class TextFormatOf(Described):
 
 
 class ResponseAnswer(Described):
-    """A response, and what was asked for; nothing of it is stored."""
+    """A response, with fields of its request; nothing of it is stored."""
 
     id: str
     object: Literal["response"]
