@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from millpond.server import about, bodies, chat, completions, pages
+from millpond.server import about, app, bodies, chat, completions, pages
 from millpond.server.app import create_app
 from millpond.server.bodies import ParsedRoute, count_outside_strings
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
 from server.hostile import BODIES, MOST_ITEMS
-from server.live import Live, live
+from server.live import Live, live, until
 from server.test_refusals import send
 
 
@@ -142,3 +142,16 @@ def test_a_model_instance_passes_a_route_as_it_is(monkeypatch: pytest.MonkeyPatc
     assert send(b'{"prompt": "w5", "max_tokens": 2}').status_code == 200
     assert len(made) == len(seen) == 1
     assert made[0] is seen[0]  # checked once, not again in the event loop
+
+
+def test_what_requests_have_left_in_the_heap_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(app, "_TIDY_S", 0.05)
+    monkeypatch.setattr(app, "give_back", lambda: given.append(time.monotonic()))
+    with live(FakeLLM) as server, server.client() as client:
+        time.sleep(0.2)
+        assert not given, "nothing came"
+        assert client.post("/v1/completions", json={"prompt": "w5", "max_tokens": 2}).status_code == 200
+        until(lambda: bool(given))
+        time.sleep(0.2)
+        assert len(given) == 1, "and nothing more"

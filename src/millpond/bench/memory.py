@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
+
+from millpond.cache import heap
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -22,8 +22,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def give_back() -> None:
     """Return what is free to the operating system, so that a later peak is not hidden in reused memory (glibc)."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    heap.give_back()
 
 
 class PeakMemory:

@@ -1,4 +1,4 @@
-"""Give freed memory back to the system between the layers of a long prompt."""
+"""Give freed memory back to the system: between the layers of a long prompt, and behind large requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ def give_back_after(q: Tensor) -> None:
     Entries that stay are written between the large temporaries of the layers, which then fit into no gap that they
     left: without this the heap grows by more than the entries at every layer.
     """
-    trim = _trim() if q.is_cpu and q.nbytes >= LONG else None
+    if q.is_cpu and q.nbytes >= LONG:
+        give_back()
+
+
+def give_back() -> None:
+    """Return what was freed, where the allocator keeps it (glibc); it takes milliseconds."""
+    trim = _trim()
     if trim is not None:
         trim(0)
 

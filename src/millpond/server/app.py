@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import millpond
+from millpond.cache.heap import give_back
 from millpond.server import about, chat, completions, errors, pages, remembered, responses
 from millpond.server.described.document import describe
 from millpond.server.doors import Hosts, Keys, ShortBodies
@@ -19,6 +20,8 @@ from millpond.server.settings import ServerSettings
 
 #: Seconds that the engine has to end when the server goes down.
 _CLOSE_S = 1.0
+#: Seconds between two times at which freed memory is given back to the system, where there were requests.
+_TIDY_S = 5.0
 
 
 def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAPI:
@@ -31,9 +34,10 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(service.gate.watch())
+        tasks = [asyncio.create_task(service.gate.watch()), asyncio.create_task(_tidy(service))]
         yield
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         await service.gate.drain(settings.drain_s)
         await llm.close(drain=False, timeout=_CLOSE_S)
         service.tokens.close()
@@ -59,3 +63,13 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     return app
+
+
+async def _tidy(service: Service) -> None:
+    """Give back what large bodies have left in the heap, which would keep it for the next ones."""
+    before = 0
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        if (now := service.metrics.requests) != before:
+            before = now
+            await asyncio.to_thread(give_back)

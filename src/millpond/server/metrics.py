@@ -56,9 +56,14 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server.
+
+    Attributes:
+        requests: answers of HTTP so far.
+    """
 
     def __init__(self, llm: ServedLLM, gate: Gate) -> None:
+        self.requests = 0
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm, gate))
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
@@ -88,6 +93,7 @@ class Metrics:
 
     def answered(self, path: str, status: int) -> None:
         """Note an answer of HTTP."""
+        self.requests += 1
         self._http.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
