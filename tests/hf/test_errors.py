@@ -68,7 +68,7 @@ def test_an_encoder():
 def test_a_mask_of_four_dimensions():
     with mp.compress(shared_model("llama"), "h2o", 8, attach=False) as cache, torch.no_grad():
         square = torch.ones(1, 1, 6, 6, dtype=torch.bool)
-        with pytest.raises(mp.UnsupportedModelError, match="mask of 4 dimensions; pass the padding mask"):
+        with pytest.raises(mp.UnsupportedModelError, match="mask of 4 dimensions, by the caller"):
             shared_model("llama")(one(6)["input_ids"], attention_mask=square, past_key_values=cache)
 
 

@@ -201,7 +201,8 @@ def _check(
         raise UnsupportedModelError(f"{name} adds a position bias to its logits, which a cache does not carry")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(
-            f"{name} was given a mask of {attention_mask.ndim} dimensions; pass the padding mask, of two"
+            f"{name} was given a mask of {attention_mask.ndim} dimensions, by the caller or by the model around it; a "
+            "cache follows the padding mask alone, of two"
         )
     check_window(name, getattr(layer, "window", 0), window)
     if stock.is_overlaid(attention_mask, window):

@@ -20,6 +20,7 @@ BYPASS = {
 #: Types that nothing in their configuration tells from those that run, and what keeps them from it.
 REFUSED = {
     "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
+    "diffusion_gemma": "writes blocks of text by diffusion, whose tokens see ahead",
     "doge": "masks attention by the values of all tokens, which would not follow an eviction",
     "hrm_text": "passes its layers several times over, with keys and values of their own each time",
     "git": "takes in keys and attends to them in its own code, so nothing would be compressed",

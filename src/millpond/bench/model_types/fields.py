@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "kosmos-2": {"latent_query_num": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -78,14 +79,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: Types that write no text, or none without more than text, and what they want.
 UNFIT: dict[str, str] = {
-    "blip-2": "writes about a picture only",
-    "diffusion_gemma": "writes blocks of text by diffusion, not token after token",
     "gemma4_assistant": "drafts for another model, whose keys and values it reads",
     "gemma4_unified_assistant": "drafts for another model, whose keys and values it reads",
-    "idefics": "writes about a picture only",
-    "instructblip": "writes about a picture only",
     "instructblipvideo": "writes about a film only",
-    "kosmos-2": "writes about a picture only",
     "kyutai_speech_to_text": "writes what it hears, a token for each piece of sound",
     "musicgen": "writes the codes of sound, several at each step",
     "musicgen_melody": "writes the codes of sound, several at each step",

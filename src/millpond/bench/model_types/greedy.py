@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from millpond import MillpondCache
 from millpond.bench.model_types.masked import Held, Masked, attending
+from millpond.bench.model_types.pictures import picture_inputs
 
 LENGTHS = [24, 17]  #: of the prompts; padded on the left
 NEW = 6  #: tokens that are generated
@@ -42,9 +43,11 @@ def generated(model: PreTrainedModel, cache: Any, follow: Callable[[Tensor, Tens
         return scores if follow is None else follow(ids, scores)
 
     given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-    generate: Any = GenerationMixin.generate  # not that of a model which passes no processors on (Janus)
+    picture = picture_inputs(model.config.model_type, mask)
+    # that of the model, where it takes a picture in; else not, as one may pass no processors on (Janus)
+    generate: Any = type(model).generate if picture else GenerationMixin.generate  # type: ignore[attr-defined]
     out = generate(
-        model, input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+        model, **picture, input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
         eos_token_id=None, output_logits=True, return_dict_in_generate=True, logits_processor=[note], **given,
     )  # fmt: skip
     return Run(out.sequences, torch.stack(out.logits).double(), held)

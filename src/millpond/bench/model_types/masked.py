@@ -46,7 +46,11 @@ class Masked:
     ) -> tuple[Tensor, None]:
         """Attention: query (B, Hq, Q, D), key and value (B, Hkv, T, D) -> (B, Q, Hq, D)."""
         batch, n_heads, n_new, dim = query.shape
-        shown = self._shown(int(module.layer_idx), batch, n_heads, n_new, key.shape[2])  # type: ignore[arg-type]
+        index = getattr(module, "layer_idx", None)
+        if index is None or getattr(module, "is_cross_attention", False):  # to a picture, not to the text
+            shown = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+        else:
+            shown = self._shown(int(index), batch, n_heads, n_new, key.shape[2])
         if attention_mask is not None:
             shown = shown & (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)
         scale = scaling if scaling is not None else dim**-0.5

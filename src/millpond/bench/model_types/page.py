@@ -40,9 +40,10 @@ def render(data: dict[str, Any]) -> str:
         new=NEW, prompts=" and ".join(map(str, LENGTHS)), within=WITHIN, ample=AMPLE, small=SMALL,
     )  # fmt: skip
     return (
-        f"{text}\n## Text\n\n{_table(alone)}\n## Pictures or sound beside text\n\nTried with text alone, but for "
-        f"[three](../../tests/hf/test_vision.py) whose tests have pictures. Types that let a picture or a prefix see "
-        f"ahead are refused where they do.\n\n{_table(beside)}"
+        f"{text}\n## Text\n\n{_table(alone)}\n## Pictures or sound beside text\n\n"
+        "Tried with text alone, but for those that write about a picture only, and for "
+        "[three](../../tests/hf/test_vision.py) whose tests have pictures. Types that let a picture or a "
+        f"prefix see ahead are refused where they do.\n\n{_table(beside)}"
     )
 
 

@@ -67,8 +67,8 @@ def _probe(kind: str) -> Finding:
     if not bool(stock.logits.isfinite().all()):
         return Finding(kind, NOT_TRIED, "its logits are not finite with random weights")
     outcomes = {name: refused.get(name) or _outcome(model, SETTINGS[name], stock) for name in SETTINGS}
-    if len(set(outcomes.values())) == 1 and outcomes["full"].status != EQUAL:
-        return Finding(kind, outcomes["full"].status, outcomes["full"].reason)
+    if _worst(outcomes) == REFUSED:
+        return Finding(kind, REFUSED, outcomes["full"].reason)
     return Finding(kind, _worst(outcomes), native_layers=_native_layers(model), outcomes=outcomes)
 
 
