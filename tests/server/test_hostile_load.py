@@ -96,13 +96,17 @@ def check_nothing_is_lost(course: Course) -> None:
         assert len({one.text for one in answers if one.prompt == prompt}) == 1
 
 
-def check_answers(course: Course, *also: str) -> None:
+#: A connection that the server closed; and an attacker that did not wait longer for its turn behind other attackers.
+CLOSED, IMPATIENT = {"0", "ConnectionResetError", "BrokenPipeError", "RemoteDisconnected"}, {"TimeoutError"}
+
+
+def check_answers(course: Course) -> None:
     """Every hostile request was answered with a status that says why, or its connection was closed."""
-    fine = {"0", *map(str, FINE), *also}
+    fine = {*map(str, FINE), *CLOSED, *IMPATIENT}
     assert {name: ends for name, ends in course.ends.items() if not fine.issuperset(ends)} == {}
 
 
-def test_a_hundred_hostile_requests() -> None:
+def test_one_hostile_request_of_each_short_kind() -> None:
     """One of each kind that is short, eight at a time. What a token may take is bounded loosely, since the machine may
     be busy with other tests, and attackers share it: the long test holds the factor of two.
     """
