@@ -132,8 +132,8 @@ def test_two_thousand_hostile_requests_lose_nothing(long_course: Course) -> None
 
 @pytest.mark.slow
 @pytest.mark.xfail(
-    reason="336 requests on 2 busy cores: the median token takes 2.0 times as long, with the first ones 5 times, and RSS "
-    "grows by 118 MB, of which up to 64 are kept prompts",
+    reason="336 requests on 2 busy cores: the median token takes 2.0 times as long, the mean with the first 5 times, "
+    "and RSS grows by 118 MB, of which up to 64 are kept prompts",
     strict=False,
 )
 def test_two_thousand_hostile_requests_at_most_double_the_time_of_a_token(long_course: Course) -> None:
