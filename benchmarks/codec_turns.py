@@ -20,8 +20,8 @@ import torch
 from script import begin, keep
 from torch import Tensor
 
-from millpond.bench.candidates import draw_prompts
-from millpond.bench.clock import Stopwatch
+from millpond.bench.common.stopwatch import Stopwatch
+from millpond.bench.generate.candidates import draw_prompts
 from millpond.hf.compress import compress
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from script import begin, keep
 
-from millpond.bench.candidates import draw_prompts
+from millpond.bench.generate.candidates import draw_prompts
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.bench.machine import describe_machine
-from millpond.evals.batch import Batch, Prompt, batches, encode
-from millpond.evals.contender import Compressed
-from millpond.evals.examine import Examiner
-from millpond.evals.foresee import later_attention, run_ahead
+from millpond.bench.common.machine import describe_machine
+from millpond.evals.candidates.candidate import Compressed
+from millpond.evals.candidates.lookahead import later_attention, run_ahead
+from millpond.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
+from millpond.evals.decoding.record import Protocol, Record
+from millpond.evals.harness.evaluator import Evaluator
+from millpond.evals.harness.paired_difference import difference
 from millpond.evals.intervals import share_interval
-from millpond.evals.leaderboard import markdown_table
-from millpond.evals.paired import difference
-from millpond.evals.record import Protocol, Record
+from millpond.evals.report.leaderboard import markdown_table
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
 from millpond.policy.policy import Policy
-from millpond.policy.score import Queries
+from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
 
 MODEL, METHOD, CODEC = "pond-recall", "h2o", "auto"
@@ -101,7 +101,7 @@ class Forced(Compressed):
     seen: Seen = field(default_factory=Seen)
 
     def open(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, budget: str, codec: str
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, budget: str, codec: str
     ) -> MillpondCache:
         policy = METHODS.get(METHOD)()
         assert isinstance(policy, Policy)
@@ -109,7 +109,7 @@ class Forced(Compressed):
         return compress(model, replace(policy, score=SumsAndFacts(prompts, self.layers, self.seen)), budget, codec)
 
 
-def fact_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
+def fact_of(prompt: EncodedPrompt, tokenizer: PreTrainedTokenizerBase) -> int:
     """The position of the word that is asked for, behind its name in the text."""
     (asked,) = prompt.asked
     name = asked.question.text.split()[1]
@@ -118,7 +118,7 @@ def fact_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
     return next(at for at in range(1, len(tokens)) if tokens[at - 1 : at + 1] == pair)
 
 
-def later_share(model: PreTrainedModel, tokenizer: Any, batch: Batch) -> Tensor:
+def later_share(model: PreTrainedModel, tokenizer: Any, batch: PromptBatch) -> Tensor:
     """(prompts, L, H): of the attention behind the openings, the share that the full cache pays to the fact."""
     courses = run_ahead(model, tokenizer, batch, CODEC, every_query=False)
     rows = []
@@ -138,11 +138,11 @@ class Study:
     tokenizer: Any
     protocol: Protocol
     budget: str
-    made: list[Batch]
+    made: list[PromptBatch]
 
     def records(self, layers: frozenset[int], seen: Seen) -> list[Record]:
         """The answers with the facts forced to stay in `layers`."""
-        examiner = Examiner(
+        examiner = Evaluator(
             ",".join(map(str, sorted(layers))), self.model, self.tokenizer, Spec.parse(TASK).build(TASKS),
             Forced(METHOD, layers=layers, seen=seen), self.budget, CODEC, limit=None,
         )  # fmt: skip

@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millpond import compress
-from millpond.codec import preset
+from millpond.codec import codec_named
 from millpond.codec.spec import Tables
-from millpond.hf.calibrate import calibrate
+from millpond.hf.calibration.measure import calibrate
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu import decode as gpu_decode
 from millpond.kernels.gpu import packed as gpu
 from millpond.kernels.packed import reference
@@ -30,7 +31,6 @@ from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 
 Pages = TypeVar("Pages", PageArrays, PackedArrays)
 
@@ -73,7 +73,7 @@ def sealed(codec: str, regions: int, stored: int, dim: int, heads: int) -> Packe
 
     Keys before RoPE are those of their own positions in the first page only: elsewhere other keys, as random.
     """
-    format = preset(codec)
+    format = codec_named(codec)
     tables, known = None, {}
     if format.calibrated:
         tables, known = before_rope(heads, dim, 2 * stored, format.key.format.bits)
@@ -258,7 +258,7 @@ def generated(machine: Machine) -> list[Row]:
     rows = []
     for codec, (method, options) in itertools.product(codecs, METHODS):
         found = []
-        given = {"calibration": calibration} if preset(codec).calibrated else {}
+        given = {"calibration": calibration} if codec_named(codec).calibrated else {}
         for device, served in ((CPU, "reference"), (machine.device, "gpu")):
             model.to(device)
             with kernels(served), compress(model, method, codec=codec, **given, **options) as cache:
@@ -266,7 +266,7 @@ def generated(machine: Machine) -> list[Row]:
                     ids.to(device), attention_mask=mask.to(device), past_key_values=cache, do_sample=False,
                     max_new_tokens=new, min_new_tokens=new, disable_compile=True,
                 )  # fmt: skip
-                sealed_by_head = [core.table.sealed.lens.tolist() for core in cache.cores]
+                sealed_by_head = [core.table.sealed.lens.tolist() for core in cache.layer_caches]
                 kept = [[cache.positions(layer, s) for s in range(2)] for layer in range(2)]
                 found.append((out[:, prompt:].cpu(), kept, sealed_by_head))
         (tokens, kept, _), (tokens2, kept2, codes2) = found

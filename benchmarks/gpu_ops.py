@@ -10,7 +10,7 @@ from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, Row, error, 
 from torch import Tensor
 
 from millpond.kernels import gpu, reference
-from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
 

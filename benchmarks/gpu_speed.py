@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from millpond.kernels import gpu
-from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 
 DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
 

@@ -12,7 +12,7 @@ from engine_child import serve
 import millpond
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import load_model
 
 

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from millpond.bench.machine import describe_machine
+from millpond.bench.common.machine import describe_machine
 from millpond.budget import Budget
-from millpond.evals.batch import encode
+from millpond.evals.decoding.batch import encode
 from millpond.evals.intervals import paired_interval, resampled_interval, share_interval
-from millpond.evals.leaderboard import markdown_table
+from millpond.evals.report.leaderboard import markdown_table
 from millpond.evals.sample import Question, Sample
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS, Task
 from millpond.models.load import load_model, load_tokenizer
-from millpond.policy.score import WindowAttention
-from millpond.policy.select import keep_best
+from millpond.policy.scores.attention import WindowAttention
+from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 
 FULL, PAPER = "full", "max 7"

@@ -20,7 +20,7 @@ from script import begin, keep
 from transformers import DynamicCache
 
 from millpond import compress
-from millpond.bench.candidates import ModelShape, draw_prompts, timed
+from millpond.bench.generate.candidates import ModelShape, draw_prompts, timed
 
 #: The cache by name: its method (None: transformers' own), its budget, and whether the prompt comes in chunks.
 CACHES = {

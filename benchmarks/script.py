@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from millpond.bench.candidates import TINY, ModelShape
-from millpond.bench.machine import describe_machine
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.generate.candidates import TINY, ModelShape
 
 
 def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, ModelShape]:

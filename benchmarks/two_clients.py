@@ -19,7 +19,7 @@ from script import begin, keep
 
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.request import Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ async def measure(args: argparse.Namespace, run: str, room_for: int, client: str
 
 def need_of(engine: object, prompt: int, answer: int) -> int:
     """Bytes that a request of this length is given."""
-    from millpond.engine.admission import estimate
+    from millpond.engine.memory_estimate import estimate
     from millpond.engine.request import CacheOptions
 
     recipe = engine._recipes.group(CacheOptions()).recipe  # type: ignore[attr-defined]

@@ -18,21 +18,21 @@ from typing import Any
 import typer.main
 
 import millpond
+from millpond.bench.common.report import generate_table, markdown_table
 from millpond.bench.model_types import page as model_types
-from millpond.bench.report import generate_table, markdown_table
 from millpond.cli.app import app
-from millpond.evals import orderings_page
-from millpond.evals.curves import Panel, curves_of, panels
-from millpond.evals.curves_page import quality_section
-from millpond.evals.findings import read_findings
-from millpond.evals.leaderboard import render
-from millpond.evals.plots.curve import curve_picture, digest, is_current
-from millpond.evals.plots.style import write
-from millpond.evals.record import Row
-from millpond.evals.results import read_notes, read_rows, unite
-from millpond.evals.store import SUMMARY
+from millpond.evals.decoding.record import SummaryRow
+from millpond.evals.harness.results import read_notes, read_rows, unite
+from millpond.evals.harness.store import SUMMARY
+from millpond.evals.report import claims_page
+from millpond.evals.report.claim_results import read_findings
+from millpond.evals.report.curve_section import quality_section
+from millpond.evals.report.curves import CurvePanel, curves_of, panels
+from millpond.evals.report.leaderboard import render
+from millpond.evals.report.plots.curve import curve_picture, digest, is_current
+from millpond.evals.report.plots.style import write
 from millpond.evals.task import TASKS
-from millpond.kernels.rules import Evict
+from millpond.kernels.decode_rules import Evict
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.registry import Entry
@@ -61,24 +61,24 @@ def pages() -> dict[Path, str]:
     filled = fill(readme.read_text(encoding="utf-8"), "methods", method_table("docs/reference/methods/"))
     texts[readme] = fill(filled, "results", result_table())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
-    for name, table in orderings_page.tables(read_findings(QUALITY / "orderings.json")).items():
+    for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
     return texts
 
 
-def pictures() -> dict[Path, Mapping[str, Panel]]:
+def pictures() -> dict[Path, Mapping[str, CurvePanel]]:
     """What every generated picture shows, by its path."""
     shown = {PICTURES / f"{name}.svg": method_panels(name) for name in METHODS.names()}
     return {path: found for path, found in shown.items() if found}
 
 
 @cache
-def curve_rows() -> list[Row]:
+def curve_rows() -> list[SummaryRow]:
     """The committed rows that the curves are made of."""
     return [row for name in CURVES if (QUALITY / name / SUMMARY).exists() for row in read_rows(QUALITY / name)]
 
 
-def method_panels(name: str) -> Mapping[str, Panel]:
+def method_panels(name: str) -> Mapping[str, CurvePanel]:
     """The curves of a method by protocol."""
     return panels(curves_of(curve_rows()), name)
 

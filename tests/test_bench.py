@@ -10,16 +10,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from millpond.bench.candidates import Candidate, ModelShape, Reading, default_candidates, draw_prompts, ours, stock
-from millpond.bench.child import PeerError
-from millpond.bench.generate import QUICK, Plan, run
-from millpond.bench.kvpress import KVPress
-from millpond.bench.machine import describe_machine
-from millpond.bench.memory import PeakMemory, storage_bytes
-from millpond.bench.report import generate_markdown, generate_table
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.memory import PeakMemory, storage_bytes
+from millpond.bench.common.peer_process import PeerError
+from millpond.bench.common.report import generate_markdown, generate_table
+from millpond.bench.generate.candidates import (
+    GenerateCandidate,
+    GenerateTiming,
+    ModelShape,
+    default_candidates,
+    draw_prompts,
+    ours,
+    stock,
+)
+from millpond.bench.generate.kvpress import KVPress
+from millpond.bench.generate.run import QUICK, GeneratePlan, run
 from millpond.cli.app import app
 
-TINY = Plan(
+TINY = GeneratePlan(
     shape=ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
     cells=((2, 200),), new_tokens=4, repeats=2,
 )  # fmt: skip
@@ -62,12 +70,12 @@ def test_the_model_keeps_its_own_attention() -> None:
 
 
 def test_a_candidate_that_fails_is_reported_and_the_others_go_on() -> None:
-    def fail(*_: object) -> Reading:
+    def fail(*_: object) -> GenerateTiming:
         raise RuntimeError("no such luck\nand more")
 
-    readings = iter([Reading(9, 9, 9, None), Reading(1, 10, 100, 5), Reading(3, 30, 100, None)])
-    good = Candidate("transformers DynamicCache", "sdpa", lambda *_: next(readings))
-    data = run(TINY, [Candidate("bad", "", fail), good])
+    readings = iter([GenerateTiming(9, 9, 9, None), GenerateTiming(1, 10, 100, 5), GenerateTiming(3, 30, 100, None)])
+    good = GenerateCandidate("transformers DynamicCache", "sdpa", lambda *_: next(readings))
+    data = run(TINY, [GenerateCandidate("bad", "", fail), good])
     bad, fine = data["results"]
     assert bad["failure"] == "RuntimeError: no such luck"
     assert (fine["prefill_s"], fine["decode_ms"], fine["peak_bytes"]) == (2, 20, 5)
@@ -91,7 +99,7 @@ def test_the_quick_preset_is_small() -> None:
 
 
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench import generate
+    from millpond.bench.generate import run as generate
 
     monkeypatch.setattr(generate, "QUICK", TINY)
     monkeypatch.setattr(generate, "default_candidates", lambda budget: [ours("h2o", budget), stock("dynamic")])
@@ -157,7 +165,7 @@ def test_a_peer_that_is_not_there_or_dies_is_skipped_with_a_reason(tmp_path: Pat
 
 def test_endless_text_holds_the_same_bytes_from_beginning_to_end() -> None:
     from millpond.bench import stream
-    from millpond.bench.report import stream_markdown
+    from millpond.bench.common.report import stream_markdown
     from tests.matrix.models import llama
 
     data = stream.run(llama(dtype=torch.float32), ["streaming", "h2o"], 500, 32, 0, lambda text: None)

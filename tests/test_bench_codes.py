@@ -10,13 +10,14 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from millpond.bench import coded, codes
-from millpond.bench.candidates import ModelShape, draw_prompts
-from millpond.bench.coded import coded_candidates, quanto
-from millpond.bench.codes import TARGETS, Attention, decode_rows, packing_rows, paired_ratios
-from millpond.bench.generate import Plan
-from millpond.bench.kernels import Row
-from millpond.bench.report import kernels_markdown
+from millpond.bench.common.report import kernels_markdown
+from millpond.bench.generate import codec_candidates
+from millpond.bench.generate.candidates import ModelShape, draw_prompts
+from millpond.bench.generate.codec_candidates import coded_candidates, quanto
+from millpond.bench.generate.run import GeneratePlan
+from millpond.bench.kernels import quantized_decode
+from millpond.bench.kernels.attention import KernelRow
+from millpond.bench.kernels.quantized_decode import TARGETS, AttentionCase, decode_rows, packing_rows, paired_ratios
 from millpond.cli.app import app
 from millpond.errors import MillpondError
 from millpond.kernels.native import library
@@ -26,15 +27,15 @@ needs_native = pytest.mark.skipif(not library.runnable(), reason="installed with
 
 
 def test_a_model_reads_more_than_a_cache_holds() -> None:
-    small, large = Attention(64, 4, 4, 1), Attention(128, 8, 1, 8)
-    assert small.n_layers * small.bf16_bytes >= codes.BEYOND_CACHES
+    small, large = AttentionCase(64, 4, 4, 1), AttentionCase(128, 8, 1, 8)
+    assert small.n_layers * small.bf16_bytes >= quantized_decode.BEYOND_CACHES
     assert large.n_layers == 1
     assert (str(small), str(large)) == ("D=64 GQA 4:1 1 x 4096", "D=128 MHA 8 x 4096")
 
 
 def test_ratios_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(codes.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(quantized_decode.time, "perf_counter", lambda: clock[0])
 
     def takes(seconds: float):  # type: ignore[no-untyped-def]
         return lambda: clock.__setitem__(0, clock[0] + seconds)
@@ -45,8 +46,8 @@ def test_ratios_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_native
 def test_every_codec_has_a_row_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codes, "BEYOND_CACHES", 2**20)
-    rows = decode_rows(1, [Attention(64, 1, 2, 1, 512)])
+    monkeypatch.setattr(quantized_decode, "BEYOND_CACHES", 2**20)
+    rows = decode_rows(1, [AttentionCase(64, 1, 2, 1, 512)])
     assert [row.name.rpartition(" ")[2] for row in rows] == ["bf16", *TARGETS]
     assert rows[0].verdict == ""
     assert all(row.verdict for row in rows[1:])
@@ -59,7 +60,7 @@ def test_every_codec_has_a_row_and_a_verdict(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_target_holds_or_is_missed() -> None:
-    rows = [Row("a", 1.0, 0.0, 2.0, "bf16", 1.6), Row("b", 1.0, 0.0, 1.5, "bf16", 1.6), Row("c", 1.0, 0.0, 1.0, "b")]
+    rows = [KernelRow("a", 1.0, 0.0, 2.0, "bf16", 1.6), KernelRow("b", 1.0, 0.0, 1.5, "bf16", 1.6), KernelRow("c", 1.0, 0.0, 1.0, "b")]
     assert [row.verdict for row in rows] == ["holds (160%)", "missed (160%)", ""]
     data = {"hardware": "h", "software": "s", "command": "c", "rounds": 1}
     results = [{**vars(row), "verdict": row.verdict} for row in rows]
@@ -67,13 +68,13 @@ def test_a_target_holds_or_is_missed() -> None:
 
 
 def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench import generate
+    from millpond.bench.generate import run as generate
 
     def missing(*_: object, **__: object) -> None:
         raise ImportError("You need to install optimum-quanto")
 
-    monkeypatch.setattr(coded, "QuantizedCache", missing)
-    monkeypatch.setattr(generate, "QUICK", Plan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
+    monkeypatch.setattr(codec_candidates, "QuantizedCache", missing)
+    monkeypatch.setattr(generate, "QUICK", GeneratePlan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
     command = ["bench", "generate", "--quick", "--codec", "int4,int8", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -101,7 +102,7 @@ def test_a_cache_of_codes_holds_what_its_parts_hold(monkeypatch: pytest.MonkeyPa
             layer._quantized_keys, layer._quantized_values = Codes(), Codes()
         return made
 
-    monkeypatch.setattr(coded, "QuantizedCache", cache)
+    monkeypatch.setattr(codec_candidates, "QuantizedCache", cache)
     reading = quanto("int2").run(SHAPE.build(), draw_prompts(SHAPE, 1, 20, 0), 4)
     assert reading.kv_bytes == 2 * (100 + 20) + 2 * 23 * 16 * 2  # codes and scales; all entries but the last
 

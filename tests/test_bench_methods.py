@@ -15,15 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 import millpond as mp
-from millpond.bench import methods as bench
-from millpond.bench import plan_clock
-from millpond.bench.candidates import ModelShape, draw_prompts
-from millpond.bench.clock import Stopwatch
-from millpond.bench.course import Course, step_s
-from millpond.bench.entrant import Entrant, Reading
-from millpond.bench.methods import QUICK, Plan, enter
-from millpond.bench.plan_clock import PlanClock
-from millpond.bench.report import methods_markdown
+from millpond.bench.common.report import methods_markdown
+from millpond.bench.common.stopwatch import Stopwatch
+from millpond.bench.generate.candidates import ModelShape, draw_prompts
+from millpond.bench.methods import plan_clock
+from millpond.bench.methods import run as bench
+from millpond.bench.methods.candidate import MethodCandidate, MethodTiming
+from millpond.bench.methods.plan_clock import PlanClock
+from millpond.bench.methods.run import QUICK, MethodsPlan, enter
+from millpond.bench.methods.timed_run import TimedRun, step_s
 from millpond.cli.app import app
 from millpond.errors import OptionError
 from millpond.methods import METHODS
@@ -35,7 +35,7 @@ TINY = replace(
 )  # fmt: skip
 
 
-def picked(*names: str, **plan: Any) -> Plan:
+def picked(*names: str, **plan: Any) -> MethodsPlan:
     return replace(TINY, methods=tuple((name, {}) for name in names), **plan)
 
 
@@ -107,7 +107,7 @@ def test_the_anchor_takes_part_and_once_more_without_a_bound() -> None:
     ],
 )
 def test_what_a_method_may_cost_follows_from_its_policy(name: str, options: dict[str, str], kind: object) -> None:
-    assert Entrant.of(name, options, 64).kind == kind
+    assert MethodCandidate.of(name, options, 64).kind == kind
 
 
 # ---------------------------------------------------------------------- what is timed
@@ -129,7 +129,7 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
     """The clock ticks once per look, so that each plan takes one second: one for each of the two layers."""
     ticks = iter(range(1000))
     monkeypatch.setattr(plan_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    model, policy = TINY.shape.build(), Entrant.of(name, {}, 64).policy
+    model, policy = TINY.shape.build(), MethodCandidate.of(name, {}, 64).policy
     prompt = draw_prompts(TINY.shape, 1, 300, 0)
     with torch.inference_mode(), mp.compress(model, policy, None if policy.keeps_all else "40%") as cache:
         watch = Stopwatch()
@@ -138,7 +138,7 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=watch,
                 max_new_tokens=5, min_new_tokens=5, do_sample=False,
             )  # fmt: skip
-        assert not any("_plan" in vars(core) for core in cache.cores)
+        assert not any("_plan" in vars(core) for core in cache.layer_caches)
     assert (clock.plan_s, clock.late_s) == (0 if name == "full" else 2, late)
     assert clock.passes == (2 if name == "kvzip" else 1)
 
@@ -202,9 +202,9 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
 # ---------------------------------------------------------------------- the report
 
 
-def entrant(name: str, *readings: tuple[float, float, float, float], **options: str) -> Entrant:
-    made = Entrant.of(name, options, 64)
-    made.readings = [Reading(prefill, plan, decode, 1000, 1, ratio) for prefill, plan, decode, ratio in readings]
+def entrant(name: str, *readings: tuple[float, float, float, float], **options: str) -> MethodCandidate:
+    made = MethodCandidate.of(name, options, 64)
+    made.readings = [MethodTiming(prefill, plan, decode, 1000, 1, ratio) for prefill, plan, decode, ratio in readings]
     return made
 
 
@@ -226,11 +226,11 @@ def test_medians_ratios_and_bounds() -> None:
 
 def test_a_course_goes_on_where_it_stopped() -> None:
     """Two rounds of nine tokens behind the first are what generate() makes in one go."""
-    model, policy = TINY.shape.build(), Entrant.of("h2o", {}, 64).policy
+    model, policy = TINY.shape.build(), MethodCandidate.of("h2o", {}, 64).policy
     prompt = draw_prompts(TINY.shape, 1, 60, 0)
-    with Course(model, policy, prompt, "50%") as course:
+    with TimedRun(model, policy, prompt, "50%") as course:
         course.prefill()
-        turns = [course.go_on(8), course.go_on(8)]
+        turns = [course.decode(8), course.decode(8)]
         reading = course.reading([1.0, 1.5, 1.1])
         assert len(course._steps) == 16
         assert min(turns) <= course.decode_ms <= max(turns)
@@ -246,10 +246,10 @@ def test_a_course_goes_on_where_it_stopped() -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [("1", 8), ("5", 10), ("16", 16)])
 def test_a_round_holds_what_comes_every_few_steps_equally_often(every: str, steps: int) -> None:
-    model, policy = TINY.shape.build(), Entrant.of("kvmerger", {"decode": "merge", "every": every}, 64).policy
-    with Course(model, policy, draw_prompts(TINY.shape, 1, 40, 0), "50%") as course:
+    model, policy = TINY.shape.build(), MethodCandidate.of("kvmerger", {"decode": "merge", "every": every}, 64).policy
+    with TimedRun(model, policy, draw_prompts(TINY.shape, 1, 40, 0), "50%") as course:
         course.prefill()
-        course.go_on(8)
+        course.decode(8)
         assert len(course._steps) == steps
 
 
@@ -288,6 +288,6 @@ def test_shapes_that_cannot_be(text: str, reason: str) -> None:
 
 
 def test_a_shape_is_read() -> None:
-    from millpond.cli.bench import _shape
+    from millpond.cli.bench.app import _shape
 
-    assert _shape("4x1024x16/4x64") == Plan().shape
+    assert _shape("4x1024x16/4x64") == MethodsPlan().shape

@@ -91,7 +91,7 @@ def test_one_entry_that_is_hidden_too_much_is_seen() -> None:
 
 def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that the survey found in phimoe."""
-    monkeypatch.setattr("millpond.hf.stock.window_of", lambda mask: 12 if mask is None else 1000)
+    monkeypatch.setattr("millpond.hf.stock_attention.window_of", lambda mask: 12 if mask is None else 1000)
     assert probe("phimoe").status == WRONG
 
 

@@ -11,7 +11,7 @@ from hf.families import one, run
 from millpond.budget import DEFAULT
 from millpond.errors import OptionError
 from millpond.models.load import load_model
-from millpond.named import PRESETS
+from millpond.presets import PRESETS
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_what_the_page_runs(vatp: ModuleType, capsys: pytest.CaptureFixture[str]
 
 def test_the_score_by_hand(vatp: ModuleType) -> None:
     values = torch.tensor([[[1.0, -1.0], [0.5, 0.0], [0.0, -1.0]]])
-    view = View(torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0, 3.0]]), 3, 0, read=lambda part: values)
+    view = View(torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0, 3.0]]), 3, 0, read_entries=lambda part: values)
     assert vatp.AttentionTimesValue().score(view, 0).tolist() == [[2.0, 1.0, 3.0]]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from millpond.evals.findings import ALL, Finding, read_findings
-from millpond.evals.results import read_rows
+from millpond.evals.harness.results import read_rows
+from millpond.evals.report.claim_results import ALL, ClaimResult, read_findings
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,7 +40,7 @@ def average(method: str, protocol: str, peer: str = "millpond") -> float:
     return sum(scores) / 10
 
 
-def pair(first: str, second: str, protocol: str, budget: str = ALL) -> Finding:
+def pair(first: str, second: str, protocol: str, budget: str = ALL) -> ClaimResult:
     wanted = first, second, "millpond", protocol, budget
     (found,) = (one for one in FINDINGS if (one.first, one.second, one.peer, one.protocol, one.budget) == wanted)
     return found

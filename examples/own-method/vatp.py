@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import Queries
+from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
 
 

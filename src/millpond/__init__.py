@@ -19,12 +19,12 @@ from millpond.errors import (
     UnsupportedModelError,
 )
 from millpond.methods import METHODS as _METHODS  # here, so that the name `methods` stays the function below
-from millpond.named import preset
+from millpond.presets import preset
 
 if TYPE_CHECKING:
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.llm import LLM
-    from millpond.engine.sampling_params import SamplingParams
+    from millpond.engine.sampling.params import SamplingParams
     from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
     from millpond.hf.document import restore_document, save_document
@@ -59,7 +59,7 @@ _LAZY = {
     "CacheStats": "millpond.hf.stats",
     "LLM": "millpond.engine.llm",
     "MillpondCache": "millpond.hf.cache",
-    "SamplingParams": "millpond.engine.sampling_params",
+    "SamplingParams": "millpond.engine.sampling.params",
     "compress": "millpond.hf.compress",
     "restore_document": "millpond.hf.document",
     "save_document": "millpond.hf.document",

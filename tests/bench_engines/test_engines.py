@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from millpond.bench.candidates import ModelShape
-from millpond.bench.child import Child, PeerError
-from millpond.bench.engines import contestants, run
-from millpond.bench.engines.contestants import FULL, Contestant, Kind
-from millpond.bench.engines.floor import Floor, weight_bytes
-from millpond.bench.engines.run import Entry, Plan, Reading
+from millpond.bench.common.peer_process import PeerError, PeerProcess
+from millpond.bench.engines import candidates, run
+from millpond.bench.engines.candidates import FULL, Contestant, Kind
+from millpond.bench.engines.read_floor import Floor, weight_bytes
+from millpond.bench.engines.run import EngineEntry, EnginesPlan, EngineTiming
 from millpond.bench.engines.table import markdown
 from millpond.bench.engines.weights import ConversionError, Weights
+from millpond.bench.generate.candidates import ModelShape
 from millpond.cli.app import app
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPE = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
-PLAN = Plan(shape=SHAPE, cells=((2, 40), (1, 30)), new_tokens=3, repeats=2, threads=1)
+PLAN = EnginesPlan(shape=SHAPE, cells=((2, 40), (1, 30)), new_tokens=3, repeats=2, threads=1)
 
 #: An engine that says what it was told: `slow` is its decoding time, and `bad` a batch size that it cannot bear.
 FAKE = f"""
@@ -103,7 +103,7 @@ def test_an_engine_that_cannot_load_or_is_not_there_is_skipped_with_a_reason(scr
         "full", lambda *_: {},
     )  # fmt: skip
     data = run.run(
-        Plan(shape=SHAPE, cells=((1, 8),), repeats=1), [absent, bad, fake("slow", script, slow=-1)], tmp_path
+        EnginesPlan(shape=SHAPE, cells=((1, 8),), repeats=1), [absent, bad, fake("slow", script, slow=-1)], tmp_path
     )
     rows = {row["name"]: row for row in data["results"]}
     assert "make one with benchmarks/absent_env.sh" in rows["absent"]["failure"]
@@ -113,7 +113,7 @@ def test_an_engine_that_cannot_load_or_is_not_there_is_skipped_with_a_reason(scr
 
 
 def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with Child("x", Path(sys.executable), tmp_path / "x.py", "nobody") as child:
+    with PeerProcess("x", Path(sys.executable), tmp_path / "x.py", "nobody") as child:
         assert "root of Millpond's repository" in child.note
         with pytest.raises(PeerError, match=r"x\.py"):
             child.ask({"hello": True})
@@ -122,7 +122,7 @@ def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
     hanging = tmp_path / "hanging.py"
     hanging.write_text("""import time; print('{"versions": "1"}', flush=True); time.sleep(600)""")
-    with Child("x", Path(sys.executable), hanging, "nobody", timeout_s=60) as child:
+    with PeerProcess("x", Path(sys.executable), hanging, "nobody", timeout_s=60) as child:
         child._timeout_s = 0.2  # starting may take longer on a busy machine
         with pytest.raises(PeerError, match=r"the x process gave no answer within 0\.2 s and was ended"):
             child.ask({"load": {}})
@@ -134,9 +134,9 @@ def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
 
 
 def test_ratios_are_within_a_turn() -> None:
-    def entry(times: dict[int, float]) -> Entry:
-        made = Entry(fake("any", Path()), Child("any", Path("/nowhere"), Path(), ""))
-        made.readings = {turn: Reading(ms, ms, 1, None, ms / 2) for turn, ms in times.items()}
+    def entry(times: dict[int, float]) -> EngineEntry:
+        made = EngineEntry(fake("any", Path()), PeerProcess("any", Path("/nowhere"), Path(), ""))
+        made.readings = {turn: EngineTiming(ms, ms, 1, None, ms / 2) for turn, ms in times.items()}
         return made
 
     base, other = entry({0: 1.0, 1: 10.0, 2: 4.0}), entry({0: 2.0, 1: 20.0})  # the machine was busy in turn 1
@@ -180,13 +180,13 @@ def test_the_floor_is_that_of_the_bytes_that_are_read() -> None:
 
 
 def test_everyone_is_told_the_same_share_of_the_prompt() -> None:
-    mine = contestants.ours(["h2o", "ada"], ["int4"], "25%")
+    mine = candidates.ours(["h2o", "ada"], ["int4"], "25%")
     assert [c.label for c in mine] == [FULL, "millpond, h2o 25%", "millpond, ada 25%", "millpond, full, int4"]
     assert mine[1].settings(4, 400, 8)["budget"] == "25%"
-    full, evicting, _ = contestants.openvino(Path("python"), "25%", mine[1].label)
+    full, evicting, _ = candidates.openvino(Path("python"), "25%", mine[1].label)
     assert (full.settings(4, 400, 8)["keep"], evicting.settings(4, 400, 8)["keep"]) == (0, 100)
     assert evicting.against == mine[1].label
-    assert contestants.llamacpp(Path("python"))[0].settings(4, 400, 8)["room"] > 408
+    assert candidates.llamacpp(Path("python"))[0].settings(4, 400, 8)["room"] > 408
 
 
 @pytest.mark.parametrize("settings", [("full", None, None), ("h2o", "25%", None), ("full", None, "int4")])
@@ -221,7 +221,7 @@ def test_our_own_child_decodes_all_sequences_at_each_step(
 
 def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "QUICK", PLAN)
-    monkeypatch.setattr(contestants, "ours", lambda *_: [fake("millpond", script)])
+    monkeypatch.setattr(candidates, "ours", lambda *_: [fake("millpond", script)])
     nowhere = str(tmp_path / "python")
     command = ["bench", "engines", "--quick", "--cells", "1x16", "--repeats", "1", "--folder", str(tmp_path / "models")]
     command += ["--openvino", nowhere, "--llamacpp", nowhere, "--out", str(tmp_path)]

@@ -11,18 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from bench_serve.fake import FakeServer
-from millpond.bench.serve.asks import Ask, Blocks
-from millpond.bench.serve.client import Client, Outcome
-from millpond.bench.serve.figures import summarise
-from millpond.bench.serve.run import Plan, run
+from millpond.bench.serve.client import LoadClient, RequestOutcome
+from millpond.bench.serve.requests import LoadRequest, TokenBlocks
+from millpond.bench.serve.run import LoadPlan, run
+from millpond.bench.serve.statistics import summarise
 from millpond.cli.app import app
 from millpond.errors import DataError, OptionError
 
-TEXTS = [Ask(0.05 * i, f"question {i}", 4) for i in range(6)]
+TEXTS = [LoadRequest(0.05 * i, f"question {i}", 4) for i in range(6)]
 
 
-def go(server: FakeServer, asks: list[Ask] = TEXTS, **plan: Any) -> dict[str, Any]:
-    return asyncio.run(run(Plan(url=server.url, **plan), asks))
+def go(server: FakeServer, asks: list[LoadRequest] = TEXTS, **plan: Any) -> dict[str, Any]:
+    return asyncio.run(run(LoadPlan(url=server.url, **plan), asks))
 
 
 def test_times_are_those_of_the_server() -> None:
@@ -42,9 +42,9 @@ def test_times_are_those_of_the_server() -> None:
 
 def test_numbers_by_hand() -> None:
     outcomes = [
-        Outcome(0.0, sent_s=0.0, first_s=1.0, ended_s=4.0, prompt_tokens=10, output_tokens=4),
-        Outcome(1.0, sent_s=2.0, first_s=5.0, ended_s=5.0, prompt_tokens=30, output_tokens=1),
-        Outcome(2.0, sent_s=2.0, first_s=3.0, ended_s=8.0, prompt_tokens=99, output_tokens=99, failure="cut off"),
+        RequestOutcome(0.0, sent_s=0.0, first_s=1.0, ended_s=4.0, prompt_tokens=10, output_tokens=4),
+        RequestOutcome(1.0, sent_s=2.0, first_s=5.0, ended_s=5.0, prompt_tokens=30, output_tokens=1),
+        RequestOutcome(2.0, sent_s=2.0, first_s=3.0, ended_s=8.0, prompt_tokens=99, output_tokens=99, failure="cut off"),
     ]
     s = summarise(outcomes, {"ttft": 2.0, "tpot": 1.0, "e2e": 3.5})
     assert s["ttft_s"] == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98, "max": 3})
@@ -63,14 +63,14 @@ def test_numbers_by_hand() -> None:
 def test_an_open_loop_does_not_wait() -> None:
     """All six are under way at once, though each takes longer than all arrivals together."""
     with FakeServer(step_s=0.6).running() as server:
-        data = go(server, [Ask(a.at_s, a.prompt, 1) for a in TEXTS], speed=5.0)
+        data = go(server, [LoadRequest(a.at_s, a.prompt, 1) for a in TEXTS], speed=5.0)
     assert server.most_at_once == 6
     assert [r["planned_s"] for r in data["requests"]] == pytest.approx([0.01 * i for i in range(6)])
     assert all(0 <= r["sent_s"] - r["planned_s"] < 0.5 for r in data["requests"])
 
 
 def test_sessions_keep_their_order_in_a_closed_loop() -> None:
-    asks = [Ask(0, f"{session}{i}", 1, session) for i in range(4) for session in "ab"]
+    asks = [LoadRequest(0, f"{session}{i}", 1, session) for i in range(4) for session in "ab"]
     with FakeServer(step_s=0.005).running() as server:
         go(server, asks, users=5)
     said = [body["prompt"] for body in server.bodies]
@@ -81,7 +81,7 @@ def test_sessions_keep_their_order_in_a_closed_loop() -> None:
 
 def test_every_failure_is_counted_and_misses_every_level() -> None:
     conduct = {0: "busy", 1: "hang up", 2: "error", 3: "garbage", 4: "cut off", 5: "silent"}
-    asks = [*TEXTS, Ask(0.0, "well", 4), Ask(0.0, "well", 4)]
+    asks = [*TEXTS, LoadRequest(0.0, "well", 4), LoadRequest(0.0, "well", 4)]
     with FakeServer(conduct=conduct).running() as server:
         data = go(server, asks, users=1, timeout_s=0.3, levels={"e2e": 60.0})
     s = data["summary"]
@@ -99,13 +99,13 @@ def test_tokens_are_counted_where_the_server_does_not() -> None:
 
 
 def test_what_is_asked() -> None:
-    asks = [Ask(0, Blocks(((1, 2), (2, 3))), 7)]
+    asks = [LoadRequest(0, TokenBlocks(((1, 2), (2, 3))), 7)]
     with FakeServer().running() as server:
         go(server, asks, users=1, vocab_size=50, extra={"millpond": {"method": "h2o"}}, api_key="secret", seed=3)
         go(server, TEXTS[:1], users=1, chat=True, model="other", ignore_eos=False)
     tokens, chat = server.bodies
     assert tokens == {
-        "model": "fake-1", "prompt": Blocks(((1, 2), (2, 3))).tokens(50, 3), "max_tokens": 7, "temperature": 0,
+        "model": "fake-1", "prompt": TokenBlocks(((1, 2), (2, 3))).tokens(50, 3), "max_tokens": 7, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "millpond": {"method": "h2o"},
     }  # fmt: skip
     assert chat["messages"] == [{"role": "user", "content": "question 0"}]
@@ -130,7 +130,7 @@ def test_the_servers_own_numbers() -> None:
 
 def test_a_server_that_is_not_there() -> None:
     async def ask() -> None:
-        async with Client("http://127.0.0.1:9") as client:
+        async with LoadClient("http://127.0.0.1:9") as client:
             await client.model()
 
     with pytest.raises(DataError, match="cannot be reached"):
@@ -140,17 +140,17 @@ def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://a:notaport"])
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(OptionError, match=r"http://127\.0\.0\.1:8000"):
-        Client(url)
+        LoadClient(url)
 
 
 def test_token_ids_are_no_chat() -> None:
     with pytest.raises(OptionError, match="chat takes text"):
-        asyncio.run(run(Plan(url="http://x", chat=True, users=1), [Ask(0, Blocks(((1, 2),)), 1)]))
+        asyncio.run(run(LoadPlan(url="http://x", chat=True, users=1), [LoadRequest(0, TokenBlocks(((1, 2),)), 1)]))
 
 
 def test_rate_and_users_exclude_each_other() -> None:
     with pytest.raises(OptionError, match="one of them"):
-        Plan(url="http://x", rate=1.0, users=1)
+        LoadPlan(url="http://x", rate=1.0, users=1)
 
 
 def test_the_command(tmp_path: Path) -> None:

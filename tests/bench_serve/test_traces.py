@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millpond.bench.serve.asks import Ask, Blocks
-from millpond.bench.serve.drive import poisson
-from millpond.bench.serve.figures import spread
+from millpond.bench.serve.load_loop import poisson
+from millpond.bench.serve.requests import LoadRequest, TokenBlocks
+from millpond.bench.serve.statistics import spread
 from millpond.bench.serve.synthetic import Span, synthetic
 from millpond.bench.serve.traces import TRACES, agents, azure, mooncake
 from millpond.errors import DataError
@@ -67,9 +67,9 @@ def test_agents_by_hand(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(row("b", 90_500_000, "uno"), row("b", 91_500_000, "uno due")))
     write(tmp_path / "c.jsonl", "")
     assert agents(tmp_path) == [
-        Ask(0, "one", 3, "a"), Ask(0, "uno", 3, "b"), Ask(1, "uno due", 3, "b"), Ask(2, "one two", 3, "a")
+        LoadRequest(0, "one", 3, "a"), LoadRequest(0, "uno", 3, "b"), LoadRequest(1, "uno due", 3, "b"), LoadRequest(2, "one two", 3, "a")
     ]  # fmt: skip
-    assert agents(tmp_path / "a.jsonl") == [Ask(0, "one", 3, "a"), Ask(2, "one two", 3, "a")]
+    assert agents(tmp_path / "a.jsonl") == [LoadRequest(0, "one", 3, "a"), LoadRequest(2, "one two", 3, "a")]
 
 
 MOONCAKE = {"timestamp": 0, "input_length": 5, "output_length": 9, "hash_ids": [0]}
@@ -101,7 +101,7 @@ def test_broken_files_are_refused_with_their_line(kind: str, text: str, message:
 
 
 @pytest.mark.parametrize("read", TRACES.values())
-def test_no_file_and_no_text(read: Callable[[Path], list[Ask]], tmp_path: Path) -> None:
+def test_no_file_and_no_text(read: Callable[[Path], list[LoadRequest]], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read(tmp_path / "nowhere")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
@@ -129,7 +129,7 @@ def test_made_up_loads(n: int, low: int, more: int, data: st.DataObject) -> None
     parts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, max_size=5), times=st.integers(1, 9)
 )
 def test_shrinking_keeps_what_is_shared(parts: list[tuple[int, int]], times: int) -> None:
-    prompt = Blocks(tuple(parts))
+    prompt = TokenBlocks(tuple(parts))
     short = prompt.shrunk(times)
     assert [name for name, _ in short.parts] == [name for name, _ in parts]
     assert prompt.length <= times * short.length

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millpond.cache.account import Account
-from millpond.cache.pool import PagePool
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool import PagePool
 from millpond.errors import PoolFullError
 
 
-def two(limit: int | None) -> tuple[Account, PagePool, PagePool]:
-    account = Account(limit)
+def two(limit: int | None) -> tuple[MemoryLimit, PagePool, PagePool]:
+    account = MemoryLimit(limit)
     wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, account=account) for n in (8, 4))
     return account, wide, narrow
 

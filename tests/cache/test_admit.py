@@ -9,31 +9,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millpond.cache.headwise import Headwise
-from millpond.cache.pool import PagePool
-from millpond.cache.table import RegionTable
-from millpond.cache.tokens import TokenIds
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.head_rules import HeadRuleState
+from millpond.cache.state.token_ids import TokenIds
 from millpond.kernels import native, ops
-from millpond.kernels.rules import UNBOUNDED
+from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
-from millpond.policy.nested import NestedPolicy
+from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 N_SEQ, N_HEADS, SEEN = 3, 4, 90
 
 
-def policy() -> NestedPolicy:
+def policy() -> HeadRulesPolicy:
     built = METHODS.get("fastgen")(special="90;91", punctuation="80;81;82", sinks=2)
-    assert isinstance(built, NestedPolicy)
+    assert isinstance(built, HeadRulesPolicy)
     return built
 
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native kernels")
 
 
-def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[RegionTable, TokenIds]:
+def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[PageTable, TokenIds]:
     """A batch in the middle of its text: ragged heads in any order, scores that often tie, rules of all kinds."""
     pool = PagePool(8, 4, torch.bfloat16, slots=8, masses=masses)
-    table = RegionTable(pool, N_SEQ, N_HEADS)
+    table = PageTable(pool, N_SEQ, N_HEADS)
     for s in range(N_SEQ):
         lens = torch.randint(1, 60, (N_HEADS,), generator=draw).numpy().astype(np.int32)
         table.reserve(s, lens)
@@ -50,7 +50,7 @@ def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[RegionTabl
         )  # fmt: skip
         table.set_lengths(s, lens)
         table.set_budget(s, np.full(N_HEADS, budget, dtype=np.int32), 0)
-        table.set_kinds(s, torch.randint(0, 5, (N_HEADS,), generator=draw).numpy(), 20 + s)
+        table.set_head_rules(s, torch.randint(0, 5, (N_HEADS,), generator=draw).numpy(), 20 + s)
     tokens = TokenIds()
     ids = torch.randint(70, 95, (N_SEQ, SEEN), generator=draw)
     tokens.expect(ids, 0)
@@ -58,7 +58,7 @@ def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[RegionTabl
     return table, tokens
 
 
-def held(table: RegionTable) -> list[Tensor]:
+def held(table: PageTable) -> list[Tensor]:
     dense = ops.read(table.pool.arrays, table.pages, table.lens, int(table.lengths().max()))
     return [part for part in dense if part is not None]
 
@@ -73,7 +73,7 @@ def test_the_kernel_lets_go_of_what_torch_lets_go_of(seed: int, masses: bool, bu
         with pytest.MonkeyPatch.context() as patch:
             if not kernel:
                 patch.setattr(ops, "admit", lambda *of, **more: False)
-            Headwise(policy()).admit(table, tokens, np.array([SEEN - 1, -1, SEEN - 1]), window)
+            HeadRuleState(policy()).apply(table, tokens, np.array([SEEN - 1, -1, SEEN - 1]), window)
         table.pool.check_integrity([table.held()])
         assert (table.lengths()[1] == before[1]).all()  # a sequence without a token
         found.append((table.lengths().tolist(), held(table), len(table.held())))
@@ -86,7 +86,7 @@ def test_something_leaves_and_something_stays() -> None:
     """The drawn cases are no trivial ones."""
     table, tokens = filled(torch.Generator().manual_seed(1), False, 12)
     before = table.lengths()
-    Headwise(policy()).admit(table, tokens, np.full(N_SEQ, SEEN - 1), 0)
+    HeadRuleState(policy()).apply(table, tokens, np.full(N_SEQ, SEEN - 1), 0)
     after = table.lengths()
     assert (after.sum(1) <= 12 * N_HEADS).all()
     assert (after < before).any()

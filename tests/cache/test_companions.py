@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from millpond.cache.by_sequence import BySequence
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.per_sequence import PerSequence
+from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
 from tests.papers.fixture import layer_cache
 
@@ -35,7 +35,7 @@ def remembered(cache: LayerCache) -> list[tuple[int, Any]]:
 
 
 def test_values_follow_their_sequences() -> None:
-    known = BySequence({0: "a", 2: "c"})
+    known = PerSequence({0: "a", 2: "c"})
     assert known.copy([2, 1, 2]) == {0: "c", 2: "c"}
     assert known.copy([]) == {}
     copy = known.copy()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millpond.cache.gaps import Places, rows_at
+from millpond.cache.entries.compaction import SlotWriter, rows_at
 
 
 @given(
@@ -16,12 +16,12 @@ def test_rows_lie_where_they_are_looked_up(ids: list[int], seed: int) -> None:
     arenas = [torch.zeros(4, 2, 3), torch.zeros(4, 2, 3), torch.zeros(4, 2, 3)]
     slots = torch.tensor(ids)
     rows = torch.randn(len(ids), 3, generator=torch.Generator().manual_seed(seed))
-    Places(arenas, slots).put(arenas, rows)
+    SlotWriter(arenas, slots).put(arenas, rows)
     assert torch.equal(rows_at(arenas, slots), rows)
     assert sum(int(arena.count_nonzero()) for arena in arenas) == int(rows.count_nonzero())
 
 
 def test_the_last_arena_may_be_shorter() -> None:
     arenas = [torch.zeros(2, 2, 1), torch.zeros(1, 2, 1)]
-    Places(arenas, torch.tensor([5, 0, 3])).put(arenas, torch.tensor([[5.0], [1.0], [3.0]]))
+    SlotWriter(arenas, torch.tensor([5, 0, 3])).put(arenas, torch.tensor([[5.0], [1.0], [3.0]]))
     assert [arena.flatten().tolist() for arena in arenas] == [[1, 0, 0, 3], [0, 5]]

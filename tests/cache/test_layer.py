@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.journal import Journal
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pool import PagePool
-from millpond.cache.timeline import Timeline
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.errors import CacheMismatchError, PoolFullError
 from millpond.methods import METHODS
 
@@ -20,7 +20,7 @@ def make(method: str, budget: int, *, limit_pages: int | None = None, slots: int
     page = PagePool(DIM, DIM, torch.float64, slots=slots).page_bytes
     limit = None if limit_pages is None else limit_pages * page
     pool = PagePool(DIM, DIM, torch.float64, slots=slots, limit_bytes=limit)
-    return LayerCache(0, METHODS.get(method)(**options), lambda *of: budget, lambda *a: pool, Timeline())
+    return LayerCache(0, METHODS.get(method)(**options), lambda *of: budget, lambda *a: pool, PositionTracker())
 
 
 def tokens(n: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ def test_selected_sequences_go_their_own_ways(method: str) -> None:
 def test_draft_tokens_are_taken_back_exactly(method: str) -> None:
     options = {"window": 3, "kernel": 3} if method == "snapkv" else {}
     cache, plain, qkv = make(method, 8, **options), make(method, 8, **options), tokens(40)
-    journal = Journal(cache.timeline, recording=True)
+    journal = DraftRollback(cache.timeline, recording=True)
     run(plain, qkv, 0, 10)
     parts = [t[:, :, :10] for t in qkv]
     journal.draft = 0
@@ -116,7 +116,7 @@ def test_going_back_without_a_recording_is_refused() -> None:
     cache, qkv = make("h2o", 6, sinks=1), tokens(20)
     run(cache, qkv, 0, 10)
     with pytest.raises(CacheMismatchError, match="cannot take back 2 tokens"):
-        Journal(cache.timeline).crop([cache], 2)
+        DraftRollback(cache.timeline).crop([cache], 2)
 
 
 def test_another_batch_size_is_refused() -> None:

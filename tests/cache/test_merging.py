@@ -11,8 +11,8 @@ from torch import Tensor
 
 import millpond as mp
 from hf.families import left_padded, one, shared_model
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.methods import METHODS
 from tests.matrix.models import llama, prompts

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millpond.cache.page_rows import PageRows
-from millpond.cache.pool import PagePool
+from millpond.cache.pages.page_lists import PageLists
+from millpond.cache.pages.pool import PagePool
 from millpond.errors import PoolFullError
 
 N = 3
@@ -25,7 +25,7 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def lists(rows: PageRows) -> list[list[int]]:
+def lists(rows: PageLists) -> list[list[int]]:
     return [rows.held(slice(r, r + 1)).tolist() for r in range(len(rows.owned))]
 
 
@@ -47,7 +47,7 @@ moves = st.lists(
 @given(moves=moves)
 def test_rows_do_what_lists_do(moves: list[tuple[str, list]]) -> None:  # type: ignore[type-arg]
     pool = pool_of()
-    rows, others = PageRows(pool, N), []
+    rows, others = PageLists(pool, N), []
     for name, said in moves:
         before, all_rows = lists(rows), np.arange(len(rows.owned))
         if name == "grow":
@@ -69,11 +69,11 @@ def test_rows_do_what_lists_do(moves: list[tuple[str, list]]) -> None:  # type: 
             rows.select(ints(*said))
             assert lists(rows) == [before[r] for r in said]
         elif name == "privatise":
-            assert rows.privatise() == bool(rows.n_shared()) or not rows.may_share
+            assert rows.copy_on_write() == bool(rows.n_shared()) or not rows.may_share
             assert rows.n_shared() == 0
         elif name == "away":
-            owned = rows.give_up()
-            rows.take_back(pool.allocate(int(owned.sum())), owned)
+            owned = rows.release_all()
+            rows.restore(pool.allocate(int(owned.sum())), owned)
             assert [len(row) for row in lists(rows)] == [len(row) for row in before]
         elif name == "fork":
             others.append(rows.fork())
@@ -89,27 +89,27 @@ def test_rows_do_what_lists_do(moves: list[tuple[str, list]]) -> None:  # type: 
 
 def test_a_write_copies_only_what_it_writes_and_others_hold() -> None:
     pool = pool_of()
-    rows = PageRows(pool, 2)
+    rows = PageLists(pool, 2)
     rows.grow(ints(0, 1), ints(2, 1))
     other = rows.fork()
     last = rows.columns == ints(1, 0)[:, None]
     assert (rows.n_shared(), rows.n_shared(last)) == (3, 2)
-    assert rows.privatise(last)
+    assert rows.copy_on_write(last)
     assert [a == b for a, b in zip(rows.held(), other.held(), strict=True)] == [True, False, False]
     assert rows.may_share
     other.clear()
-    assert not rows.privatise(last)
+    assert not rows.copy_on_write(last)
     assert not rows.may_share
 
 
 def test_a_full_pool_changes_nothing() -> None:
     pool = pool_of(2)
-    rows = PageRows(pool, 2)
+    rows = PageLists(pool, 2)
     rows.grow(ints(0, 1), ints(1, 1))
     with pytest.raises(PoolFullError):
         rows.grow(ints(0), ints(1))
     other = rows.fork()
     with pytest.raises(PoolFullError):
-        other.privatise()
+        other.copy_on_write()
     assert lists(rows) == lists(other) == [[0], [1]]
     pool.check_integrity([rows.held(), other.held()])

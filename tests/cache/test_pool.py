@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from millpond.cache.pool import PagePool
+from millpond.cache.pages.pool import PagePool
 from millpond.errors import OptionError, PoolFullError
 
 

@@ -9,41 +9,41 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache import shared_runs
-from millpond.cache.shared_runs import Run, SharedRuns
+from millpond.cache.pages import shared_prefix
+from millpond.cache.pages.shared_prefix import SharedPrefixRuns, SharedRun
 from millpond.kernels import ops
 from millpond.kernels.pages import PageArrays
 from tests.matrix.models import llama
 
 
-def runs_of(rows: list[list[int]], full: list[int], worth: int = 1) -> list[Run]:
+def runs_of(rows: list[list[int]], full: list[int], worth: int = 1) -> list[SharedRun]:
     ids = np.array([[row, [100 + page for page in row]] for row in rows], dtype=np.int32)
     arrays = PageArrays(256, 8, 4, 4, torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_runs, "WORTH", worth)
-        found = SharedRuns.of(ids, np.array(full, dtype=np.int32), arrays)
+        patch.setattr(shared_prefix, "WORTH", worth)
+        found = SharedPrefixRuns.of(ids, np.array(full, dtype=np.int32), arrays)
     return [] if found is None else found.runs
 
 
 def test_what_all_share_then_what_some_share() -> None:
     rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [8, 9, 10, 11]]
-    assert runs_of(rows, [4, 4, 4, 4]) == [Run((0, 1, 2), 0, 2), Run((0, 1), 2, 3)]
+    assert runs_of(rows, [4, 4, 4, 4]) == [SharedRun((0, 1, 2), 0, 2), SharedRun((0, 1), 2, 3)]
 
 
 def test_only_full_pages_are_shared() -> None:
-    assert runs_of([[1, 2, 3], [1, 2, 3]], [3, 2]) == [Run((0, 1), 0, 2)]
+    assert runs_of([[1, 2, 3], [1, 2, 3]], [3, 2]) == [SharedRun((0, 1), 0, 2)]
     assert runs_of([[1, 2], [1, 2]], [0, 2]) == []
 
 
 def test_small_runs_are_not_worth_a_call() -> None:
     rows = [[1, 2], [1, 2], [1, 3]]
-    assert runs_of(rows, [2, 2, 2], worth=16) == [Run((0, 1, 2), 0, 1)]
+    assert runs_of(rows, [2, 2, 2], worth=16) == [SharedRun((0, 1, 2), 0, 1)]
     assert runs_of(rows, [2, 2, 2], worth=17) == []
 
 
 @pytest.mark.parametrize("method", [{"method": "full"}, {"method": "snapkv", "budget": 40}])
 def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_runs, "WORTH", 1)
+    monkeypatch.setattr(shared_prefix, "WORTH", 1)
     calls = []
     monkeypatch.setattr(ops, "attend", lambda *args, real=ops.attend, **more: calls.append(1) or real(*args, **more))
     model = llama(heads="gqa")
@@ -64,7 +64,7 @@ def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypa
 
 
 def test_methods_that_write_scores_have_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_runs, "WORTH", 1)
+    monkeypatch.setattr(shared_prefix, "WORTH", 1)
     monkeypatch.setattr(ops, "attend", lambda *_, **__: pytest.fail("a score goes into every slot"))
     model = llama(heads="gqa")
     with torch.no_grad(), mp.compress(model, "h2o", 20, page_slots=8) as cache:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.types import AttentionShape
 from millpond.errors import NumericsError
 from millpond.methods import METHODS
-from millpond.policy.allocate import Ada
-from millpond.policy.merge import Merge, Merged
+from millpond.policy.allocation.heads import Ada
+from millpond.policy.merging.protocol import Merge, Merged
 from millpond.policy.policy import Policy
-from millpond.policy.slot_merge import slot_plan
+from millpond.policy.step_merge import slot_plan
 from millpond.policy.view import View
 from tests.matrix.models import llama, prompts
 from tests.papers.fixture import layer_cache

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pool import PagePool
-from millpond.cache.stack import Stack
-from millpond.cache.timeline import Timeline
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 
@@ -18,9 +18,9 @@ LAYERS, HEADS, GROUP, DIM, BUDGET = 2, 2, 2, 4, 8
 SHAPE = AttentionShape(0.5)
 
 
-def make(policy: Policy, pool: PagePool) -> Stack:
-    timeline = Timeline()
-    return Stack(
+def make(policy: Policy, pool: PagePool) -> BatchCache:
+    timeline = PositionTracker()
+    return BatchCache(
         [
             LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, timeline, between_chunks=False)
             for i in range(LAYERS)
@@ -38,12 +38,12 @@ def tokens(seed: int, n: int, n_seq: int = 1) -> list[tuple[Tensor, Tensor, Tens
     ]  # type: ignore[misc]
 
 
-def run(stack: Stack, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+def run(stack: BatchCache, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     stack.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
-    return torch.stack([core.attend(*own, None, SHAPE) for core, own in zip(stack.cores, new, strict=True)])
+    return torch.stack([core.attend(*own, None, SHAPE) for core, own in zip(stack.layers, new, strict=True)])
 
 
-def read(policy: Policy, pool: PagePool, seed: int, length: int) -> Stack:
+def read(policy: Policy, pool: PagePool, seed: int, length: int) -> BatchCache:
     stack = make(policy, pool)
     stack.reading = True
     run(stack, tokens(seed, length))
@@ -70,12 +70,12 @@ def test_joined_parted_and_carried_as_alone(method: str) -> None:
         if step == 3:
             away = make(policy, pool)
             group.part([1], away)
-            away.carry_out()
+            away.swap_out()
             members.remove(2)
         if step == 7:
-            need = away.pages_to_carry_in()
+            need = away.pages_to_swap_in()
             before = pool.n_live
-            away.carry_in()
+            away.swap_in()
             assert pool.n_live - before == need[pool]
             group.join(away)
             members.append(2)
@@ -83,7 +83,7 @@ def test_joined_parted_and_carried_as_alone(method: str) -> None:
         for place, seed in enumerate(members):
             alone = run(single[seed], tokens(100 * step + seed, 1))
             torch.testing.assert_close(out[:, place], alone[:, 0])
-    pool.check_integrity([c.table.held() for s in (group, *single.values()) for c in s.cores if c.table is not None])
+    pool.check_integrity([c.table.held() for s in (group, *single.values()) for c in s.layers if c.table is not None])
     for stack in (group, *single.values()):
         stack.clear()
     assert pool.n_live == 0
@@ -120,5 +120,5 @@ def test_a_part_of_a_prompt_may_be_one_token() -> None:
         assert stack.held().tolist() == [[[12, 12]]] * LAYERS
         stack.settle()
         assert stack.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
-    for a, b in zip(whole.cores, parts.cores, strict=True):
+    for a, b in zip(whole.layers, parts.layers, strict=True):
         assert torch.equal(a.read(0).positions, b.read(0).positions)

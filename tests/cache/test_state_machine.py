@@ -6,11 +6,11 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millpond.cache.pool import PagePool
-from millpond.cache.table import RegionTable
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import PagePool
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
-from millpond.kernels.rules import DecodeRule, Evict, Signal
+from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 
 H = 2  # KV heads
 
@@ -22,7 +22,7 @@ class Tables(RuleBasedStateMachine):
         super().__init__()
         page = PagePool(4, 4, torch.float32, slots=4).page_bytes
         self.pool = PagePool(4, 4, torch.float32, slots=4, limit_bytes=40 * page)
-        self.tables: list[RegionTable] = []
+        self.tables: list[PageTable] = []
         self.models: list[list[dict[int, float]]] = []  # table -> region -> position -> key value
         self.clock: list[list[int]] = []  # table -> sequence -> next position
         self.counter = 0.0
@@ -34,7 +34,7 @@ class Tables(RuleBasedStateMachine):
     @precondition(lambda self: len(self.tables) < 4)
     @rule(n_seq=st.integers(1, 2))
     def open(self, n_seq: int) -> None:
-        self.tables.append(RegionTable(self.pool, n_seq, H))
+        self.tables.append(PageTable(self.pool, n_seq, H))
         self.models.append([{} for _ in range(n_seq * H)])
         self.clock.append([0] * n_seq)
 
@@ -48,7 +48,7 @@ class Tables(RuleBasedStateMachine):
             table.set_budget(s, np.full(H, caps[s], dtype=np.int32), 1)
         rule_ = DecodeRule(signal=Signal.SUM, evict=Evict.OLDEST) if evicts else DecodeRule()
         try:
-            table.privatise(whole=evicts)
+            table.copy_on_write(whole=evicts)
             table.make_room(not evicts)
         except PoolFullError:
             return
@@ -56,7 +56,7 @@ class Tables(RuleBasedStateMachine):
         value = torch.tensor([self.fresh() for _ in range(n * H)]).view(n, H, 1).expand(n, H, 4)
         q_pos = torch.tensor(clock, dtype=torch.int32)
         _, _, gone = ops.decode(
-            torch.zeros(n, H, 4), value, value, self.pool.arrays, table.pages, table.lens, table.caps, table.recent,
+            torch.zeros(n, H, 4), value, value, self.pool.arrays, table.pages, table.lens, table.capacities, table.recent,
             q_pos, rule_, scale=1.0,
         )  # fmt: skip
         table.stepped(not evicts, np.ones(n, dtype=bool))

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from bench_serve.fake import FakeServer
 from millpond.cli.app import app
 from millpond.cli.chat import converse
-from millpond.cli.chat_partner import Here, Message
+from millpond.cli.chat_backend import LocalBackend, Message
 from millpond.engine.llm import LLM
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import DataError
 
 #: What `pond-recall` was trained for: pairs to remember, and a question for one of them.
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_too_long_is_no_end() -> None:
 
 def test_ctrl_c_between_two_steps() -> None:
     with LLM("pond-recall", budget=64) as llm:
-        partner = Here(llm, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), "pond-recall")
+        partner = LocalBackend(llm, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), "pond-recall")
         stream = partner.answer([{"role": "user", "content": PAIRS}])
         assert next(stream)
         os.kill(os.getpid(), signal.SIGINT)
@@ -118,7 +118,7 @@ def test_ctrl_c_between_two_steps() -> None:
 def test_without_a_template_names_are_written() -> None:
     with LLM("pond-recall", budget=64) as llm:
         llm.tokenizer.chat_template = None
-        partner = Here(llm, SamplingParams(max_tokens=3), "pond-recall")
+        partner = LocalBackend(llm, SamplingParams(max_tokens=3), "pond-recall")
         ids = partner._encode([{"role": "user", "content": "red"}])
         assert ids == tuple(llm.tokenizer.encode("User: red\nAssistant:"))
         assert partner._params.stop == ("\nUser:",)

@@ -273,17 +273,17 @@ def test_demo_refuses(tmp_path: Path, options: list[str], sentence: str) -> None
 
 
 def test_bench_kernels_writes_json_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench import codes, kernels, shared
+    from millpond.bench.kernels import attention, quantized_decode, shared_prefix
 
     rows = [
-        kernels.Row("read bandwidth", 1.0, 40.0, 1.0, "itself"),
-        kernels.Row("bf16 flat", 2.0, 30.0, 0.75, "reading"),
+        attention.KernelRow("read bandwidth", 1.0, 40.0, 1.0, "itself"),
+        attention.KernelRow("bf16 flat", 2.0, 30.0, 0.75, "reading"),
     ]
-    monkeypatch.setattr(kernels, "kernel_table", lambda rounds: rows)
-    monkeypatch.setattr(shared, "BATCH", 3)
-    monkeypatch.setattr(shared, "LENGTH", 64)
-    monkeypatch.setattr(shared, "HEADS", {"GQA 2:1": (2, 2, 16)})
-    monkeypatch.setattr(codes, "codec_table", lambda rounds: rows[1:])
+    monkeypatch.setattr(attention, "kernel_table", lambda rounds: rows)
+    monkeypatch.setattr(shared_prefix, "BATCH", 3)
+    monkeypatch.setattr(shared_prefix, "LENGTH", 64)
+    monkeypatch.setattr(shared_prefix, "HEADS", {"GQA 2:1": (2, 2, 16)})
+    monkeypatch.setattr(quantized_decode, "codec_table", lambda rounds: rows[1:])
     right("bench", "kernels", "--rounds", "1", "--out", str(tmp_path))
     data = json.loads((tmp_path / "kernels.json").read_text())
     assert data["results"][1]["share"] == 0.75

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from millpond.cli import console
-from millpond.cli.document import beginning, ending
-from millpond.cli.recall import Task
+from millpond.cli.demo.task import DemoTask
+from millpond.cli.documents import beginning, ending
 from millpond.hf.document import document_note
 from millpond.models.chat_template import turn_ends
 from millpond.models.load import load_tokenizer, resolve
@@ -21,8 +21,8 @@ from tests.cli.test_cli import right, wrong
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
-    return Task.draw(400, 3, seed=5)
+def task() -> DemoTask:
+    return DemoTask.draw(400, 3, seed=5)
 
 
 def words(ids: list[int]) -> str:
@@ -32,7 +32,7 @@ def words(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("codec", ["auto", "int8"])
-def test_one_text_and_many_questions(task: Task, codec: str, tmp_path: Path) -> None:
+def test_one_text_and_many_questions(task: DemoTask, codec: str, tmp_path: Path) -> None:
     text, file = tmp_path / "text.txt", str(tmp_path / "text.kv")
     text.write_text(words(task.context[0, 1:].tolist()), encoding="utf-8")  # the tokenizer begins texts itself
     done = right("remember", file, "--prompt-file", str(text), "--budget", "40%", "--codec", codec)

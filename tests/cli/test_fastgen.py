@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.evals.plan import Plan
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.store import RUN, SAMPLES
 from millpond.evals.spec import parse_specs
-from millpond.evals.store import RUN, SAMPLES
 
 
 def run(*arguments: str) -> str:
@@ -39,7 +39,7 @@ def test_eval(tmp_path: Path) -> None:
 
 def test_only_what_needs_a_budget_gets_one() -> None:
     tasks = parse_specs("niah_single:length=200", "tasks")
-    plan = Plan("pond-recall", parse_specs("full,h2o,fastgen", "method"), tasks)
+    plan = EvalPlan("pond-recall", parse_specs("full,h2o,fastgen", "method"), tasks)
     assert [cell.budget for cell in plan.cells()] == ["", "20%", ""]
-    capped = Plan("pond-recall", plan.methods, plan.tasks, ["10%"])
+    capped = EvalPlan("pond-recall", plan.methods, plan.tasks, ["10%"])
     assert [cell.budget for cell in capped.cells()] == ["", "10%", "10%"]

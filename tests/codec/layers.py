@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from codec.known import HalfRotation, known
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pools import Pools
-from millpond.cache.ropes import Ropes
-from millpond.cache.sealed import Sealed
-from millpond.cache.table import RegionTable
-from millpond.cache.timeline import Timeline
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.rope_tables import RopeTables
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.codec import Codec, resolve
 from millpond.methods import METHODS
 
@@ -30,11 +30,11 @@ def make(
     storage, ropes = resolve(codec), None
     if isinstance(storage, Codec):
         storage = known(storage, KV, DIM)
-        ropes = Ropes([HalfRotation()]) if storage.pre_rope else None
+        ropes = RopeTables([HalfRotation()]) if storage.pre_rope else None
     policy = METHODS.get(method)(**options)
-    pools = Pools(storage, 16, None, masses=policy.mass_bias, ropes=ropes)
+    pools = PoolSet(storage, 16, None, masses=policy.mass_bias, ropes=ropes)
     return LayerCache(
-        0, policy, lambda *of: budget, pools.plain, Timeline(), between_chunks=between_chunks,
+        0, policy, lambda *of: budget, pools.plain, PositionTracker(), between_chunks=between_chunks,
         sealed=pools.sealed if isinstance(storage, Codec) else None,
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ def decode(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, la
     return [feed(cache, qkv, t, t + 1) for t in range(first, last)]
 
 
-def parts(cache: LayerCache) -> tuple[RegionTable, Sealed]:
+def parts(cache: LayerCache) -> tuple[PageTable, QuantizedStore]:
     """The table of a cache and its sealed part."""
     table = cache.table
     assert table is not None
@@ -75,7 +75,7 @@ def positions(cache: LayerCache, sequence: int = 0) -> list[list[int]]:
     return [[int(p) for p in row if p >= 0] for row in cache.read(sequence).positions]
 
 
-def codes(sealed: Sealed, sequence: int = 0) -> list[Tensor]:
+def codes(sealed: QuantizedStore, sequence: int = 0) -> list[Tensor]:
     """(pages, bytes) uint8 of each head of a sequence: what is sealed, bit by bit, without the bytes that say nothing.
 
     Pages must be full.
@@ -94,5 +94,5 @@ def check(cache: LayerCache) -> None:
     sealed.pool.check_integrity([sealed.held()])
     found = sealed.positions(slice(None))
     used = (torch.arange(found.shape[1]) < torch.from_numpy(sealed.lens)[:, None]).to(found.device)
-    assert ((found < 0) & used).sum(1).tolist() == sealed.dead.tolist()
+    assert ((found < 0) & used).sum(1).tolist() == sealed.n_evicted.tolist()
     assert table.entries().tolist() == [[len(h) for h in positions(cache, s)] for s in range(table.n_seq)]

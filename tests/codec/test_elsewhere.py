@@ -11,9 +11,9 @@ from torch import Tensor
 
 from codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
 from codec.layers import check, feed, make, parts, positions, tokens
-from millpond.cache.layer import LayerCache
-from millpond.cache.portable import put_away, take_up
-from millpond.cache.swap import carry_in, copy_out, give_up
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.serialization import from_tensors, to_tensors
+from millpond.cache.swap.pages import copy_out, release_all, restore
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def assert_same(here: LayerCache, there: LayerCache) -> None:
         for a, b in zip(here.read(s)[:3], there.read(s)[:3], strict=True):
             assert torch.equal(a, near(b))
     assert np.array_equal(ours[1].lens, theirs[1].lens)
-    assert np.array_equal(ours[1].dead, theirs[1].dead)
+    assert np.array_equal(ours[1].n_evicted, theirs[1].n_evicted)
     assert np.array_equal(near(theirs[0].lens).numpy(), ours[0].lengths().ravel())
-    assert np.array_equal(near(theirs[1].regions().dead).numpy(), ours[1].dead)
+    assert np.array_equal(near(theirs[1].regions().dead).numpy(), ours[1].n_evicted)
     check(there)
 
 
@@ -54,7 +54,7 @@ def tour(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor) ->
     q, k, v = (t[order] for t in qkv)
     outs += run(cache, (q, k, v), 200, 203)
     table = parts(cache)[0]
-    carry_in(table, give_up(table, copy_out(table)))
+    restore(table, release_all(table, copy_out(table)))
     if cache.truncatable:
         cache.timeline.rewind(cache.columns - 2, cache.timeline.seen - 2)
         cache.truncate(2, np.full(3, 2))
@@ -104,10 +104,10 @@ def test_a_text_put_away_elsewhere_goes_on(codec: str, method: str) -> None:
         first, second = (make(codec, method, budget) for _ in range(2))
         feed(first, far, 0, 188)
         run(first, far, 188, 190)
-        stored = put_away(first)
+        stored = to_tensors(first)
         assert not any(isinstance(t, Far) for t in stored.values())
         second.timeline.begin_with(190)
-        take_up(second, stored, 190, ELSEWHERE)
+        from_tensors(second, stored, 190, ELSEWHERE)
         second.columns = 190
         assert parts(second)[1].regions().table.device == ELSEWHERE
         for a, b in zip(run(first, far, 190, 196), run(second, far, 190, 196), strict=True):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hf.families import family, text
 from millpond.codec.nuq import as_table, key_table, kmeans, normalised_keys, normalised_values, q_norm
-from millpond.hf import calibrate as calibrating
-from millpond.hf.calibrate import calibrate
+from millpond.hf.calibration import measure
+from millpond.hf.calibration.measure import calibrate
 
 
 def skewed(n: int, seed: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ def test_the_gradients_of_the_model_reach_its_tables(monkeypatch: pytest.MonkeyP
         seen.append((samples, weights))
         return kmeans(samples, weights, k)
 
-    monkeypatch.setattr(calibrating, "kmeans", watched)
+    monkeypatch.setattr(measure, "kmeans", watched)
     model, ids = family("llama").make(head_dim=16), text(1, 400, seed=8)[0]
     with_gradients = calibrate(model, ids, windows=1, length=300, bits=(3,))
     n = len(seen)

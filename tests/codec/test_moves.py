@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from codec.layers import SHAPE, check, decode, feed, make, parts, positions, tokens
-from millpond.cache.journal import Journal
-from millpond.cache.layer import LayerCache
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
 
 TEXT = tokens(2000, batch=1, seed=3)
 
@@ -136,7 +136,7 @@ def test_drafts_are_taken_back_exactly(codec: str, accepted: int) -> None:
     feed(plain, qkv, 0, 195)
     decode(plain, qkv, 195, 196 + accepted)
     feed(drafted, qkv, 0, 195)
-    journal = Journal(drafted.timeline, recording=True)
+    journal = DraftRollback(drafted.timeline, recording=True)
     wrong = tuple(t.flip(2) for t in tokens(8, seed=8))
     right = tuple(t[:, :, 195 : 196 + accepted] for t in qkv)
     own = tuple(torch.cat([t, w[:, :, accepted:7]], 2) for t, w in zip(right, wrong, strict=True))

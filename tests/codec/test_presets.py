@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millpond.codec import codecs, preset, resolve
+from millpond.codec import codec_named, codecs, resolve
 from millpond.codec.presets import PRESETS
 from millpond.errors import OptionError
 
@@ -17,17 +17,17 @@ from millpond.errors import OptionError
     ],
 )  # fmt: skip
 def test_true_bits(name: str, bits: float) -> None:
-    assert preset(name).bits_per_element(128, 128) == bits
+    assert codec_named(name).bits_per_element(128, 128) == bits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_kvquant_takes_about_a_third_of_a_bit_more(bits: int) -> None:
-    found = preset(f"kvquant{bits}").bits_per_element(128, 128)
+    found = codec_named(f"kvquant{bits}").bits_per_element(128, 128)
     assert bits + 0.31 < found < bits + 0.47  # 0.32 for outliers; two halves per token of a value
 
 
 def test_think_saves_a_fifth() -> None:
-    codec = preset("think")
+    codec = codec_named("think")
     kept = codec.layout(80, 128).page_bytes
     assert kept / codec.layout(128, 128).page_bytes == pytest.approx(1 - 0.375 / 2)  # 80 of 128 channels
 
@@ -40,9 +40,9 @@ def test_every_preset_lays_out_a_page_and_whole_groups_fit_it() -> None:
 
 
 def test_a_pair_takes_keys_of_one_and_values_of_the_other() -> None:
-    pair = preset(("bf16", "int4"))
-    assert pair.key == preset("bf16").key
-    assert pair.value == preset("int4").value
+    pair = codec_named(("bf16", "int4"))
+    assert pair.key == codec_named("bf16").key
+    assert pair.value == codec_named("int4").value
     assert pair.bits_per_element(128, 128) == (16 + 4.25) / 2
 
 
@@ -52,18 +52,18 @@ def test_a_pair_takes_keys_of_one_and_values_of_the_other() -> None:
 )
 def test_what_is_refused(name: str | tuple[str, str], match: str) -> None:
     with pytest.raises(OptionError, match=match.replace("kivi2'", "kivi")):
-        preset(name)
+        codec_named(name)
 
 
 def test_calibration_is_asked_for() -> None:
     with pytest.raises(OptionError, match="needs a calibration"):
-        preset("kvquant3").layout(64, 64)
+        codec_named("kvquant3").layout(64, 64)
 
 
 def test_groups_that_do_not_fit_a_model_are_refused_by_name() -> None:
     with pytest.raises(OptionError, match="head_dim=80 does not fall into groups of 32"):
-        preset("kivi2").layout(80, 80)
-    assert preset("int4").layout(80, 80).page_bytes > 0
+        codec_named("kivi2").layout(80, 80)
+    assert codec_named("int4").layout(80, 80).page_bytes > 0
 
 
 def test_the_list_names_what_a_cache_can_use() -> None:
@@ -71,6 +71,6 @@ def test_the_list_names_what_a_cache_can_use() -> None:
     assert names[:4] == ["auto", "f32", "f16", "bf16"]
     assert {"int4", "kivi2", "flexgen4", "fp8", "mikv", "think", "rotated4"} < set(names)
     for name in names[4:]:
-        assert resolve(name) == preset(name)
+        assert resolve(name) == codec_named(name)
     with pytest.raises(OptionError, match=r"unknown codec 'kvi2'; did you mean 'kivi2'\?"):
         resolve("kvi2")

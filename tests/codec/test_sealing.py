@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from codec.layers import DIM, HEADS, KV, SHAPE, check, codes, decode, feed, make, parts, positions, tokens
-from millpond.cache import sealing
-from millpond.cache.layer import LayerCache
+from millpond.cache.entries import quantize
+from millpond.cache.layer.layer_cache import LayerCache
 from millpond.codec import codecs, resolve
 from millpond.codec.balance import query_balance
 from millpond.codec.channels import channel_scores, kept_channels
@@ -42,7 +42,7 @@ def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch:
     cache, qkv = make(codec, "h2o", 180, sinks=1, recent=0.1), tokens(290)
     feed(cache, qkv, 0, 200)
     for t in range(200, 200 + steps):
-        sealing.seal_due(parts(cache)[0], cache.timeline.seen > 0)
+        quantize.quantize_due(parts(cache)[0], cache.timeline.seen > 0)
         expected = attention(cache, *(x[:, :, t : t + 1] for x in qkv))
         out = feed(cache, qkv, t, t + 1)
         assert (out[0] - expected).abs().max() < bound, t
@@ -109,7 +109,7 @@ def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypa
     qkv, mask = tokens(460, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
     mask[1, :45] = False
     taken: list[bool] = []
-    first_pages = sealing._seal_first_pages
+    first_pages = quantize._seal_first_pages
 
     def watched(*given: Any) -> bool:
         taken.append(first_pages(*given))
@@ -117,7 +117,7 @@ def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypa
 
     found = []
     for way in (watched, lambda *given: False):
-        monkeypatch.setattr(sealing, "_seal_first_pages", way)
+        monkeypatch.setattr(quantize, "_seal_first_pages", way)
         cache = make(codec)
         feed(cache, qkv, 0, 200, mask=mask)
         outs = torch.cat(decode(cache, qkv, 200, 460), 2)
@@ -142,10 +142,10 @@ def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
     quiet = 0
     for t in range(100, 400):
         table, sealed = parts(cache)
-        if sealed.quiet > 0:
+        if sealed.steps_until_check > 0:
             quiet += 1
-            assert (table.lengths() < sealing.most_loose(sealed)).all()
-            assert sealing.pages_due(table) == 0
+            assert (table.lengths() < quantize.max_unquantized(sealed)).all()
+            assert quantize.pages_due(table) == 0
         feed(cache, qkv, t, t + 1)
         if t == 200:
             cache.select([2, 0, 1])
@@ -174,8 +174,8 @@ def test_tombstones_are_bounded(codec: str, method: str) -> None:
         feed(cache, qkv, t, t + 1)
         table, sealed = parts(cache)
         assert (table.entries() == 140).all()
-        assert (sealed.lens <= 2 * (sealed.lens - sealed.dead) + 2 * sealed.slots).all()
-        most = max(most, int(sealed.dead.max()))
+        assert (sealed.lens <= 2 * (sealed.lens - sealed.n_evicted) + 2 * sealed.slots).all()
+        most = max(most, int(sealed.n_evicted.max()))
     check(cache)
     assert most > 0 or (method, codec) == ("h2o", "int4")  # whose sealed entries are all heavy
 
@@ -189,7 +189,7 @@ def test_a_dead_page_goes_back_and_a_living_one_stays() -> None:
     assert [len(own) for own in ids] == [3, 3]
     decode(cache, qkv, 100, 128)  # the oldest 28 have left, and nothing was sealed since
     assert [sealed.held_by(row).tolist() for row in range(KV)] == ids
-    assert sealed.dead.tolist() == [28, 28]
+    assert sealed.n_evicted.tolist() == [28, 28]
     decode(cache, qkv, 128, 130)
     assert [sealed.held_by(row).tolist()[:2] for row in range(KV)] == [own[1:] for own in ids]
     assert positions(cache) == [list(range(30, 130))] * KV
@@ -290,10 +290,10 @@ def test_rotated_entries_are_read_as_they_came() -> None:
     ],
 )
 def test_impossible_compositions_are_refused(method: str, codec: str, options: dict[str, str], reason: str) -> None:
-    from millpond.cache.compose import check_composition
+    from millpond.cache.compatibility import check_method_codec
     from millpond.methods import METHODS
 
     found = resolve(codec)
     assert isinstance(found, Codec)
     with pytest.raises(OptionError, match=reason):
-        check_composition(METHODS.get(method)(**options), found)
+        check_method_codec(METHODS.get(method)(**options), found)

@@ -51,7 +51,7 @@ def test_nothing_is_ever_lost(method: str) -> None:
     table, sealed = parts(cache)
     grows = method in ("snapkv", "knorm")  # these evict nothing while decoding
     assert table.lengths().max() < (100 + 90 + 1 if grows else 160)
-    assert sealed.dead.sum() == 0
+    assert sealed.n_evicted.sum() == 0
     check(cache)
 
 
@@ -85,6 +85,6 @@ def test_a_lower_tier_costs_its_bits() -> None:
 
 
 def parts_of_width(dim: int) -> float:
-    from millpond.codec import preset
+    from millpond.codec import codec_named
 
-    return preset("mikv").bits_per_element(dim, dim)
+    return codec_named("mikv").bits_per_element(dim, dim)

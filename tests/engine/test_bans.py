@@ -18,12 +18,12 @@ from engine import test_sampling_constrain
 from engine.helpers import ask, engine_for, finish, greedy
 from evals.small import WORDS, text, tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.bans import Bans, Forbidden, sequences_of
+from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
-from millpond.engine.sampling import BadLogitsError, Sampler
-from millpond.engine.sampling_params import MOST_BAD_WORDS, SamplingParams
-from millpond.engine.text import Writer
+from millpond.engine.sampling.banned_tokens import Bans, Forbidden, sequences_of
+from millpond.engine.sampling.params import MOST_BAD_WORDS, SamplingParams
+from millpond.engine.sampling.sampler import BadLogitsError, Sampler
 from millpond.errors import OptionError
 
 SIZE = 257

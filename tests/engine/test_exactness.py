@@ -11,7 +11,7 @@ import torch
 import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from tests.engine.helpers import (
     KEEP_ALL,
     LENGTHS,

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from millpond.engine.clients import IDLE, Clients
-from millpond.engine.scheduler import MOST_PASSES, PATIENCE, READING_SHARE, Job, Need, Scheduler, State, Step
+from millpond.engine.fair_queue import IDLE, FairQueue
+from millpond.engine.scheduler import MOST_PASSES, PATIENCE, READING_SHARE, Job, MemoryNeed, Scheduler, State, Step
 
 STEP = 512
 
@@ -22,7 +22,7 @@ class Line:
         self.carried_out = 0
 
     def come(self, client: str, prompt: int, tokens: int, size: int = 0, **rest: object) -> Job:
-        job = Job(f"{len(self.left)}-{client}", prompt, Need(size, 0, size), client=client, **rest)  # type: ignore[arg-type]
+        job = Job(f"{len(self.left)}-{client}", prompt, MemoryNeed(size, 0, size), client=client, **rest)  # type: ignore[arg-type]
         self.scheduler.add(job)
         self.left[job] = tokens
         return job
@@ -31,7 +31,7 @@ class Line:
         step = self.scheduler.plan()
         self.carried_out += len(step.out)
         for job, n in step.chunks:
-            self.scheduler.took(job, n)
+            self.scheduler.mark_read(job, n)
             self.served[job.client] += n
         for job in [*step.decodes, *(job for job, _ in step.chunks if job.read == job.prompt)]:
             self.left[job] -= 1
@@ -114,7 +114,7 @@ def test_who_comes_late_gets_no_credit_for_the_time_before() -> None:
 
 
 def test_who_goes_and_comes_back_keeps_what_counts_against_it() -> None:
-    clients = Clients()
+    clients = FairQueue()
     clients.enter("other").served = 10
     greedy = clients.enter("greedy")
     greedy.served = 500
@@ -124,7 +124,7 @@ def test_who_goes_and_comes_back_keeps_what_counts_against_it() -> None:
 
 
 def test_names_of_clients_that_are_gone_do_not_pile_up() -> None:
-    clients = Clients()
+    clients = FairQueue()
     stays = clients.enter("stays")
     for number in range(3 * IDLE):
         one = clients.enter(str(number))
@@ -140,9 +140,9 @@ def test_tokens_that_were_taken_over_are_no_service() -> None:
     line = Line()
     job = line.come("a", 100, 1)
     line.scheduler.plan()
-    line.scheduler.took(job, 90, served=False)
+    line.scheduler.mark_read(job, 90, served=False)
     assert job.account.served == 0
-    line.scheduler.took(job, 10)
+    line.scheduler.mark_read(job, 10)
     assert job.account.served == 10
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from engine.test_sampling_constrain import SCHEMA, byte_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.grammar_process import GrammarProcess
-from millpond.engine.grammar_worker import Limits
-from millpond.engine.grammars import Grammars
+from millpond.engine.grammar.compiler import Grammars
+from millpond.engine.grammar.process import GrammarProcess
+from millpond.engine.grammar.worker import CompileLimits
 from millpond.engine.request import Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import MillpondError, OptionError
 
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
@@ -49,8 +49,8 @@ def test_what_cannot_be_followed_is_an_option_error(grammars: Grammars, params: 
 
 
 def test_time_and_memory_are_bounded() -> None:
-    slow = GrammarProcess(Limits(seconds=0.05, cpu_seconds=5, memory_bytes=1 << 30, result_bytes=1 << 26))
-    small = GrammarProcess(Limits(seconds=20, cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26))
+    slow = GrammarProcess(CompileLimits(seconds=0.05, cpu_seconds=5, memory_bytes=1 << 30, result_bytes=1 << 26))
+    small = GrammarProcess(CompileLimits(seconds=20, cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26))
     try:
         with pytest.raises(OptionError, match=r"more than 0\.05 s to compile"):
             Grammars(byte_tokenizer(), worker=slow).of(SamplingParams(json_schema=SLOW))

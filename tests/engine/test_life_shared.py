@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 import millpond as mp
-from millpond.cache.prefix import Block
+from millpond.cache.prefix_tree import PrefixNode
 from millpond.engine.engine import Engine
 from millpond.engine.scheduler import State
 from tests.engine.helpers import budget_of, engine_for, prompt
@@ -61,14 +61,14 @@ class SharedLife(EngineLife):
         before = self.blocks()
         stay = max(len(before) - n, 0)
         if not self.tree.evict(lambda: len(self.tree) <= stay):
-            assert all(block.followers or self.read_still(block) for block in self.blocks())
+            assert all(block.n_children or self.read_still(block) for block in self.blocks())
         assert len(self.tree) >= stay
         assert set(map(id, self.blocks())) <= set(map(id, before))
 
-    def read_still(self, block: Block) -> bool:
+    def read_still(self, block: PrefixNode) -> bool:
         return all((pool.refs(ids) > 1).all() for pool, ids in zip(block.pools, block.pages, strict=True))
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[PrefixNode]:
         return list(self.tree._blocks.values())
 
     @invariant()
@@ -83,15 +83,15 @@ class SharedLife(EngineLife):
                 own = {(id(pool), int(page)) for page in ids}
                 assert not own & pages, "a page in two blocks"
                 pages |= own
-        assert all(block.followers == held.get(id(block), 0) for block in blocks)
+        assert all(block.n_children == held.get(id(block), 0) for block in blocks)
 
     @invariant()
     def what_is_outside_holds_nothing(self) -> None:
         for live in self.engine._live.values():
             if live.job.state is State.SWAPPED:
                 assert live.stack is not None
-                assert live.stack.carried
-                assert not any(len(core.table.held()) for core in live.stack.cores if core.table is not None)
+                assert live.stack.is_swapped_out
+                assert not any(len(core.table.held()) for core in live.stack.layers if core.table is not None)
 
 
 TestSharedLife = SharedLife.TestCase

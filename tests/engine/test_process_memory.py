@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import millpond as mp
-from millpond.bench.memory import PeakMemory
+from millpond.bench.common.memory import PeakMemory
 from tests.engine.helpers import prompt
 from tests.hf.families import shared_model
 

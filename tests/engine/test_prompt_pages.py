@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache import contents
-from millpond.cache.account import Account
-from millpond.cache.counted import CountedPages
-from millpond.cache.pools import Pools
-from millpond.cache.prompt_pages import PromptPages
-from millpond.cache.table import RegionTable
+from millpond.cache.entries import read_write
+from millpond.cache.layer.prompt_pages import PromptPages
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.codec import resolve
 from millpond.codec.calibration import Calibration
-from millpond.engine.admission import estimate
 from millpond.engine.engine import Engine
+from millpond.engine.memory_estimate import estimate
 from millpond.engine.request import Request
 from millpond.errors import PoolFullError
-from millpond.hf.calibrate import calibrate
+from millpond.hf.calibration.measure import calibrate
 from millpond.kernels import ops
 from tests.engine.helpers import finish
 from tests.matrix.test_codecs import llama
@@ -91,7 +91,7 @@ def test_so_it_is_in_a_later_turn(codec: str) -> None:
             found.append(torch.cat(parts).log_softmax(-1))
             llama()(torch.tensor([[7]]), past_key_values=cache)
             cache.check_integrity()
-            assert not any(core.pending for core in cache.cores)
+            assert not any(core.pending for core in cache.layer_caches)
     assert float((found[0] - found[1]).abs().max()) < 1e-5
 
 
@@ -103,15 +103,15 @@ def test_what_is_held_is_never_more_than_was_counted(
     if (method, codec) == ("full", "mikv"):
         pytest.skip("nothing leaves, so there is no lower tier")
     held = [0]
-    allocate = CountedPages.allocate
+    allocate = RefCountedPool.allocate
 
-    def watched(self: CountedPages[Any], n: int) -> np.ndarray:
+    def watched(self: RefCountedPool[Any], n: int) -> np.ndarray:
         ids = allocate(self, n)
-        assert isinstance(self._account, Account)
+        assert isinstance(self._account, MemoryLimit)
         held.append(self._account.live_bytes)
         return ids
 
-    monkeypatch.setattr(CountedPages, "allocate", watched)
+    monkeypatch.setattr(RefCountedPool, "allocate", watched)
     engine = engine_for(method, codec, max_step_tokens=64)
     recipe = engine._recipes.group(engine.cache).recipe
     need = estimate(recipe, engine._model.layers, LENGTH, NEW, 1)
@@ -128,7 +128,7 @@ def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
     waiting = [pool for pool in engine._account.pools if getattr(pool, "until_plan", False)]
     assert [pool.arrays.dtype for pool in waiting] == [torch.float32]
     assert not any(pool.n_live for pool in waiting)
-    tables = [core.table for core in engine._live["it"].group.stack.cores]
+    tables = [core.table for core in engine._live["it"].group.stack.layers]
     assert {table.pool.arrays.dtype for table in tables if table is not None} == {torch.bfloat16}
     with torch.no_grad(), mp.compress(llama(), "full", codec=codec) as cache:
         llama()(torch.tensor([drawn()]), past_key_values=cache)
@@ -142,17 +142,17 @@ def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", ["auto", "int4", "rotated4", "think"])
 def test_models_of_16_bits_read_into_the_pages_that_stay(dtype: torch.dtype, codec: str) -> None:
-    pools = Pools(resolve(codec), 16, Account(None), masses=False)
+    pools = PoolSet(resolve(codec), 16, MemoryLimit(None), masses=False)
     here = torch.device("cpu")
     assert pools.reading(64, 64, dtype, here) is pools.plain(64, 64, dtype, here)
     assert not pools.plain(64, 64, dtype, here).until_plan
 
 
 def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
-    pools = Pools(torch.bfloat16, 16, Account(None), masses=False)
+    pools = PoolSet(torch.bfloat16, 16, MemoryLimit(None), masses=False)
     pages = PromptPages(pools.plain, pools.reading)
     k, v = torch.randn(2, 2, 3, 40, 64, generator=torch.Generator().manual_seed(0))
-    table = RegionTable(pages.pool(k, v, planned=False), 2, 3)
+    table = PageTable(pages.pool(k, v, planned=False), 2, 3)
     assert table.unplanned
     for s in range(2):
         table.reserve(s, np.full(3, 40, dtype=np.int32))
@@ -161,10 +161,10 @@ def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
         ops.write(table.pool.arrays, table.pages[table.rows(s)], zeros, counts, index, k[s], v[s], index)
         table.set_lengths(s, np.full(3, 40, dtype=np.int32))
 
-    def plan(into: RegionTable, sequence: int, entries: Any) -> None:
+    def plan(into: PageTable, sequence: int, entries: Any) -> None:
         if sequence:
             raise PoolFullError("full")
-        contents.rewrite(into, sequence, entries, entries.positions >= 10)
+        read_write.replace(into, sequence, entries, entries.positions >= 10)
 
     with pytest.raises(PoolFullError):
         pages.end(table, [0, 1], plan)

@@ -13,7 +13,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
 from millpond.errors import OptionError
-from millpond.hf.packed import PackedModel
+from millpond.runner.packed_model import PackedModel
 from tests.engine.helpers import add, ask, finish, greedy, tokens
 from tests.hf.families import family
 

@@ -18,15 +18,15 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from millpond.engine.choose import CANDIDATES, Choice, choose, uniform
+from millpond.engine.sampling.token_choice import CANDIDATES, TokenChoice, choose, uniform
 
 POINTS = 1000
 
 
 def choice_of(
     rows: int, temperature: float, top_k: int, top_p: float, min_p: float, draws: Tensor, typical_p: float = 1.0
-) -> Choice:
-    return Choice(
+) -> TokenChoice:
+    return TokenChoice(
         torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
         torch.full((rows,), min_p), torch.full((rows,), typical_p, dtype=torch.float64), draws,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_ties_beyond_the_short_cut_stay() -> None:
 def test_a_row_does_not_depend_on_the_others(seed: int, rows: int, size: int) -> None:
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, size, generator=g)
-    choice = Choice(
+    choice = TokenChoice(
         torch.rand(rows, generator=g) + 0.1, torch.randint(0, 400, (rows,), generator=g),
         torch.rand(rows, generator=g, dtype=torch.float64).clamp(0.05), torch.rand(rows, generator=g) ** 8,
         (2 * torch.rand(rows, generator=g, dtype=torch.float64)).clamp(0.05, 1.0),

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from millpond.engine.sampling import Sampler
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.sampler import Sampler
 from millpond.errors import OptionError
 
 SCHEMA: dict[str, Any] = {

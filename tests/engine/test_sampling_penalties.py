@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from millpond.engine.penalties import Penalties
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.penalties import Penalties
 
 SIZE = 13
 

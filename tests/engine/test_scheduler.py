@@ -7,20 +7,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millpond.engine.scheduler import READING_SHARE, Job, Need, Scheduler, State, Step
+from millpond.engine.scheduler import READING_SHARE, Job, MemoryNeed, Scheduler, State, Step
 from millpond.errors import OptionError
 
 LIMIT = 1000
 
 
 def job(key: str, prompt: int = 10, reading: int = 10, each: int = 10, **rest: object) -> Job:
-    return Job(key, prompt, Need(reading, 0, each), **rest)  # type: ignore[arg-type]
+    return Job(key, prompt, MemoryNeed(reading, 0, each), **rest)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, step: Step) -> None:
     """What an engine does with a step, without a model."""
     for one, n in step.chunks:
-        scheduler.took(one, n)
+        scheduler.mark_read(one, n)
 
 
 def test_decodes_come_first_and_prompts_fill_the_step() -> None:
@@ -128,7 +128,7 @@ class Life(RuleBasedStateMachine):
     def come(
         self, prompt: int, reading: int, each: int, width: int, priority: int, tokens: int, whole: bool, client: str
     ) -> None:
-        one = Job(f"{self.number}", prompt, Need(reading, 20, each), width, client, priority, whole=whole)
+        one = Job(f"{self.number}", prompt, MemoryNeed(reading, 20, each), width, client, priority, whole=whole)
         self.number += 1
         self.scheduler.add(one)
         self.jobs.append(one)
@@ -150,7 +150,7 @@ class Life(RuleBasedStateMachine):
         for one, n in step.chunks:
             assert n >= 1
             assert not one.whole or n == one.prompt
-            self.scheduler.took(one, n)
+            self.scheduler.mark_read(one, n)
         for one in [one for one in step.decodes if self.left[one.key] == 0]:
             self.end(one)
 
@@ -164,7 +164,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def narrow(self) -> None:
         one = next(one for one in self.jobs if one.width > 1)
-        self.scheduler.narrowed(one, one.width - 1)
+        self.scheduler.set_width(one, one.width - 1)
 
     @precondition(lambda self: self.jobs)
     @rule(which=st.randoms(use_true_random=False))

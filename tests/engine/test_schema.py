@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engine.test_sampling_constrain import byte_tokenizer
-from millpond.engine.patterns import check_pattern
-from millpond.engine.schema import MOST_BYTES, MOST_DEPTH, MOST_SCHEMAS, MOST_VALUES, enforceable
+from millpond.engine.grammar.patterns import check_pattern
+from millpond.engine.grammar.schema import MOST_BYTES, MOST_DEPTH, MOST_SCHEMAS, MOST_VALUES, enforceable
 from millpond.errors import OptionError
 
 INT: dict[str, Any] = {"type": "integer"}

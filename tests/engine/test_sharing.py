@@ -16,7 +16,7 @@ from millpond.errors import OptionError
 from tests.engine.helpers import METHODS, add, budget_of, engine_for, finish, greedy, prompt, tokens
 from tests.hf.families import generate, shared_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.budgets.BudgetFloorWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")
 
 #: What the three texts begin with, and go on with.
 COMMON = prompt(57)[:48]

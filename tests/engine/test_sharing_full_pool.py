@@ -8,14 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from millpond.engine.admission import estimate
 from millpond.engine.engine import Engine
+from millpond.engine.memory_estimate import estimate
 from millpond.engine.request import CacheOptions, Request
 from tests.engine.helpers import add, engine_for, greedy
 from tests.engine.test_codecs import model as wide_model
 from tests.hf.families import shared_model, text
 
-pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.budgets.BudgetFloorWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")
 
 #: Tokens that prompts have in common on three levels, and how many go on from each.
 SHAPE = ((144, 56, 24), (4, 4, 4))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from millpond.engine.sampling_params import SamplingParams
-from millpond.engine.text import MOST_TOKENS, TokenText, Writer
+from millpond.engine.detokenizer import MOST_TOKENS, IncrementalDetokenizer, Writer
+from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import load_tokenizer
 
 CORPUS = ["the mill turns, the pond is still ", "Mühle am Teich — 水車は回る 🙂🙃 👩‍👩‍👧", "a  b   c\n\n\tx = 1;"] * 8
@@ -62,7 +62,7 @@ def whole(tokenizer: Any, tokens: Sequence[int], skip: bool = True) -> str:
 
 
 def pieces(tokenizer: Any, tokens: Sequence[int], skip: bool = True) -> list[str]:
-    text = TokenText(tokenizer, skip)
+    text = IncrementalDetokenizer(tokenizer, skip)
     return [*(text.add(token) for token in tokens), text.finish()]
 
 
@@ -98,7 +98,7 @@ def test_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
     """What is out stays true whatever comes, and only unclear bytes are kept waiting."""
     tokenizer, out = tokenizer_of(kind), ""
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=60))
-    text = TokenText(tokenizer, True)
+    text = IncrementalDetokenizer(tokenizer, True)
     for i, token in enumerate(tokens):
         out += text.add(token)
         now = whole(tokenizer, tokens[: i + 1])
@@ -111,7 +111,7 @@ def test_some_special_tokens_may_stay_in_the_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     words = tokenizer.encode("a b", add_special_tokens=False)
-    text = TokenText(tokenizer, True, (end,))
+    text = IncrementalDetokenizer(tokenizer, True, (end,))
     made = "".join([*(text.add(token) for token in [begin, *words, end, begin, *words]), text.finish()])
     assert tokenizer.eos_token in made
     assert tokenizer.bos_token not in made

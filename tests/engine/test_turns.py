@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from millpond.engine.request import Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from tests.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.budgets.BudgetFloorWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")
 
 
 @pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from millpond.evals.record import Record, Row
-from millpond.evals.results import cell_of
+from millpond.evals.decoding.record import Record, SummaryRow
+from millpond.evals.harness.results import cell_of
 
 
-def row(method: str, task: str, score: float, budget: str = "20%", **other: Any) -> Row:
+def row(method: str, task: str, score: float, budget: str = "20%", **other: Any) -> SummaryRow:
     """One row of a run on a model "m"; a full cache holds 1,000 bytes."""
     full = method == "full"
     known: dict[str, Any] = {
@@ -21,10 +21,10 @@ def row(method: str, task: str, score: float, budget: str = "20%", **other: Any)
         "better": "higher", "n": 200, "failures": 0, "kv_bytes": 1000.0 if full else 200.0, "full_kv_bytes": 1000.0,
         "kept_share": 1.0 if full else 0.2,
     }  # fmt: skip
-    return Row(**{**known, **other})
+    return SummaryRow(**{**known, **other})
 
 
-def record(of: Row, depth: float, length: int, score: float) -> Record:
+def record(of: SummaryRow, depth: float, length: int, score: float) -> Record:
     """One answered question about a needle."""
     return Record(
         cell_of(of).key, f"{depth}-{length}-{score}", 0, "", score, 1.0, length, 0.2, 200, 1000,
@@ -33,7 +33,7 @@ def record(of: Row, depth: float, length: int, score: float) -> Record:
 
 
 def save(
-    folder: Path, rows: Sequence[Row], records: Sequence[Record] = (), notes: Sequence[dict[str, str]] = ()
+    folder: Path, rows: Sequence[SummaryRow], records: Sequence[Record] = (), notes: Sequence[dict[str, str]] = ()
 ) -> Path:
     """A run's folder as the harness leaves it."""
     folder.mkdir(parents=True, exist_ok=True)

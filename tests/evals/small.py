@@ -15,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from matrix.models import llama
-from millpond.evals.batch import batches, encode
-from millpond.evals.contender import find_contender
-from millpond.evals.examine import Examiner
-from millpond.evals.record import Protocol, Record
+from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.decoding.batch import batches, encode
+from millpond.evals.decoding.record import Protocol, Record
+from millpond.evals.harness.evaluator import Evaluator
 from millpond.evals.sample import Question, Sample
 from millpond.evals.spec import Spec
 from millpond.evals.task import Kind
@@ -80,7 +80,7 @@ def examined(
     """The records of all samples of a task."""
     model = model or tiny_model()
     who = find_contender(Spec.parse(method))
-    examiner = Examiner("cell", model, tiny_tokenizer(), task, who, budget, "auto", limit)
+    examiner = Evaluator("cell", model, tiny_tokenizer(), task, who, budget, "auto", limit)
     prompts = [p for s in task.items for p in encode(s, tiny_tokenizer(), task.kind, protocol)]
     return [r for batch in batches(prompts, task.kind, protocol, size) for r in examiner.examine(batch)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from evals.small import TinyTask, examined, text, tiny_model, tiny_samples, tiny_tokenizer, with_stop
-from millpond.evals.answer import before_stop
-from millpond.evals.record import Protocol
+from millpond.evals.decoding.greedy_decode import before_stop
+from millpond.evals.decoding.record import Protocol
 from millpond.evals.sample import Question, Sample
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]

@@ -8,11 +8,11 @@ import pytest
 
 from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 from millpond.errors import BudgetError, OptionError, PoolFullError
-from millpond.evals.batch import Batch, batches, encode
-from millpond.evals.contender import Compressed
-from millpond.evals.examine import Examiner
-from millpond.evals.reader import Reader
-from millpond.evals.record import Protocol, Record
+from millpond.evals.candidates.candidate import Compressed
+from millpond.evals.decoding.batch import PromptBatch, batches, encode
+from millpond.evals.decoding.batch_reader import BatchReader
+from millpond.evals.decoding.record import Protocol, Record
+from millpond.evals.harness.evaluator import Evaluator
 from millpond.evals.sample import Question, Sample
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
@@ -51,7 +51,7 @@ def test_what_is_held_is_what_the_cache_holds(method: str, budget: str) -> None:
     openings = [[5, 6, 7] * 9, [8, 9] * 25]
     options = {"window": 4} if ":" in method else {}
     with compress(tiny_model(), method.split(":")[0], budget or None, **options) as cache:
-        reader = Reader(tiny_model(), cache, openings)
+        reader = BatchReader(tiny_model(), cache, openings)
         held, stats = reader.held(), cache.stats()
         assert sum(h.kv_bytes for h in held) == stats.kv_bytes
         assert sum(h.full_kv_bytes for h in held) == stats.full_kv_bytes
@@ -74,7 +74,7 @@ def test_a_batch_holds_as_many_rows_as_its_size_allows() -> None:
 class Picky(Compressed):
     """Refuses a batch that holds a certain prompt."""
 
-    def open(self, model: Any, tokenizer: Any, batch: Batch, budget: str, codec: str) -> MillpondCache:
+    def open(self, model: Any, tokenizer: Any, batch: PromptBatch, budget: str, codec: str) -> MillpondCache:
         for prompt in batch.prompts:
             if prompt.sample.id == "s1":
                 raise BudgetError("s1 does not fit")
@@ -85,7 +85,7 @@ class Picky(Compressed):
 
 def test_one_prompt_that_fails_does_not_take_the_others_along() -> None:
     task = TinyTask(items=tiny_samples(4))
-    examiner = Examiner("cell", tiny_model(), tiny_tokenizer(), task, Picky("window"), "9", "auto", 512)
+    examiner = Evaluator("cell", tiny_model(), tiny_tokenizer(), task, Picky("window"), "9", "auto", 512)
     prompts = [p for s in task.items for p in encode(s, tiny_tokenizer(), "generate", "agnostic")]
     (batch,) = batches(prompts, "generate", "agnostic", 12)
     records = examiner.examine(batch)

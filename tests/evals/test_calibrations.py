@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from evals.small import WORDS, TinyTask, tiny_samples, tiny_tokenizer
 from hf.families import build
 from millpond.errors import DataError, OptionError
-from millpond.evals.plan import Plan
-from millpond.evals.record import Row
-from millpond.evals.run import run
+from millpond.evals.decoding.record import SummaryRow
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.run import run
 from millpond.evals.spec import parse_specs
 from millpond.evals.task import TASKS, task
-from millpond.hf.calibrate import calibrate
+from millpond.hf.calibration.measure import calibrate
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def calibration(path: Path, seed: int) -> str:
     return str(path)
 
 
-def go(folder: Path, codecs: str, file: str | None = None) -> list[Row]:
-    plan = Plan(
+def go(folder: Path, codecs: str, file: str | None = None) -> list[SummaryRow]:
+    plan = EvalPlan(
         "tiny", parse_specs("full", "method"), parse_specs("tiny", "tasks"), codecs=codecs.split(","), samples=2,
         calibration=file,
     )  # fmt: skip

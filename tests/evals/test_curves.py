@@ -11,18 +11,18 @@ from matplotlib.lines import Line2D
 
 from evals.scored import row
 from millpond.errors import DataError
-from millpond.evals.colours import colour_of
-from millpond.evals.counterparts import PRESSES
-from millpond.evals.curves import Panel, curves_of, panels
-from millpond.evals.curves_page import quality_section
-from millpond.evals.plots.curve import curve_picture, digest, is_current
-from millpond.evals.plots.style import write
-from millpond.evals.record import Row
+from millpond.evals.decoding.record import SummaryRow
+from millpond.evals.report.curve_section import quality_section
+from millpond.evals.report.curves import CurvePanel, curves_of, panels
+from millpond.evals.report.kvpress_equivalents import PRESSES
+from millpond.evals.report.palette import colour_of
+from millpond.evals.report.plots.curve import curve_picture, digest, is_current
+from millpond.evals.report.plots.style import write
 
 KVPRESS = {"peer": "kvpress 0.5.5", "kv_bytes": 1000.0, "masks_only": True}
 
 
-def sample_rows(protocol: str = "aware") -> list[Row]:
+def sample_rows(protocol: str = "aware") -> list[SummaryRow]:
     """Two tasks, two budgets; the second budget comes first."""
     rows = [row("full", "a", 1.0), row("full", "b", 0.5)]
     for name, shares in {"ada": (0.9, 0.6), "window": (0.5, 0.2), "oracle": (1.0, 0.8)}.items():
@@ -30,7 +30,7 @@ def sample_rows(protocol: str = "aware") -> list[Row]:
             rows += [row(name, "a", share, budget), row(name, "b", share / 2, budget)]
     press = PRESSES["ada"]
     rows += [row(press, task, 0.4, budget, **KVPRESS) for task in "ab" for budget in ("20%", "5%")]
-    return [Row(**{**{name: getattr(r, name) for name in r.__slots__}, "protocol": protocol}) for r in rows]
+    return [SummaryRow(**{**{name: getattr(r, name) for name in r.__slots__}, "protocol": protocol}) for r in rows]
 
 
 def test_a_point_is_the_mean_share_of_full() -> None:
@@ -84,7 +84,7 @@ def test_a_method_without_results_of_its_defaults_shows_the_options_it_has() -> 
     assert panels(curves_of(rows), "ada")["aware"].own.method == "ada"
 
 
-def section(rows: list[Row], name: str = "ada") -> str:
+def section(rows: list[SummaryRow], name: str = "ada") -> str:
     return quality_section(panels(curves_of(rows), name), rows, "x.svg")
 
 
@@ -114,7 +114,7 @@ def test_failures_are_told() -> None:
     assert "`h2o` (aware) failed on 12 of 200 at 5%; that counts as wrong." in section(rows, "h2o")
 
 
-def shown() -> dict[str, Panel]:
+def shown() -> dict[str, CurvePanel]:
     return panels(curves_of([*sample_rows(), *sample_rows("agnostic")]), "ada")
 
 

@@ -72,7 +72,7 @@ def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytes
     assert said in result.stderr
     assert result.stderr.index(said) < result.stderr.index("could not be answered")
     monkeypatch.setattr(TinyTask, "samples", lambda *_: iter(long[1:]))
-    monkeypatch.setattr("millpond.evals.run._examine", lambda *_: pytest.fail("a prompt was run"))
+    monkeypatch.setattr("millpond.evals.harness.run._examine", lambda *_: pytest.fail("a prompt was run"))
     none = call("--model", folder, "--tasks", "tiny", "--device", "cpu", "--out", str(tmp_path / "none"))
     assert none.exit_code == 2
     assert "3 of 3 prompts of 'tiny' (aware) have more tokens (up to 994)" in none.stderr

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.evals.batch import Batch, encode
-from millpond.evals.contender import find_contender
-from millpond.evals.examine import Examiner
-from millpond.evals.record import Protocol
+from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.decoding.batch import PromptBatch, encode
+from millpond.evals.decoding.record import Protocol
+from millpond.evals.harness.evaluator import Evaluator
 from millpond.evals.sample import Sample
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS
@@ -56,8 +56,8 @@ def compare(
     spec = Spec.parse(method)
     prompts = tuple(prompt for sample in samples for prompt in encode(sample, tokenizer, "generate", protocol))
     task = TASKS.get("recall")(length=320)
-    examiner = Examiner("cell", model, tokenizer, task, find_contender(spec), budget, codec, limit=None)
-    for prompt, record in zip(prompts, examiner.examine(Batch(protocol, "generate", prompts)), strict=True):
+    examiner = Evaluator("cell", model, tokenizer, task, find_contender(spec), budget, codec, limit=None)
+    for prompt, record in zip(prompts, examiner.examine(PromptBatch(protocol, "generate", prompts)), strict=True):
         with torch.inference_mode(), compress(
             model, spec.name, budget or None, codec, tokenizer=tokenizer, **spec.options
         ) as cache:

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from evals.browser import CHROMIUM, Browser
 from evals.small import save_tiny, text, tiny_model, tiny_tokenizer
 from millpond.cli.app import app
-from millpond.evals.colours import DEEP, contrast, luminance, text_on, water
 from millpond.evals.inspector import page, payload
-from millpond.evals.pieces import encode_pieces
-from millpond.evals.record_trace import record_trace
-from millpond.evals.trace import Change, HeadTrace, Trace, read_trace
+from millpond.evals.inspector.token_text import encode_pieces
+from millpond.evals.inspector.trace import Change, HeadTrace, Trace, read_trace
+from millpond.evals.inspector.trace_recorder import record_trace
+from millpond.evals.report.palette import DEEP, contrast, luminance, text_on, water
 from millpond.hf.compress import compress
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from evals.scored import row, save
 from millpond.cli.app import app
 from millpond.errors import DataError
-from millpond.evals.leaderboard import render
-from millpond.evals.results import read_notes, read_rows, unite
+from millpond.evals.harness.results import read_notes, read_rows, unite
+from millpond.evals.report.leaderboard import render
 
 ROWS = [
     row("full", "recall", 0.8),

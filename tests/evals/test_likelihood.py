@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
-from millpond.evals.record import Protocol
+from millpond.evals.decoding.record import Protocol
 from millpond.evals.sample import Question, Sample
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]

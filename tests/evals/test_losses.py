@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from millpond.cache.parts import AttentionShape
+from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError, UnsupportedModelError
-from millpond.evals.losses import AttentionLosses, attention_losses, layer_losses, method_losses
-from millpond.evals.oracle import Oracle
-from millpond.evals.project import output_matrices
-from millpond.evals.tap import Traffic
+from millpond.evals.candidates.oracle import Oracle
+from millpond.evals.decoding.attention_recorder import RecordedAttention
+from millpond.evals.harness.attention_loss import AttentionLosses, attention_losses, layer_losses, method_losses
+from millpond.evals.harness.output_projection import output_matrices
 from millpond.methods import METHODS
 from tests.evals.test_oracle import OPTIONS, eager, look, prompt, whole
 from tests.hf.families import shared_model
@@ -111,7 +111,7 @@ def test_bound_over_random_layers(seed: int, group: int, window: int, sink: bool
     keep = torch.rand(hkv, n, generator=generator) < 0.4
     keep[:, n - m :] = True
     sinks = torch.randn(hkv * group, generator=generator) if sink else None
-    traffic = Traffic(q, k, v, AttentionShape(0.5, window=window, sink_logits=sinks))
+    traffic = RecordedAttention(q, k, v, AttentionShape(0.5, window=window, sink_logits=sinks))
     loss, evicted, bound, together = layer_losses(traffic, w, keep)
     assert (loss <= bound + 1e-9).all()
     assert float(together) <= float(bound.sum()) + 1e-9

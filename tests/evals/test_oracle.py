@@ -12,16 +12,16 @@ from torch import Tensor
 import millpond as mp
 from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 from millpond.errors import CacheMismatchError, OptionError
-from millpond.evals.batch import Asked, Batch, Prompt, encode
-from millpond.evals.contender import find_contender
-from millpond.evals.oracle import Oracle, Tables, foresee, given
-from millpond.evals.reader import Reader
+from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.candidates.oracle import Oracle, Tables, foresee, given
+from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch, encode
+from millpond.evals.decoding.batch_reader import BatchReader
 from millpond.evals.sample import Question, Sample
 from millpond.evals.spec import Spec
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
-from millpond.policy.given import GivenScore
-from millpond.policy.layers import EvenLayers
+from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.scores.precomputed import PrecomputedScore
 from millpond.policy.view import View
 from tests.matrix.models import llama
 
@@ -42,20 +42,20 @@ def tokens(count: int, seed: int) -> tuple[int, ...]:
     return tuple(drawn)
 
 
-def prompt(length: int = 40, questions: int = 1, seed: int = 0, target: int = 9) -> Prompt:
+def prompt(length: int = 40, questions: int = 1, seed: int = 0, target: int = 9) -> EncodedPrompt:
     asked = []
     for i in range(questions):
         text = Question("", max_new_tokens=6)
         targets = (tokens(target, 100 + seed + i),) if target else ()
-        asked.append(Asked(i, text, tokens(4 + i, 50 + seed + i), targets))
-    return Prompt(Sample(f"s{seed}", "", tuple(a.question for a in asked)), tokens(length, seed), tuple(asked))
+        asked.append(EncodedQuestion(i, text, tokens(4 + i, 50 + seed + i), targets))
+    return EncodedPrompt(Sample(f"s{seed}", "", tuple(a.question for a in asked)), tokens(length, seed), tuple(asked))
 
 
-def batch(*prompts: Prompt, protocol: Any = "agnostic", kind: Any = "perplexity") -> Batch:
-    return Batch(protocol, kind, prompts)
+def batch(*prompts: EncodedPrompt, protocol: Any = "agnostic", kind: Any = "perplexity") -> PromptBatch:
+    return PromptBatch(protocol, kind, prompts)
 
 
-def look(*prompts: Prompt, heads: str = "gqa", **how: Any) -> Tables:
+def look(*prompts: EncodedPrompt, heads: str = "gqa", **how: Any) -> Tables:
     statistics = how.pop("statistics", "later")
     return foresee(llama(heads), Spelled(), batch(*prompts, **how), statistics=statistics)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def by_group(a: Tensor) -> Tensor:
     return a.view(2, -1, *a.shape[1:]).sum((1, 2))
 
 
-def whole(p: Prompt, question: int = 0) -> tuple[int, ...]:
+def whole(p: EncodedPrompt, question: int = 0) -> tuple[int, ...]:
     """All tokens that the full cache reads: the last one of the target is not read."""
     asked = p.asked[question]
     return p.opening + asked.tokens + asked.targets[0][:-1]
@@ -203,7 +203,7 @@ def test_bytes_are_those_of_any_method(decode: Any) -> None:
         lambda: compress(model, "h2o", "25%"),
     ):
         with torch.inference_mode(), open_cache() as cache:
-            reader = Reader(model, cache, [p.opening])
+            reader = BatchReader(model, cache, [p.opening])
             stats.append((cache.stats().stored, cache.stats().kv_bytes, reader.held()))
     assert stats[0] == stats[1]
 
@@ -213,7 +213,7 @@ def test_growing_or_evicting_while_decoding(decode: Any, stored: int) -> None:
     """A quarter of 44 tokens after the question; then eight tokens one by one."""
     p = prompt(40)
     with torch.inference_mode(), Oracle(decode=decode).open(llama("gqa"), Spelled(), batch(p), "25%", "auto") as cache:  # type: ignore[arg-type]
-        reader = Reader(llama("gqa"), cache, [p.opening])
+        reader = BatchReader(llama("gqa"), cache, [p.opening])
         assert cache.stats().stored == [[[10, 10]]] * 2
         reader.feed([p.asked[0].tokens])
         assert cache.stats().stored == [[[11, 11]]] * 2
@@ -229,7 +229,7 @@ def test_copies_keep_the_table_of_their_prompt() -> None:
     kept: dict[str, list[Any]] = {}
     for name, prompts in {"together": (first, second), "first": (first,), "second": (second,)}.items():
         with torch.inference_mode(), Oracle().open(llama("gqa"), Spelled(), batch(*prompts), "30%", "auto") as cache:  # type: ignore[arg-type]
-            reader = Reader(llama("gqa"), cache, [p.opening for p in prompts])
+            reader = BatchReader(llama("gqa"), cache, [p.opening for p in prompts])
             reader.select([row for row in range(len(prompts)) for _ in (0, 1)])
             reader.feed([asked.tokens for p in prompts for asked in p.asked])
             kept[name] = [[cache.positions(layer, row) for layer in (0, 1)] for row in range(2 * len(prompts))]
@@ -272,7 +272,7 @@ def test_given_numbers_by_position() -> None:
         assert torch.equal(value[0], torch.tensor([0.5 * factor, 0.9 * factor, float("inf")]))
         assert torch.equal(value[1, :2], torch.tensor([0.8, 0.3]) * factor)
     with pytest.raises(CacheMismatchError, match="has 2 KV heads, the given scores are of 1"):
-        GivenScore(lambda *_: table[:1]).score(View(positions, None, 5, layer=0), 0)
+        PrecomputedScore(lambda *_: table[:1]).score(View(positions, None, 5, layer=0), 0)
 
 
 # ------------------------------------------------------------------ a model that recalls
@@ -280,22 +280,22 @@ def test_given_numbers_by_position() -> None:
 
 def test_recall_of_the_bundled_model() -> None:
     """At 10 % the oracle knows which pairs will be asked for; heavy hitters do not."""
-    from millpond.cli.recall import Task
+    from millpond.cli.demo.task import DemoTask
     from millpond.models.load import load_model, load_tokenizer
 
     model, tokenizer = load_model("pond-recall"), load_tokenizer("pond-recall")
-    task = Task.draw(512, 16, seed=5)
+    task = DemoTask.draw(512, 16, seed=5)
     asked = tuple(
-        Asked(i, Question("", max_new_tokens=1), (*ids, ids[1]))  # the answer begins with the name
+        EncodedQuestion(i, Question("", max_new_tokens=1), (*ids, ids[1]))  # the answer begins with the name
         for i, ids in enumerate(task.questions.tolist())
     )
-    one = Prompt(Sample("s", "", tuple(a.question for a in asked)), tuple(task.context[0].tolist()), asked)
+    one = EncodedPrompt(Sample("s", "", tuple(a.question for a in asked)), tuple(task.context[0].tolist()), asked)
     right = {}
     for name in ("oracle", "h2o"):
         with torch.inference_mode():
             contender = find_contender(Spec.parse(name))
             with contender.open(model, tokenizer, batch(one, kind="generate"), "10%", "auto") as cache:
-                reader = Reader(model, cache, [one.opening])
+                reader = BatchReader(model, cache, [one.opening])
                 held = reader.held()[0]
                 reader.select([0] * len(asked))
                 reader.feed([a.tokens for a in asked])

@@ -12,18 +12,18 @@ import pytest
 
 from evals.scored import row, save
 from millpond.errors import DataError
-from millpond.evals.claims import AT_BYTES, CLAIMS, PEERS
-from millpond.evals.counterparts import ALIKE, PRESSES, pool
-from millpond.evals.findings import ALL, TEXT, Finding, Runs, read_findings, renewed, write_findings
-from millpond.evals.orderings_page import MISSING, UNEQUAL, tables
-from millpond.evals.record import Record, Row
-from millpond.evals.results import cell_of
+from millpond.evals.decoding.record import Record, SummaryRow
+from millpond.evals.harness.results import cell_of
+from millpond.evals.report.claim_results import ALL, TEXT, ClaimResult, Runs, read_findings, renewed, write_findings
+from millpond.evals.report.claims import AT_BYTES, CLAIMS, PEERS
+from millpond.evals.report.claims_page import MISSING, UNEQUAL, tables
+from millpond.evals.report.kvpress_equivalents import ALIKE, PRESSES, pool
 
 ROOT = Path(__file__).parent.parent.parent
 COMMITTED = ROOT / "benchmarks" / "results" / "quality" / "orderings.json"
 
 
-def answers(of: Row, scores: list[float], depths: list[float] | None = None) -> list[Record]:
+def answers(of: SummaryRow, scores: list[float], depths: list[float] | None = None) -> list[Record]:
     facts: list[dict[str, float]] = [{} for _ in scores] if depths is None else [{"depth": depth} for depth in depths]
     return [
         Record(cell_of(of).key, f"s{i}", 0, "", score, 1.0, 10, 0.2, 200, 1000, facts=fact)
@@ -41,7 +41,7 @@ def made(folder: Path, contenders: dict[str, list[float]], depths: list[float] |
     return save(folder, rows, records)
 
 
-def pairs(findings: list[Finding]) -> list[tuple[str, str, str, str]]:
+def pairs(findings: list[ClaimResult]) -> list[tuple[str, str, str, str]]:
     return [(f.claim, f.first, f.second, f.budget) for f in findings]
 
 
@@ -118,8 +118,8 @@ def test_findings_are_kept(tmp_path: Path) -> None:
         read_findings(tmp_path / "o.json")
 
 
-def finding(claim: str, first: str, second: str, mean: float, half: float = 0.1, **other: object) -> list[Finding]:
-    one = Finding(
+def finding(claim: str, first: str, second: str, mean: float, half: float = 0.1, **other: object) -> list[ClaimResult]:
+    one = ClaimResult(
         claim, first, second, "millpond", "aware", "5%", ("t:length=64",), mean, mean - half, mean + half, 8, 0.2, 0.2
     )
     return [replace(one, budget=budget, **other) for budget in ("20%", "5%", "all")]  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_ours_in_the_settings_of_a_press_has_a_row_of_its_own(tmp_path: Path) ->
 
 
 def test_some_pairs_measured_anew() -> None:
-    def known(first: str, protocol: str, mean: float) -> Finding:
+    def known(first: str, protocol: str, mean: float) -> ClaimResult:
         return replace(finding("heavy", first, "window", mean)[0], protocol=protocol)
 
     before = [

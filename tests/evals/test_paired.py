@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millpond.errors import DataError
-from millpond.evals.paired import difference
-from millpond.evals.record import Record
+from millpond.evals.decoding.record import Record
+from millpond.evals.harness.paired_difference import difference
 
 
 def records(scores: list[float], weight: float = 1.0, question: int = 0) -> list[Record]:

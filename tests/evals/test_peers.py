@@ -15,16 +15,16 @@ from typer.testing import CliRunner, Result
 from evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
-from millpond.evals.batch import encode
-from millpond.evals.leaderboard import render
-from millpond.evals.peers.lines import PeerError, reply_of, request_of
+from millpond.evals.decoding.batch import encode
+from millpond.evals.decoding.record import Cell
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.results import read_rows, read_samples
+from millpond.evals.harness.run import run
+from millpond.evals.peers.lines import PeerEvalError, reply_of, request_of
 from millpond.evals.peers.plan import PeerPlan
 from millpond.evals.peers.process import Child, Written
 from millpond.evals.peers.run import export, run_peer
-from millpond.evals.plan import Plan
-from millpond.evals.record import Cell
-from millpond.evals.results import read_rows, read_samples
-from millpond.evals.run import run
+from millpond.evals.report.leaderboard import render
 from millpond.evals.spec import parse_specs
 from millpond.evals.task import TASKS, task
 
@@ -102,12 +102,12 @@ def test_a_request_is_the_prompt_that_we_read_ourselves() -> None:
     ],
 )
 def test_a_reply_that_is_none_is_said_to_be_none(line: Any, match: str) -> None:
-    with pytest.raises(PeerError, match=match):
+    with pytest.raises(PeerEvalError, match=match):
         reply_of({"id": "x", "questions": [{}]}, line)
 
 
 def test_answers_are_scored_by_our_tasks_and_stand_in_our_folder(tmp_path: Path) -> None:
-    ours = Plan("tiny", parse_specs("full,h2o", "method"), parse_specs("tiny", "tasks"), ["30%"], samples=3)
+    ours = EvalPlan("tiny", parse_specs("full,h2o", "method"), parse_specs("tiny", "tasks"), ["30%"], samples=3)
     run(ours, tiny_model(), tiny_tokenizer(), tmp_path)
     told: list[Any] = []
     rows = go(tmp_path, plan(), progress=lambda cell, done, total: told.append((cell.method, done, total)))
@@ -140,7 +140,7 @@ def test_a_peer_that_masks_is_said_to_mask_also_when_we_go_on(tmp_path: Path) ->
     assert row.masks_only
     assert row.kv_bytes == row.full_kv_bytes
     assert row.extra["pretended_share"] == pytest.approx(0.3, abs=0.02)
-    ours = Plan("tiny", parse_specs("full", "method"), parse_specs("tiny", "tasks"), samples=3)
+    ours = EvalPlan("tiny", parse_specs("full", "method"), parse_specs("tiny", "tasks"), samples=3)
     again = run(ours, tiny_model(), tiny_tokenizer(), tmp_path)
     assert [r.masks_only for r in again] == [True, False]
     assert "AdaKVPress(SnapKVPress) (fake 1.0), masks only" in (tmp_path / "summary.md").read_text()
@@ -228,9 +228,9 @@ def test_what_a_peer_cannot_be_asked(changes: dict[str, Any], match: str) -> Non
 def test_presses_are_checked_before_anything_is_asked() -> None:
     with pytest.raises(OptionError, match="NothingPress: unknown press"):
         Child(FAKE, ["SnapKVPress", "NothingPress"])
-    with pytest.raises(PeerError, match="ended without a reply"):
+    with pytest.raises(PeerEvalError, match="ended without a reply"):
         Child([sys.executable, "-c", "pass"], [])
-    with pytest.raises(PeerError, match="which is no reply"):
+    with pytest.raises(PeerEvalError, match="which is no reply"):
         Child([sys.executable, "-c", "input(); print('hello')"], [])
     with pytest.raises(OptionError, match="cannot be run"):
         Child(["./no/such/program"], [])

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 from evals.scored import record, row, save
 from millpond.cli.app import app
 from millpond.errors import DataError
-from millpond.evals.colours import METHODS, colour_of, marker_of
-from millpond.evals.front import front
-from millpond.evals.leaderboard import render
-from millpond.evals.plots.budgets import budget_map, budgets_of_trace
-from millpond.evals.plots.folder import draw_all
-from millpond.evals.plots.needle import Panel, grid, needle, panels_of
-from millpond.evals.plots.pareto import pareto
-from millpond.evals.plots.quality import quality
-from millpond.evals.results import cell_of
-from millpond.evals.trace import Change, HeadTrace, Trace
+from millpond.evals.harness.results import cell_of
+from millpond.evals.inspector.trace import Change, HeadTrace, Trace
+from millpond.evals.report.leaderboard import render
+from millpond.evals.report.palette import METHODS, colour_of, marker_of
+from millpond.evals.report.pareto_front import pareto_front
+from millpond.evals.report.plots.budgets import budget_map, budgets_of_trace
+from millpond.evals.report.plots.folder import draw_all
+from millpond.evals.report.plots.needle import NeedlePanel, grid, needle, panels_of
+from millpond.evals.report.plots.pareto import pareto
+from millpond.evals.report.plots.quality import quality
 
 FULL, H2O, WINDOW = row("full", "t", 0.9), row("h2o", "t", 0.8), row("window", "t", 0.3)
 
@@ -68,10 +68,10 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     cheap, good, waste, tie = (
         row("h2o", "t", s, kv_bytes=b) for s, b in ((0.5, 10.0), (0.9, 20.0), (0.9, 30.0), (0.4, 10.0))
     )
-    assert front([waste, tie, good, cheap]) == [cheap, good]
+    assert pareto_front([waste, tie, good, cheap]) == [cheap, good]
     worse, better = (row("h2o", "t", s, better="lower", kv_bytes=b) for s, b in ((8.0, 10.0), (4.0, 20.0)))
-    assert front([better, worse]) == [worse, better]
-    assert front([row("h2o", "t", 3.0, better="lower", kv_bytes=5.0), better]) == [
+    assert pareto_front([better, worse]) == [worse, better]
+    assert pareto_front([row("h2o", "t", 3.0, better="lower", kv_bytes=5.0), better]) == [
         row("h2o", "t", 3.0, better="lower", kv_bytes=5.0)
     ]
 
@@ -124,9 +124,9 @@ def test_colours_are_told_apart_and_stay() -> None:
 
 def test_the_heat_map_averages_by_depth_and_length() -> None:
     asked = [record(H2O, 0.0, 512, 1.0), record(H2O, 0.0, 512, 0.5), record(H2O, 1.0, 64, 0.25)]
-    values = grid(Panel("h2o", asked), [0.0, 1.0], [64, 512])
+    values = grid(NeedlePanel("h2o", asked), [0.0, 1.0], [64, 512])
     assert np.array_equal(values, [[np.nan, 0.75], [0.25, np.nan]], equal_nan=True)
-    figure = needle([Panel("h2o 20%", asked)], "m")
+    figure = needle([NeedlePanel("h2o 20%", asked)], "m")
     assert np.allclose(figure.axes[0].images[0].get_array().filled(-1), [[-1, 0.75], [0.25, -1]])
     assert figure.axes[0].get_title(loc="left") == "h2o 20%   0.50"
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
-from millpond.evals.claims import CLAIMS
-from millpond.evals.counterparts import ALIKE, PRESSES
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.run import run
 from millpond.evals.peers.plan import PeerPlan
-from millpond.evals.plan import Plan
-from millpond.evals.run import run
+from millpond.evals.report.claims import CLAIMS
+from millpond.evals.report.kvpress_equivalents import ALIKE, PRESSES
 from millpond.evals.spec import parse_specs, words
 from millpond.evals.task import TASKS, task
 from millpond.methods import METHODS
@@ -59,7 +59,7 @@ def test_the_curves_are_those_of_every_method(programs: Path) -> None:
     assert named[:3] == ["full", "oracle", "window"]
     assert words(option(agnostic, "method"), "method") == [name for name in named if name != "oracle"]
     assert {name.partition(":")[0] for name in named} == {*METHODS.names(), "oracle"} - {"minference"}
-    plan = Plan(
+    plan = EvalPlan(
         "m", parse_specs(option(aware, "method"), "method"), parse_specs(option(aware, "tasks"), "tasks"),
         words(option(aware, "budget"), "budget"), samples=int(option(aware, "samples")),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def two_tasks() -> Iterator[tuple[str, str]]:
 
 def test_parts_are_put_together_as_if_they_were_one(programs: Path, tmp_path: Path, two_tasks: tuple[str, str]) -> None:
     def go(folder: str, tasks: str, **other: Any) -> Any:
-        plan = Plan("tiny", parse_specs("full,h2o", "method"), parse_specs(tasks, "tasks"), ["30%"], samples=3)
+        plan = EvalPlan("tiny", parse_specs("full,h2o", "method"), parse_specs(tasks, "tasks"), ["30%"], samples=3)
         return run(plan, tiny_model(), tiny_tokenizer(), tmp_path / folder / "curves-aware", **other)
 
     for name in two_tasks:

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from evals.task_help import count, gpt2, word_tokenizer
 from millpond.errors import OptionError
-from millpond.evals.hay import Hay, place
-from millpond.evals.room import Room, largest
+from millpond.evals.data.haystack import Haystack, place
+from millpond.evals.data.token_budget import TokenBudget, largest_fitting
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(-2, 200))
 def test_the_largest_that_fits_is_found(steps: list[int], limit: int) -> None:
     sizes = [sum(steps[: n + 1]) for n in range(len(steps))]
     want = max((n for n, size in enumerate(sizes) if size <= limit), default=-1)
-    assert largest(lambda n: sizes[n], limit, len(sizes) - 1) == want
+    assert largest_fitting(lambda n: sizes[n], limit, len(sizes) - 1) == want
 
 
 def test_few_sizes_are_measured() -> None:
@@ -26,22 +26,22 @@ def test_few_sizes_are_measured() -> None:
         asked.append(n)
         return 40 + 13 * n // 10
 
-    assert largest(size, 100_000) == 76893  # 13 * 76893 = 999609
+    assert largest_fitting(size, 100_000) == 76893  # 13 * 76893 = 999609
     assert len(asked) < 8  # bisection: 17
 
 
 def test_the_middle_is_cut_in_whole_words() -> None:
     text = " ".join(f"w{n}" for n in range(100))
-    short = Room(word_tokenizer()).cut_middle(text, 11)
+    short = TokenBudget(word_tokenizer()).cut_middle(text, 11)
     assert short.split() == [f"w{n}" for n in (0, 1, 2, 3, 4, 5, 95, 96, 97, 98, 99)]
-    assert Room(word_tokenizer()).cut_middle(text, 100) == text
+    assert TokenBudget(word_tokenizer()).cut_middle(text, 100) == text
     with pytest.raises(OptionError, match="raise max_tokens"):
-        Room(word_tokenizer()).cut_middle(text, 0)
+        TokenBudget(word_tokenizer()).cut_middle(text, 0)
 
 
 def test_the_longest_head_is_whole_words() -> None:
     text = "Unbelievable lighthouses, extraordinarily  tall."
-    room = Room(gpt2())
+    room = TokenBudget(gpt2())
     for limit in range(1, 12):
         head = text[: room.head(text, limit)]
         assert count(gpt2(), head) <= limit
@@ -60,7 +60,7 @@ def test_needles_keep_order_and_depth() -> None:
 
 
 def test_hay_has_the_words_that_were_asked_for() -> None:
-    hay = Hay(iter(["one two three.", "four five.", "six."] * 9))
+    hay = Haystack(iter(["one two three.", "four five.", "six."] * 9))
     for words in (7, 0, 1, 3, 4):
         assert len(hay.text(words).split()) == words
     assert hay.text(4) == "five. one two three."

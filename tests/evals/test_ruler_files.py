@@ -12,9 +12,9 @@ import pytest
 from evals.small import tiny_model
 from evals.task_help import build, draw, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
-from millpond.evals import files
-from millpond.evals.plan import Plan
-from millpond.evals.run import run
+from millpond.evals.data import data_files
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.run import run
 from millpond.evals.spec import parse_specs
 
 HAY = "The river is wide. One of the special magic numbers for mill is: 8126934. What a day. " * 4
@@ -116,7 +116,7 @@ def test_lines_that_are_no_row_are_refused_with_their_number(line: str, tmp_path
 
 
 def test_a_file_is_read_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(data_files, "MOST_BYTES", 1000)
     path = tmp_path / "niah.jsonl.gz"
     path.write_bytes(gzip.compress(b" " * 10_000_000))
     with pytest.raises(DataError, match="more than 1,000 bytes of text; cut it into several files"):
@@ -131,7 +131,7 @@ def test_a_file_is_read_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_is_run_in_every_protocol(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "niah_single_1.jsonl", [row(index=i) for i in range(3)])
     tasks = parse_specs(f"ruler:path={path}:max_new_tokens=2", "tasks")
-    plan = Plan("m", parse_specs("full,h2o", "method"), tasks, ["30%"], protocols=["aware", "agnostic", "turns"])
+    plan = EvalPlan("m", parse_specs("full,h2o", "method"), tasks, ["30%"], protocols=["aware", "agnostic", "turns"])
     rows = run(plan, tiny_model(), small_words(), tmp_path / "out")
     assert [(each.n, each.failures) for each in rows] == [(3, 0)] * 6
 

@@ -15,10 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
 from matrix.models import llama
 from millpond.errors import BudgetError, DataError, MillpondError, OptionError, UnsupportedModelError
-from millpond.evals.plan import Plan
-from millpond.evals.run import fingerprint, run
+from millpond.evals.harness.plan import EvalPlan
+from millpond.evals.harness.run import fingerprint, run
+from millpond.evals.harness.store import ResumeWarning, RunStore
 from millpond.evals.spec import Spec, parse_specs, words
-from millpond.evals.store import ResumeWarning, Store
 from millpond.evals.task import TASKS, task
 
 
@@ -42,14 +42,14 @@ def tiny_tasks() -> Iterator[None]:
         del TASKS._entries[name]
 
 
-def plan(**changes: Any) -> Plan:
-    return Plan(**{
+def plan(**changes: Any) -> EvalPlan:
+    return EvalPlan(**{
         "model": "tiny", "methods": parse_specs("full,h2o,window", "method"), "tasks": parse_specs("tiny", "tasks"),
         "budgets": ["30%", "7"], "samples": 3, "batch_size": 4, **changes,
     })  # fmt: skip
 
 
-def go(folder: Path, plan: Plan, **options: Any) -> list[Any]:
+def go(folder: Path, plan: EvalPlan, **options: Any) -> list[Any]:
     return run(plan, tiny_model(), tiny_tokenizer(), folder, **options)
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_was_interrupted_gives_what_one_run_gives(tmp_path: Path) -> 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = go(tmp_path, plan())
     before = (tmp_path / "samples.jsonl").read_bytes()
-    monkeypatch.setattr("millpond.evals.run.Examiner.examine", lambda *_: pytest.fail("examined again"))
+    monkeypatch.setattr("millpond.evals.harness.run.Examiner.examine", lambda *_: pytest.fail("examined again"))
     assert go(tmp_path, plan(batch_size=2)) == first
     assert (tmp_path / "samples.jsonl").read_bytes() == before
 
@@ -201,7 +201,7 @@ def test_a_broken_folder_is_a_data_error(tmp_path: Path, file: str, text: str, m
 def test_records_without_their_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("")
     with pytest.raises(DataError, match=r"without run\.json"):
-        Store.open(tmp_path, {})
+        RunStore.open(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_task_without_proper_samples_is_refused(
 def test_a_budget_too_small_for_one_prompt_only_is_a_failure_of_that_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from millpond.evals.contender import Compressed
+    from millpond.evals.candidates.candidate import Compressed
 
     opened = Compressed.open
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from millpond.evals.record import Cell, Record
-from millpond.evals.summary import asked_text, markdown, score_text, summarise
+from millpond.evals.decoding.record import Cell, Record
+from millpond.evals.harness.summary import asked_text, markdown, score_text, summarise
 
 CELL = Cell("m", "h2o", "20%", "auto", "t", "aware", 3)
 

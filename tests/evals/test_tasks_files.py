@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from evals.task_help import build, count, draw, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
-from millpond.evals import pond
-from millpond.evals.batch import encode
-from millpond.evals.longbench import WAYS
+from millpond.evals.data import pond_tasks
+from millpond.evals.data.longbench_datasets import WAYS
+from millpond.evals.decoding.batch import encode
 
 TEXT = "The mill stands by the river. " * 20
 
 
 @pytest.fixture(autouse=True)
 def english(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pond, "speaks_pond", lambda tokenizer: False)
+    monkeypatch.setattr(pond_tasks, "speaks_pond", lambda tokenizer: False)
 
 
 def bench(dataset: str, answer: str, **more: Any) -> dict[str, Any]:

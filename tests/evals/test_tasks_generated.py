@@ -12,7 +12,7 @@ import pytest
 
 from evals.task_help import build, count, draw, gpt2, total, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
-from millpond.evals import pond
+from millpond.evals.data import pond_tasks
 from millpond.evals.sample import Question, Sample
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(autouse=True)
 def english(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pond, "speaks_pond", lambda tokenizer: False)
+    monkeypatch.setattr(pond_tasks, "speaks_pond", lambda tokenizer: False)
 
 
 def of(family: str, **more: Any) -> Any:
@@ -267,8 +267,8 @@ class TestPond:
             calls.append({"family": family, "count": count, "seed": seed, **knobs})
             return iter([Sample("x", "context", (Question(" q", ("kite",)),))] * count)
 
-        monkeypatch.setattr(pond, "speaks_pond", lambda tokenizer: True)
-        monkeypatch.setattr(pond, "pond_samples", samples)
+        monkeypatch.setattr(pond_tasks, "speaks_pond", lambda tokenizer: True)
+        monkeypatch.setattr(pond_tasks, "pond_samples", samples)
         return calls
 
     def test_options_that_it_has_are_handed_on(self, asked: list[dict[str, Any]]) -> None:

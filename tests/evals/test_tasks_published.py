@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from evals.task_help import build, data, draw, gpt2, total, word_tokenizer
-from millpond.evals import pond
-from millpond.evals.batch import encode
+from millpond.evals.data import pond_tasks
+from millpond.evals.decoding.batch import encode
 
 
 @pytest.fixture(autouse=True)
 def english(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pond, "speaks_pond", lambda tokenizer: False)
+    monkeypatch.setattr(pond_tasks, "speaks_pond", lambda tokenizer: False)
 
 
 @pytest.mark.parametrize(

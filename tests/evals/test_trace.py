@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from evals.small import text, tiny_model, tiny_tokenizer
 from millpond.errors import DataError, OptionError
-from millpond.evals.pieces import continuation, encode_pieces
-from millpond.evals.record_trace import Recorder, record_trace
-from millpond.evals.trace import Trace, levels_of, read_trace, scores_of
+from millpond.evals.inspector.token_text import continuation, encode_pieces
+from millpond.evals.inspector.trace import Trace, levels_of, read_trace, scores_of
+from millpond.evals.inspector.trace_recorder import Recorder, record_trace
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 
@@ -46,7 +46,7 @@ def traced(method: str = "h2o", budget: str | int | None = "20%", new: int = NEW
 
 
 def note(cache: MillpondCache, step: int, seen: Seen) -> None:
-    for layer, core in enumerate(cache.cores):
+    for layer, core in enumerate(cache.layer_caches):
         dense = core.read(0)
         for head, (positions, scores) in enumerate(zip(dense.positions.tolist(), dense.scores.tolist(), strict=True)):
             seen[step, layer, head] = [(p, s) for p, s in zip(positions, scores, strict=True) if p >= 0]

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import millpond as mp
 from hf.families import NAMES, left_padded, shared_model, text
-from millpond.hf.stock import plain
+from millpond.hf.stock_attention import plain
 
 LENGTHS, STEPS = [19, 26, 13], 8
 METHODS = [

@@ -20,7 +20,7 @@ from hf.families import (
     tiny_llava,
     with_image,
 )
-from millpond.hf.rotation import ModelRotation
+from millpond.hf.signals.rotary import ModelRotation
 
 STEPS = 65  # a prefill and 64 decoding steps
 PROMPTS = {"single": one(21, seed=1), "padded": left_padded([19, 30, 13])}

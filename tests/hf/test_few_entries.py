@@ -13,8 +13,8 @@ import millpond as mp
 from millpond.budget import DEFAULT
 from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
-from millpond.engine.sampling_params import SamplingParams
-from millpond.hf.budgets import FewEntriesWarning
+from millpond.engine.sampling.params import SamplingParams
+from millpond.hf.layer_budgets import FewEntriesWarning
 from millpond.models.load import load_model, load_tokenizer
 from tests.cli.test_cli import right
 from tests.matrix.models import llama, prompts

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 import millpond as mp
 from engine.helpers import finish, greedy
 from hf.families import VOCABULARY, build, family, left_padded, run, teacher_forced, text
-from millpond.cache import ropes
+from millpond.cache.pages import rope_tables
 from millpond.codec.calibration import Calibration, load_calibration
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.errors import CacheMismatchError, DataError, OptionError, UnsupportedModelError
-from millpond.hf.calibrate import _read, calibrate
-from millpond.hf.calibrated import rotations_before_rope
+from millpond.hf.calibration.load import rotations_before_rope
+from millpond.hf.calibration.measure import _read, calibrate
 from millpond.hf.document import read_document, restore_document, save_document
 
 #: Models of every kind of rotation: halves, interleaved, partial, with norms, by layer, scaled, none.
@@ -63,8 +63,8 @@ def read(name: str, **settings: Any) -> tuple[list[Any], Tensor]:
         logits = teacher_forced(model(name), prompt, text(2, 1, seed=4), cache)[:, -1]
         cache.check_integrity()
         if settings["codec"] != "bf16":
-            assert any(core.table.sealed.lens.all() for core in cache.cores)
-        return [core.read(1) for core in cache.cores], logits
+            assert any(core.table.sealed.lens.all() for core in cache.layer_caches)
+        return [core.read(1) for core in cache.layer_caches], logits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,7 +137,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     for given in (q_norm, path, load_calibration(path)):
         with torch.no_grad(), mp.compress(model("llama"), "full", codec="kvquant2", calibration=given) as cache:
             model("llama")(ids, past_key_values=cache)
-            rows.append(cache.cores[1].read(0).keys)
+            rows.append(cache.layer_caches[1].read(0).keys)
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
     assert q_norm.layers[0].keys[2].cuts
@@ -148,7 +148,7 @@ def test_tables_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = text(1, LENGTH)
     rows = []
     for first in (1024, 32):
-        monkeypatch.setattr(ropes, "FIRST", first)
+        monkeypatch.setattr(rope_tables, "FIRST", first)
         with torch.no_grad(), compressed("llama") as cache:
             rows.append(
                 torch.stack([model("llama")(ids[:, i : i + 1], past_key_values=cache).logits for i in range(LENGTH)])

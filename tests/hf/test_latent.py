@@ -8,11 +8,11 @@ import torch
 
 import millpond as mp
 from hf.families import generate, left_padded, most_stored, shared_model
-from millpond.cache.latent import LatentCache
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pool import PagePool
-from millpond.cache.timeline import Timeline
+from millpond.cache.layer.latent_cache import LatentCache
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
 
 HEADS, LATENT, ROPE, NOPE, VALUE = 4, 6, 4, 5, 3
@@ -46,7 +46,7 @@ def layer(kind, policy, budget, **options):
     def pool(key_dim, value_dim, dtype, device):
         return pools.setdefault(0, PagePool(key_dim, value_dim, dtype, device, slots=4))
 
-    return kind(0, policy, lambda *of: budget, pool, Timeline(), **options)
+    return kind(0, policy, lambda *of: budget, pool, PositionTracker(), **options)
 
 
 def pair(method, budget, between_chunks=True, **options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache import contents
+from millpond.cache.entries import read_write
 from tests.matrix.models import llama
 
 TEXT, BUDGET = 80, 24
@@ -21,10 +21,10 @@ def kept_of_turn(method: str, turn: int, **options: Any) -> list[set[int]]:
     with torch.no_grad(), mp.compress(model, method, BUDGET, page_slots=8, **options) as cache:
         model(ids[:, :TEXT], past_key_values=cache)
         model(ids[:, TEXT:], past_key_values=cache)
-        table = cache.cores[0].table
+        table = cache.layer_caches[0].table
         assert table is not None
         assert table.lengths()[0].sum() == 2 * BUDGET
-        found = contents.read(table, 0).positions
+        found = read_write.read(table, 0).positions
     return [{int(p) - TEXT for p in row if p >= TEXT} for row in found]
 
 

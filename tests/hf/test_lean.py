@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import millpond as mp
 from hf.families import NAMES, family, generate, left_padded, one, shared_model
-from millpond.hf import lean
-from millpond.hf.lean import use_lean_layers
+from millpond.hf.native_layers import decoder_layers
+from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
@@ -22,14 +22,14 @@ LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
 @pytest.fixture
 def passes(monkeypatch):
     """How often a layer was passed natively, trials aside."""
-    seen, real = [], lean._run
+    seen, real = [], decoder_layers._run
 
     def run(parts, x, mask, cache, embeddings):
         if cache is not None:
             seen.append(parts)
         return real(parts, x, mask, cache, embeddings)
 
-    monkeypatch.setattr(lean, "_run", run)
+    monkeypatch.setattr(decoder_layers, "_run", run)
     return seen
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import millpond as mp
 from hf.families import NAMES, family, generate, left_padded, one, shared_model
-from millpond.hf.linears import use_native_linears
+from millpond.hf.native_layers.linears import use_native_linears
 from millpond.kernels import native
 from millpond.kernels.linear import FEW_ROWS
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed wit
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    monkeypatch.setattr("millpond.hf.linears.LEAST_BYTES", 0)
+    monkeypatch.setattr("millpond.hf.native_layers.linears.LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_many_rows_go_to_torch(native_calls):
 
 
 def test_small_weights_stay_with_torch(monkeypatch):
-    monkeypatch.setattr("millpond.hf.linears.LEAST_BYTES", 4 * 64 * 64)
+    monkeypatch.setattr("millpond.hf.native_layers.linears.LEAST_BYTES", 4 * 64 * 64)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 63))
     undo = use_native_linears(model)
     assert switched(model) == [model[0]]

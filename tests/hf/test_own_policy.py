@@ -11,11 +11,11 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.errors import BudgetError, OptionError
-from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.view import View
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix.models import llama, prompts
@@ -80,8 +80,8 @@ def test_a_plan_at_each_step_is_what_the_kernel_does(method: str, budget: Any) -
     if method == "ada":
         policy = replace(policy, heads=METHODS.get("ada")().heads)
     planned = replace(policy, score=Planned(policy.score))
-    assert planned.replans
-    assert not policy.replans
+    assert planned.plans_each_step
+    assert not policy.plans_each_step
     assert planned.decode_rule(0).evict is Evict.NEVER
     if method != "ada":
         assert run(planned, budget=budget) == run(policy, budget=budget)

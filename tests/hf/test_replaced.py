@@ -13,8 +13,8 @@ from transformers.models.llama import modeling_llama
 import millpond as mp
 from hf import families
 from hf.families import family, generate, one
-from millpond.hf import lean
-from millpond.hf.lean import use_lean_layers
+from millpond.hf.native_layers import decoder_layers
+from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
 from millpond.models.lean.watch import Watch
 
@@ -192,8 +192,8 @@ def decoded(model, cache, change):
 @pytest.fixture
 def native_passes(monkeypatch):
     """How many layers were passed natively, trials aside."""
-    seen, real = [], lean._run
-    monkeypatch.setattr(lean, "_run", lambda *args: (seen.append(args[3] is not None), real(*args))[1])
+    seen, real = [], decoder_layers._run
+    monkeypatch.setattr(decoder_layers, "_run", lambda *args: (seen.append(args[3] is not None), real(*args))[1])
     return seen
 
 

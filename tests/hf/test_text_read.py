@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millpond.hf.text_read import TextRead
+from millpond.hf.tokens_read import TextRead
 
 
 def test_a_long_text_in_steps_of_one_token_takes_its_ids_and_little_more() -> None:

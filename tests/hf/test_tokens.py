@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 import millpond as mp
 from millpond.errors import OptionError
-from millpond.hf.tokens import fill_classes, token_classes
+from millpond.hf.token_classes import fill_classes, token_classes
 from millpond.methods import METHODS
-from millpond.policy.nested import NestedPolicy
-from millpond.policy.tokens import TokenClasses
+from millpond.policy.token_classes import TokenClasses
+from millpond.policy.variants.head_rules import HeadRulesPolicy
 from tests.matrix.models import llama, prompts
 
 
@@ -65,7 +65,7 @@ def test_a_policy_learns_too_and_needs_no_budget() -> None:
         for method in ("fastgen", METHODS.get("fastgen")()):
             with mp.compress(llama(), method, tokenizer=tokenizer) as cache:
                 assert cache.budget is None
-                assert isinstance(cache.policy, NestedPolicy)
+                assert isinstance(cache.policy, HeadRulesPolicy)
                 assert cache.policy.classes == token_classes(tokenizer)
                 model_ids = ids % 96
                 llama()(model_ids, past_key_values=cache)

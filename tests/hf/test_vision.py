@@ -139,10 +139,10 @@ def test_elastic_takes_image_tokens_in_by_the_text(name: str) -> None:
     with torch.no_grad():
         with mp.compress(model, "full") as cache:
             first = model(**inputs, past_key_values=cache).logits[:, -1]
-            whole = [core.read(0).keys for core in cache.cores]
+            whole = [core.read(0).keys for core in cache.layer_caches]
         with mp.compress(model, "elastic", 12) as cache:
             again = model(**inputs, past_key_values=cache).logits[:, -1]
-            for core, keys in zip(cache.cores, whole, strict=True):
+            for core, keys in zip(cache.layer_caches, whole, strict=True):
                 held = core.read(0)
                 _, *anchors, newest = held.positions[0].tolist()
                 assert newest == keys.shape[1] - 1

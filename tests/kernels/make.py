@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule
 
 
 @dataclass

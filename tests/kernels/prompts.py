@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millpond.kernels.rules import Reduce
+from millpond.kernels.decode_rules import Reduce
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.prompts import Prompt, prompts
 from millpond.kernels import blockwise, reference
-from millpond.kernels.rules import Reduce
+from millpond.kernels.decode_rules import Reduce
 
 PROMPTS = prompts([torch.float32, torch.float64, torch.bfloat16])
 

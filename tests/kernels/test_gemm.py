@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from kernels.libraries import running
 from millpond.kernels import native
-from millpond.kernels.dense import TOLERANCE, Dense, NativeDense, Norm, Projection
+from millpond.kernels.decoder_ops import TOLERANCE, DecoderOps, NativeDense, Norm, Projection
+from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import linear
 from millpond.kernels.native import library
-from millpond.kernels.native.rows import MANY_ROWS
-from millpond.kernels.rows import Gate
+from millpond.kernels.native.decoder_rows import MANY_ROWS
 
 pytestmark = [
     pytest.mark.skipif("v4" not in library.runnable(), reason="the hardware has no vectors of 16 floats"),
@@ -26,9 +26,9 @@ pytestmark = [
 
 ACTIVATE: dict[int, Callable[[Tensor], Tensor]] = {
     0: lambda x: x,
-    Gate.SILU: F.silu,
-    Gate.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Gate.RELU: F.relu,
+    GatedActivation.SILU: F.silu,
+    GatedActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    GatedActivation.RELU: F.relu,
 }
 
 
@@ -71,12 +71,12 @@ def test_neither_threads_nor_the_other_rows_change_a_bit(isa: str) -> None:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             with running(isa):
-                found.append(native.gemm(x, weight, norm=norm, act=Gate.SILU, halves=True))
+                found.append(native.gemm(x, weight, norm=norm, act=GatedActivation.SILU, halves=True))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(other, found[0]) for other in found)
     with running(isa):
-        few = native.gemm(x[7:120], weight, norm=norm, act=Gate.SILU, halves=True)
+        few = native.gemm(x[7:120], weight, norm=norm, act=GatedActivation.SILU, halves=True)
     assert torch.equal(few, found[0][7:120])
 
 
@@ -102,10 +102,10 @@ def test_who_may_use_it() -> None:
     assert not native.gemm_serves(x, draw(64, 10).T)
 
 
-@pytest.mark.parametrize("act", [Gate.SILU, Gate.GELU])
-def test_a_layer_is_what_torch_makes_of_it(act: Gate) -> None:
+@pytest.mark.parametrize("act", [GatedActivation.SILU, GatedActivation.GELU])
+def test_a_layer_is_what_torch_makes_of_it(act: GatedActivation) -> None:
     width, inner = 96, 160
-    x, ours, theirs = draw(MANY_ROWS + 5, width), NativeDense(few=False), Dense()
+    x, ours, theirs = draw(MANY_ROWS + 5, width), NativeDense(few=False), DecoderOps()
     both, down, bias = draw(2 * inner, width), draw(width, inner), draw(width)
     parts = ((both[:inner], None), (both[inner:], None))
     up = Projection(parts, (both, None), Norm(draw(width), None, 1e-5, centred=False), act)

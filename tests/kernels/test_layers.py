@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millpond.kernels import native
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
+from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.native import library
-from millpond.kernels.rows import Gate
-from millpond.kernels.rules import KEEP_ALL, DecodeRule, Evict, Signal
 from tests.kernels.make import Call, Case
 from tests.kernels.test_rows import DTYPES, draws
 
@@ -40,7 +40,7 @@ def parts(dtype: torch.dtype, seed: int) -> tuple[native.Linears, native.Behind,
     norms, bias, gate = [draw(WIDTH), draw(WIDTH)], draw(KV_HEADS * DIM), [draw(INNER, WIDTH), draw(INNER, WIDTH)]
     out, down = draw(WIDTH, KV_HEADS * GROUP * DIM), draw(WIDTH, INNER)
     into = native.Linears([(heads[0], None), (heads[1], bias), (heads[2], None)], norm=norms[0], eps=1e-5)
-    up = native.Linears([(matrix, None) for matrix in gate], norm=norms[1], eps=1e-5, gate=int(Gate.SILU))
+    up = native.Linears([(matrix, None) for matrix in gate], norm=norms[1], eps=1e-5, gate=int(GatedActivation.SILU))
     behind = native.Behind(native.Linears([(out, None)]), up, native.Linears([(down, None)]))
     return into, behind, [*heads, *norms, bias, *gate, out, down]
 

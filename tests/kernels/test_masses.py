@@ -16,10 +16,10 @@ from kernels.make import Call, Case, clone_pages
 from kernels.prompts import Prompt, prompts
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.ops import window_signal
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 
 IMPLS = [reference, *([native] if library.runnable() else [])]
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")

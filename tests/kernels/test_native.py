@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels.make import Call, Case, clone_pages
 from millpond.errors import OptionError
 from millpond.kernels import backends, native, ops, reference
-from millpond.kernels.native import calls, library
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.native import abi, library
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -238,7 +238,7 @@ def test_write_and_read_equal_reference(
 
 def op_arguments(call: Call) -> tuple[object, ...]:
     pages = call.pages
-    pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, calls.DTYPES[pages.dtype]]
+    pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, abi.DTYPES[pages.dtype]]
     pool.append(int(pages.masses))
     return (
         call.q, call.k_new, call.v_new, pages.bases, call.table, call.lens, call.caps, call.recent, call.q_pos,

@@ -15,7 +15,7 @@ from kernels.packed_make import PackedCase, rope_for, side
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.native import library
 from millpond.kernels.native import packed as native
-from millpond.kernels.packed import outliers, page, reference
+from millpond.kernels.packed import outliers, reference, side_codec
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -122,9 +122,9 @@ def test_outliers_do_not_widen_the_range_and_are_read_exactly() -> None:
     x = torch.rand(1, 32, 32)
     x[0, 5, 6] = 1000.0
     kind = side(Format.NUQ4, n_extra=1)
-    found = page.encode(x, kind)
+    found = side_codec.encode(x, kind)
     assert float(found.scales.max()) <= 0.5
-    read = page.decode(found, kind)
+    read = side_codec.decode(found, kind)
     assert float(read[0, 5, 6]) == pytest.approx(1000.0, abs=0.5)
     x[0, 5, 6], read[0, 5, 6] = 0.0, 0.0
     assert float((read - x).abs().max()) < 0.15

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from kernels.make import Case
 from kernels.packed_make import PackedCall, PackedCase, side
 from millpond.errors import NumericsError, OptionError
+from millpond.kernels import packed_ops
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.native import packed as native
-from millpond.kernels.packed import ops, reference
+from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -222,7 +223,7 @@ def test_appending_in_chunks_gives_the_same_codes() -> None:
     for arena in chunks.packed.pages.codes:
         arena.zero_()
     for begin, end in ((0, 64), (64, 192), (192, 256)):
-        ops.write(
+        packed_ops.write(
             chunks.packed, torch.tensor([begin], dtype=torch.int32), torch.tensor([end - begin], dtype=torch.int32),
             index[:, begin:end], whole.keys, whole.values, whole.positions,
         )  # fmt: skip
@@ -247,7 +248,7 @@ def test_a_run_that_cuts_a_group_is_refused() -> None:
     call = one(Format.INT4, 64).build()
     zero, n = torch.zeros(1, dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
     with pytest.raises(OptionError, match="runs of 64 slots"):
-        ops.write(
+        packed_ops.write(
             call.packed, zero, n, torch.zeros(1, 40, dtype=torch.int32), call.keys, call.values, call.positions
         )  # fmt: skip
 
@@ -261,13 +262,13 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         DecodeRule(),
     )  # fmt: skip
     with pytest.raises(OptionError, match="32 channels beside plain ones of 64"):
-        ops.decode(*args, other, scale=0.1)
+        packed_ops.decode(*args, other, scale=0.1)
     fixed = PackedLayout(64, 64, 64, side(Format.NUQ4, True, fixed=True), side(Format.INT4))
     regions = PackedRegions(
         type(other.pages)(4, fixed, torch.device("cpu")), call.packed.table, call.packed.lens, call.packed.dead
     )  # fmt: skip
     with pytest.raises(OptionError, match="needs calibrated key_scales"):
-        ops.decode(*args, regions, scale=0.1)
+        packed_ops.decode(*args, regions, scale=0.1)
 
 
 def test_nbytes_are_those_of_the_layout() -> None:

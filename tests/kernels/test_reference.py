@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.make import Call, Case
 from millpond.kernels import ops, reference
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 LN2 = math.log(2.0)
 

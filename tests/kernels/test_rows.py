@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.kernels import native
+from millpond.kernels.decoder_rows import GatedActivation, fits, largest
 from millpond.kernels.native import library
-from millpond.kernels.native.huge import PAGE, use_huge_pages
-from millpond.kernels.rows import Gate, fits, largest
+from millpond.kernels.native.huge_pages import PAGE, use_huge_pages
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -25,11 +25,11 @@ pytestmark = [
 ERROR = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from(list(ERROR))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 509, 1024]))
-ACTIVATE: dict[Gate, Callable[[Tensor], Tensor]] = {
-    Gate.SILU: F.silu,
-    Gate.GELU: F.gelu,
-    Gate.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Gate.RELU: F.relu,
+ACTIVATE: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+    GatedActivation.SILU: F.silu,
+    GatedActivation.GELU: F.gelu,
+    GatedActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    GatedActivation.RELU: F.relu,
 }
 
 
@@ -59,9 +59,9 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
         close(found, F.linear(x64, weight.double(), None if bias is None else bias.double()))
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(Gate)))
+@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: Gate) -> None:
+def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: GatedActivation) -> None:
     draw = draws(dtype)
     x, (a, b), bias = draw(m, k), (draw(n, k), draw(n, k)), draw(n)
     found = native.Linears(((a, bias), (b, None)), gate=gate)(x)
@@ -83,18 +83,18 @@ def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
     assert torch.equal(alone, found[1:, 3:4])
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(Gate)))
+@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=30, deadline=None)
-def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: Gate) -> None:
+def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: GatedActivation) -> None:
     draw = draws(dtype)
     x, weight, bias = draw(m, k), draw(n, k), draw(n)
     opened = F.linear(x.double(), weight.double(), bias.double())
     close(native.Linears(((weight, bias),), gate=act)(x)[0], ACTIVATE[act](opened), size=opened.abs().max() + 0.1)
 
 
-@given(m=st.integers(1, 200), n=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(Gate)))
+@given(m=st.integers(1, 200), n=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=30, deadline=None)
-def test_a_gate_over_many_rows(m: int, n: int, dtype: torch.dtype, act: Gate) -> None:
+def test_a_gate_over_many_rows(m: int, n: int, dtype: torch.dtype, act: GatedActivation) -> None:
     both = draws(dtype)(m, 2 * n + 3)[:, 3:]
     opened, up = (part.double() for part in both.split(n, 1))
     close(native.gate(both, act), ACTIVATE[act](opened) * up, size=(opened * up).abs().max() + 0.1)
@@ -187,7 +187,7 @@ def test_behind_attention_is_its_three_steps(isa: str, m: int, dtype: torch.dtyp
     seen, x, norm, bias = draw(m, seen_dim), draw(m, width), draw(width), draw(width)
     first, last, matrices = draw(width, seen_dim), draw(width, inner), [draw(inner, width) for _ in range(1 + gated)]
     out, down = native.Linears([(first, None)]), native.Linears([(last, bias)])
-    up = native.Linears([(matrix, None) for matrix in matrices], norm=norm, eps=1e-5, gate=int(Gate.SILU))
+    up = native.Linears([(matrix, None) for matrix in matrices], norm=norm, eps=1e-5, gate=int(GatedActivation.SILU))
     middle = out(seen, x)[0]
     assert torch.equal(native.Behind(out, up, down)(seen, x), down(up(middle)[0], middle)[0])
 

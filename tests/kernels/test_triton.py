@@ -28,9 +28,9 @@ from kernels.triton_make import (
     seeds,
 )
 from millpond.errors import OptionError
-from millpond.kernels import backends, gpu, ops, reference, victims
+from millpond.kernels import backends, eviction, gpu, ops, reference
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 
 rules = st.builds(
     DecodeRule,
@@ -152,7 +152,7 @@ def test_hash_is_exact() -> None:
         lens = ints([64] * 3)
         gone = gpu.decode(q, q, q, pages, table, lens, ints([64] * 3), ints([0] * 3), ints([last]), rule, scale=1.0)[2]
         seen = torch.cat([positions, ints([[last]] * 3)], 1)
-        value = victims.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
+        value = eviction.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
         assert gone.tolist() == seen.gather(1, value.argmin(1, keepdim=True))[:, 0].tolist()
 
 

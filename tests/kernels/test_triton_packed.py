@@ -15,9 +15,9 @@ import millpond as mp
 from hf.families import family, left_padded, run
 from kernels.make import Case
 from kernels.packed_make import PackedCall, PackedCase, rope_for, side
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, Side
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal, Spacing
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
@@ -162,6 +162,6 @@ def test_generate_through_triton(method: str, options: dict[str, Any], monkeypat
         monkeypatch.setenv("MILLPOND_KERNELS", kernels)
         with mp.compress(model, method, codec="rotated4", **options) as cache:
             ids = run(model, prompt, 4, past_key_values=cache).ids
-            assert all(core.table.sealed.lens.any() for core in cache.cores)
+            assert all(core.table.sealed.lens.any() for core in cache.layer_caches)
             found.append((ids.tolist(), [cache.positions(0, s) for s in range(2)]))
     assert found[0] == found[1]

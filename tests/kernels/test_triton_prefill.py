@@ -19,7 +19,7 @@ from kernels.triton_make import (
     seeds,
 )
 from millpond.kernels import gpu, reference
-from millpond.kernels.rules import Reduce
+from millpond.kernels.decode_rules import Reduce
 
 
 @quick

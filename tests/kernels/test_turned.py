@@ -13,10 +13,11 @@ from kernels.make import Case
 from kernels.packed_make import PackedCase, rope_for, side
 from kernels.test_packed import TOLERANCE, assert_same
 from millpond.errors import OptionError
+from millpond.kernels import packed_ops
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
-from millpond.kernels.packed import ops, reference
+from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -102,4 +103,4 @@ def test_scales_of_a_page_cannot_hold_keys_before_rope() -> None:
     call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
     call.packed = replace(call.packed, rope=rope_for(32, 99, 32))
     with pytest.raises(OptionError, match="before RoPE with calibrated scales"):
-        call.run(ops)
+        call.run(packed_ops)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.prompts import TOLERANCE
 from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
-from millpond.kernels.rules import Reduce
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 HOW = st.sampled_from(list(Reduce))

@@ -148,7 +148,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
         with pytest.raises(PoolFullError):
             model(ids[:, :1], past_key_values=c)
         assert [c.positions(layer) for layer in range(2)] == before
-        table = c.cores[0].table
+        table = c.layer_caches[0].table
         assert table is not None
         assert table.budgets().tolist() == [[16, 16]]
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from millpond.cli.recall import Outcome, Task, run_method
+from millpond.cli.demo.task import DemoOutcome, DemoTask, run_method
 from millpond.models.load import load_model
 
 
-def outcome(method: str, codec: str) -> Outcome:
-    return run_method(load_model("pond-recall"), Task.draw(1024, 32, 5), method, "20%", codec)
+def outcome(method: str, codec: str) -> DemoOutcome:
+    return run_method(load_model("pond-recall"), DemoTask.draw(1024, 32, 5), method, "20%", codec)
 
 
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.62), ("int4", 0.38), ("kivi4", 0.44), ("rotated4", 0.35)])

@@ -24,10 +24,10 @@ from millpond.codec.spec import Codec
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
-from millpond.hf.calibrate import calibrate
+from millpond.hf.calibration.measure import calibrate
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.models.load import load_model, load_tokenizer
-from millpond.named import PRESETS
+from millpond.presets import PRESETS
 from tests.cli.test_cli import right
 from tests.engine.helpers import tokens
 from tests.matrix.test_codecs import llama as wide
@@ -112,7 +112,7 @@ def generated(method: str, codec: str) -> list[int]:
     with mp.compress(looked_at, **kept(method, codec), calibration=known(codec), **options(method, codec)) as held:
         found = go_on(looked_at, held, prompt(codec))
         if isinstance(resolve(codec), Codec):  # codes were really made
-            assert any(core.table.sealed is not None and core.table.sealed.lens.any() for core in held.cores)
+            assert any(core.table.sealed is not None and core.table.sealed.lens.any() for core in held.layer_caches)
     return found
 
 
@@ -149,7 +149,7 @@ def through_an_engine(method: str, codec: str, folder: Path) -> dict[str, list[i
                 engine.step()
             job = engine._scheduler.victim()
             assert job is not None
-            engine._room._carry_out(job)
+            engine._room._preempt(job)
             engine.check_integrity()
         found |= finish(engine)
         assert engine.stats().preemptions == 2

@@ -7,8 +7,8 @@ import torch
 
 import millpond as mp
 from millpond.engine.llm import LLM
-from millpond.engine.sampling_params import SamplingParams
-from millpond.server.figures import sums
+from millpond.engine.sampling.params import SamplingParams
+from millpond.server.usage import sums
 from tests.engine.test_runner import wide
 
 TOKENS = list(range(2, 90)) * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millpond.cli.recall import Outcome, Task, run_method
+from millpond.cli.demo.task import DemoOutcome, DemoTask, run_method
 from millpond.models.load import load_model
 
 SEEDS = (5, 6)
@@ -12,9 +12,9 @@ OPTIONS = {"ada": {"score": "snapkv/kernel=7"}, "snapkv": {"kernel": 7}}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Outcome]]:
+def outcomes() -> dict[str, list[DemoOutcome]]:
     model = load_model("pond-recall")
-    tasks = [Task.draw(1024, 32, seed) for seed in SEEDS]
+    tasks = [DemoTask.draw(1024, 32, seed) for seed in SEEDS]
     methods = ("full", "compactor", "keydiff", "ada", "snapkv", "h2o", "tova", "random", "window", "streaming")
     return {
         method: [run_method(model, task, method, "20%", **OPTIONS.get(method, {})) for task in tasks]
@@ -22,31 +22,31 @@ def outcomes() -> dict[str, list[Outcome]]:
     }
 
 
-def recall(outcomes: list[Outcome]) -> float:
+def recall(outcomes: list[DemoOutcome]) -> float:
     return sum(outcome.right for outcome in outcomes) / ASKED
 
 
-def test_full_answers_nearly_everything(outcomes: dict[str, list[Outcome]]) -> None:
+def test_full_answers_nearly_everything(outcomes: dict[str, list[DemoOutcome]]) -> None:
     assert recall(outcomes["full"]) >= 0.97
 
 
-def test_keys_that_nothing_stands_for_are_found_before_the_question(outcomes: dict[str, list[Outcome]]) -> None:
+def test_keys_that_nothing_stands_for_are_found_before_the_question(outcomes: dict[str, list[DemoOutcome]]) -> None:
     for name in ("compactor", "keydiff"):
         assert recall(outcomes[name]) >= 0.97
 
 
-def test_heavy_hitters_beat_the_newest(outcomes: dict[str, list[Outcome]]) -> None:
+def test_heavy_hitters_beat_the_newest(outcomes: dict[str, list[DemoOutcome]]) -> None:
     for baseline in ("window", "streaming"):
         assert recall(outcomes[baseline]) <= 0.2
         assert recall(outcomes["h2o"]) >= recall(outcomes[baseline]) + 0.12
 
 
-def test_scores_that_look_beat_those_that_do_not(outcomes: dict[str, list[Outcome]]) -> None:
+def test_scores_that_look_beat_those_that_do_not(outcomes: dict[str, list[DemoOutcome]]) -> None:
     blind = max(recall(outcomes[name]) for name in ("window", "streaming", "random"))
     for name in ("ada", "snapkv"):
         assert recall(outcomes[name]) > blind + 0.08
 
 
-def test_everyone_but_full_holds_a_fifth(outcomes: dict[str, list[Outcome]]) -> None:
+def test_everyone_but_full_holds_a_fifth(outcomes: dict[str, list[DemoOutcome]]) -> None:
     for name, runs in outcomes.items():
         assert all((0.19 < run.share < 0.24) or name == "full" for run in runs)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
-from millpond.hf.packed import PackedModel
-from millpond.kernels.dense import Dense, choose
+from millpond.kernels.decoder_ops import DecoderOps, choose
 from millpond.models.lean.describe import describe
 from millpond.models.lean.fuse import together
 from millpond.models.load import load_model
+from millpond.runner.packed_model import PackedModel
 
 LEAN = ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox"]
 #: Families, and settings of theirs that change what a layer is made of.
@@ -81,7 +81,7 @@ def test_torch_and_native_kernels_agree(name: str, monkeypatch: pytest.MonkeyPat
     rows = torch.arange(9)
     usual = lean_logits(model, ids, rows)
     monkeypatch.setenv("MILLPOND_KERNELS", "reference")
-    assert type(choose(torch.ones(1, 4))) is Dense
+    assert type(choose(torch.ones(1, 4))) is DecoderOps
     torch.testing.assert_close(lean_logits(model, ids, rows), usual)
 
 

@@ -10,7 +10,7 @@ from millpond.errors import OptionError
 from millpond.models.pond import facts as f
 from millpond.models.pond import words as w
 from millpond.models.pond.exam import TASKS, Paper, draw_paper, spell
-from millpond.models.pond.facts import FAMILIES, Asked, Facts, Words
+from millpond.models.pond.facts import FAMILIES, FactQuestion, Facts, Words
 from millpond.models.pond.text import FILLERS, filler, hide, stream
 from millpond.models.pond.tokenizer import build_tokenizer
 
@@ -66,7 +66,7 @@ def test_every_answer_can_be_read_off_its_text(task: str, seed: int) -> None:
 
 
 def test_a_word_is_accepted_in_its_place_or_in_any_of_those_that_are_left() -> None:
-    ordered = Asked("copy", (7, 1, w.IS_ID), (1, 4, 5, w.EOS_ID))
+    ordered = FactQuestion("copy", (7, 1, w.IS_ID), (1, 4, 5, w.EOS_ID))
     assert [ordered.accepted(place, (1, 5)) for place in range(4)] == [(1,), (4,), (5,), (w.EOS_ID,)]
     free = replace(ordered, any_order=True)
     assert [free.accepted(place, (1, 5)) for place in range(4)] == [(1,), (4,), (4,), (w.EOS_ID,)]
@@ -148,5 +148,5 @@ def test_the_tokenizer_has_one_token_per_word() -> None:
 
 
 def test_every_family_is_examined() -> None:
-    asked: list[Asked] = [question for task in TASKS for question in draw_paper(task, 0, 0, LENGTH).asked]
+    asked: list[FactQuestion] = [question for task in TASKS for question in draw_paper(task, 0, 0, LENGTH).asked]
     assert {question.family for question in asked} == set(FAMILIES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pool import PagePool
-from millpond.cache.timeline import Timeline
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.policy.policy import Policy
 
 N = 6
@@ -34,7 +34,7 @@ def layer_cache(policy: Policy, budget: int, slots: int = 8) -> LayerCache:
         made = PagePool(key_dim, value_dim, dtype, device, slots=slots, masses=policy.mass_bias)
         return pools.setdefault("one", made)
 
-    return LayerCache(0, policy, lambda *of: budget, pool, Timeline())
+    return LayerCache(0, policy, lambda *of: budget, pool, PositionTracker())
 
 
 def feed(cache: LayerCache, logits: Tensor, first: int, last: int) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.types import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.view import View
 from tests.papers.fixture import kept, layer_cache
@@ -26,7 +26,7 @@ def view(
         assert found is not None, f"the score must not ask for the {part}"
         return found
 
-    return View(positions, signal, seen or keys.shape[1], layer=0, pinned=pinned, read=read)
+    return View(positions, signal, seen or keys.shape[1], layer=0, pinned=pinned, read_entries=read)
 
 
 def text(heads: int = 2, n: int = 40, dim: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.allocate import Ada, Uniform, weakest
-from millpond.policy.select import keep_best
+from millpond.policy.allocation.heads import Ada, Uniform, lowest_scored
+from millpond.policy.selection import keep_best
 from tests.papers.fixture import feed, kept, layer_cache
 
 A = torch.tensor([[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25]])
@@ -158,7 +158,7 @@ def test_the_weakest_of_all_heads() -> None:
     free = torch.tensor([[[True, True, True, False], [True, True, True, True]]])
 
     def leaving(spare: list[int], n: int) -> list[list[int]]:
-        found = weakest(value, positions, free, torch.tensor([spare]), n)[0]
+        found = lowest_scored(value, positions, free, torch.tensor([spare]), n)[0]
         return [positions[0, h][found[h]].sort().values.tolist() for h in range(2)]
 
     assert leaving([4, 4], 2) == [[], [2, 8]]  # both zeros, before the two of 0.1

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.kernels.flow import flow
+from millpond.kernels.merge.chain import chain
 from millpond.methods import METHODS
-from millpond.policy.merge_next import IntoNext, NewestStay
+from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 from tests.papers.keyed import run, sets, text, view
 
 cam = METHODS.get("cam")
@@ -24,7 +24,7 @@ ATTENTION = [4.0, 0.5, 3.0, 1.0, 2.0, 3.0]
 def values(budget: int = 4, attention: list[float] = ATTENTION, sinks: int = 1, **settings: object) -> dict[int, float]:
     """By position: values of the sinks and the newest after 6 tokens."""
     weigh = AccumulatedAttention()
-    into = IntoNext(weigh, sinks=sinks, **settings)  # type: ignore[arg-type]
+    into = SpreadOverNext(weigh, sinks=sinks, **settings)  # type: ignore[arg-type]
     policy = Policy(score=NewestStay(weigh), protect=Protect(sinks=sinks), merge=into, mass_bias=into.bias)
     keys = torch.randn(1, 6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plan = policy.plan(view(keys, VALUES, signal=torch.tensor([attention])), budget)
@@ -60,7 +60,7 @@ def test_columns_that_pass_on_against_loops() -> None:
         for i in range(150):
             for j in range(i + 1, min(150, i + 1 + int(reach[h, i]))):
                 expected[h, j] += share[h, i] * expected[h, i]
-    assert torch.allclose(flow(x, share, reach), expected, atol=1e-12)
+    assert torch.allclose(chain(x, share, reach), expected, atol=1e-12)
     assert not torch.allclose(expected, x, atol=0.1)
 
 
@@ -95,7 +95,7 @@ def test_draws_are_right_on_average_and_the_same_again() -> None:
     """20,000 heads draw for p = 1/3: 10 / 4 is added in a third of them."""
     n = 20_000
     weigh = AccumulatedAttention()
-    into = IntoNext(weigh, draw=True, sinks=1)
+    into = SpreadOverNext(weigh, draw=True, sinks=1)
     policy = Policy(score=NewestStay(weigh), protect=Protect(sinks=1), merge=into, seed=3)
     signal = torch.tensor([[4.0, 0.5, 0.0, 1.0, 2.0, 3.0]]).expand(n, -1)
     shown = view(torch.ones(n, 6, 2), VALUES.expand(n, -1, -1).float(), signal=signal)

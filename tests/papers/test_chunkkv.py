@@ -7,8 +7,8 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.chunk import ChunkMean
-from millpond.policy.keys import KeyNorm
+from millpond.policy.scores.chunk_mean import ChunkMean
+from millpond.policy.scores.key_geometry import KeyNorm
 from tests.papers.keyed import run, sets, text, view
 
 chunkkv = METHODS.get("chunkkv")

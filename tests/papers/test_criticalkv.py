@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
-from millpond.hf.outputs import output_maps, output_projections
+from millpond.hf.signals.output_projection import output_maps, output_projections
 from millpond.methods import METHODS
-from millpond.policy.allocate import Ada, Uniform
-from millpond.policy.critical import CriticalValues, output_norms
+from millpond.policy.allocation.heads import Ada, Uniform
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
-from millpond.policy.select import keep_best
+from millpond.policy.scores.attention import AccumulatedAttention
+from millpond.policy.scores.critical_values import CriticalValues, output_norms
+from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 from tests.hf.families import one, shared_model
 from tests.matrix.models import llama, prompts
@@ -93,7 +93,7 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
     model = shared_model(name)
     with torch.no_grad(), mp.compress(model, "full") as cache:
         model(**one(5), past_key_values=cache)
-        for core in cache.cores:
+        for core in cache.layer_caches:
             assert core.attention.outputs is not None
             maps = core.attention.outputs()
             linear: Any = output_projections(model)[core.index]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
-from millpond.kernels.merging import follow
+from millpond.kernels.merge.merge_reference import follow
 from millpond.methods import METHODS
-from millpond.policy.density import AttentionDensity
-from millpond.policy.layers import split_budget
-from millpond.policy.merge_recall import RecallNearest
+from millpond.policy.allocation.attention_density import AttentionDensity
+from millpond.policy.allocation.layers import split_budget
+from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.view import View
 from tests.papers.fixture import COLUMN_SUMS
 from tests.papers.keyed import run, sets, text, view
@@ -88,7 +88,7 @@ def test_the_threshold_follows_the_mean() -> None:
     assert follow(torch.tensor([[float("-inf")]]), nothing, 0.7).isnan().all()
 
 
-def take(merge: RecallNearest, cosines: list[float], tau: float | None = None, masses: list[float] | None = None):  # type: ignore[no-untyped-def]
+def take(merge: MergeAboveThreshold, cosines: list[float], tau: float | None = None, masses: list[float] | None = None):  # type: ignore[no-untyped-def]
     """What entry 0 becomes when the others leave; values are 1, 10, 100, ..."""
     keys = unit([1.0, *cosines])
     values = torch.tensor([[[10.0**j] for j in range(keys.shape[1])]], dtype=torch.float64)
@@ -103,7 +103,7 @@ def take(merge: RecallNearest, cosines: list[float], tau: float | None = None, m
 
 def test_convex_weights() -> None:
     """u = (.9, .8) under a threshold of .1: centre .367165, .332225, .300610."""
-    found, keys, values = take(RecallNearest(), [0.9, 0.8], tau=-2.5)
+    found, keys, values = take(MergeAboveThreshold(), [0.9, 0.8], tau=-2.5)
     weights = torch.tensor([0.367165, 0.332225, 0.300610], dtype=torch.float64)
     assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
     assert torch.allclose(found.values[0, 0], (weights[:, None] * values[0]).sum(0), rtol=1e-5)
@@ -115,24 +115,24 @@ def test_convex_weights() -> None:
 
 def test_what_is_below_the_threshold_is_dropped() -> None:
     """The first time the threshold is the mean .85 of .9 and .8."""
-    found, _, values = take(RecallNearest(), [0.9, 0.8])
+    found, _, values = take(MergeAboveThreshold(), [0.9, 0.8])
     w = math.exp(0.9) / (math.exp(0.9) + math.e)
     assert float(found.values[0, 0]) == pytest.approx((1 - w) * 1 + w * 10)
     assert float(found.memory) == pytest.approx(0.85)
-    found, _, values = take(RecallNearest(), [0.9, 0.8], tau=9.0)
+    found, _, values = take(MergeAboveThreshold(), [0.9, 0.8], tau=9.0)
     assert torch.equal(found.values, values)
     assert not found.log_masses.any()
 
 
 def test_equal_likenesses_are_all_merged() -> None:
     """However their mean is rounded."""
-    found, _, _ = take(RecallNearest(), [0.1] * 3 + [0.1 + 1e-9] * 3)
+    found, _, _ = take(MergeAboveThreshold(), [0.1] * 3 + [0.1 + 1e-9] * 3)
     assert float(found.log_masses[0, 0].exp()) == pytest.approx(7)
 
 
 def test_the_official_code_shrinks() -> None:
     """Three of u = .7: (1 + 2.1) / 4 = .775."""
-    merge = RecallNearest(0.5, shrinking=True)
+    merge = MergeAboveThreshold(0.5, shrinking=True)
     keys = unit([1.0, 0.7, 0.7, 0.7])
     look = view(keys, torch.ones(1, 4, 1, dtype=torch.float64), signal=torch.zeros(1, 4))
     found = merge.merge(look, torch.tensor([[True, False, False, False]]), torch.zeros(1, 4), 0)
@@ -140,7 +140,7 @@ def test_the_official_code_shrinks() -> None:
 
 
 def test_masses_weigh() -> None:
-    found, _, _ = take(RecallNearest(), [0.9], masses=[2, 3])
+    found, _, _ = take(MergeAboveThreshold(), [0.9], masses=[2, 3])
     a, b = 2 * math.e, 3 * math.exp(0.9)
     assert float(found.values[0, 0]) == pytest.approx((a * 1 + b * 10) / (a + b))
     assert float(found.log_masses[0, 0].exp()) == pytest.approx(5)
@@ -151,7 +151,7 @@ def test_heads_decide_for_themselves_by_one_threshold() -> None:
     keys = torch.cat([unit([1.0, 0.9]), unit([1.0, 0.5])])
     values = torch.tensor([[[0.0], [4.0]]] * 2, dtype=torch.float64)
     look = view(keys, values, signal=torch.zeros(2, 2))
-    found = RecallNearest().merge(look, torch.tensor([[True, False]] * 2), torch.zeros(2, 2), 0)
+    found = MergeAboveThreshold().merge(look, torch.tensor([[True, False]] * 2), torch.zeros(2, 2), 0)
     w = math.exp(0.9) / (math.exp(0.9) + math.e)
     assert found.values[:, 0, 0].tolist() == pytest.approx([4 * w, 0])
     assert float(found.memory) == pytest.approx(0.7)  # type: ignore[arg-type]

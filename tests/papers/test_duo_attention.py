@@ -16,8 +16,8 @@ from torch import Tensor
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.methods import METHODS
-from millpond.policy.layers import split_budget
-from millpond.policy.retrieval import DividedHeads, RetrievalHeads, RetrievalLayers, pour
+from millpond.policy.allocation.layers import split_budget
+from millpond.policy.allocation.retrieval_heads import DividedHeads, RetrievalHeads, RetrievalLayers, distribute
 from millpond.policy.view import View
 from tests.hf.families import one, shared_model
 from tests.matrix import test_invariance as matrix
@@ -100,7 +100,7 @@ def test_layers_share_exactly_and_heads_alike(shares: list[float], budget: int, 
     if sum(shares) and rest <= sum(shares) * (length - least):
         for number, share in zip(found, shares, strict=True):
             assert abs(number - least - share * rest / sum(shares)) <= 1
-    assert sum(pour(float(rest), shares, [length - least] * n)) == pytest.approx(
+    assert sum(distribute(float(rest), shares, [length - least] * n)) == pytest.approx(
         min(rest, sum(shares) * (length - least))
     )
 
@@ -150,7 +150,7 @@ def test_a_profile_is_the_model_s_own_attention(chunk: int | None) -> None:
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, **options) as cache:
         for part in ids.split(chunk or 60, 1):
             model(part, past_key_values=cache)
-        assert sum(int(core.stored.sum()) for core in cache.cores) == 3 * 2 * (60 if chunk else BUDGET)
+        assert sum(int(core.stored.sum()) for core in cache.layer_caches) == 3 * 2 * (60 if chunk else BUDGET)
         model(ids[:, :1], past_key_values=cache)
         lengths = [[len([p for p in head if p < 60]) for head in cache.positions(layer)] for layer in range(3)]
     assert sum(map(sum, lengths)) + 3 == 3 * 2 * BUDGET
@@ -218,8 +218,8 @@ def test_sliding_layers(name: str, decode: str) -> None:
     with torch.no_grad(), mp.compress(model, "duo_attention", 9, **options) as cache:
         for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
             assert model(part, past_key_values=cache).logits.isfinite().all()
-        for core in cache.cores:
-            if cache.cores[core.index].attention.shape.window:
+        for core in cache.layer_caches:
+            if cache.layer_caches[core.index].attention.shape.window:
                 assert int(core.stored.max()) <= 12
         cache.check_integrity()
 

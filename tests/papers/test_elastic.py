@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache.parts import AttentionShape
+from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.methods import METHODS
-from millpond.policy.merge_anchors import nearest_in_text
+from millpond.policy.merging.nearest_anchor import nearest_in_text
 from millpond.policy.view import View
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
@@ -41,7 +41,7 @@ def view(scores: list[float], heads: int = 1) -> View:
     n = len(scores)
     j = torch.arange(n, dtype=torch.float64).expand(heads, -1)
     parts = {"keys": torch.stack([j, 1 + 0 * j], -1), "values": torch.stack([j * j, 1 + 0 * j], -1)}
-    return View(j.int(), torch.tensor(scores).float().expand(heads, -1), n, layer=0, read=lambda part: parts[part])
+    return View(j.int(), torch.tensor(scores).float().expand(heads, -1), n, layer=0, read_entries=lambda part: parts[part])
 
 
 def held(plan: Any) -> list[int]:
@@ -170,7 +170,7 @@ def test_merged_entries_against_a_plain_computation() -> None:
     eager.set_attn_implementation(before)
     with torch.no_grad(), mp.compress(model, "elastic", BUDGET) as cache:
         model(ids, past_key_values=cache)
-        for layer, core in enumerate(cache.cores):
+        for layer, core in enumerate(cache.layer_caches):
             importance = out.attentions[layer][0].mean(0).sum(0)
             anchors = sorted(sorted(range(1, 39), key=lambda j: -float(importance[j]))[: BUDGET - 2])
             assert cache.positions(layer) == [[0, *anchors, 39]] * 2
@@ -191,10 +191,10 @@ def test_dropping_in_place_of_merging() -> None:
     for merge in ("mean", "none"):
         with torch.no_grad(), mp.compress(model, "elastic", BUDGET, merge=merge) as cache:
             model(ids, past_key_values=cache)
-            rows[merge] = (cache.positions(1), cache.cores[1].read(0).keys)
+            rows[merge] = (cache.positions(1), cache.layer_caches[1].read(0).keys)
         with torch.no_grad(), mp.compress(model, "full") as cache:
             model(ids, past_key_values=cache)
-            whole = cache.cores[1].read(0).keys
+            whole = cache.layer_caches[1].read(0).keys
     assert rows["mean"][0] == rows["none"][0]
     torch.testing.assert_close(rows["none"][1], whole[:, rows["none"][0][0]])
     assert not torch.allclose(rows["mean"][1], rows["none"][1])
@@ -221,7 +221,7 @@ def test_masses_make_equal_entries_count_in_full() -> None:
         n = k.shape[2]
         j = torch.arange(n, dtype=torch.int32)[None]
         signal = torch.zeros(1, n).index_fill(1, torch.tensor(important), 1.0)
-        plan = policy.plan(View(j, signal, n, layer=0, read=lambda part: k[0]), 8)
+        plan = policy.plan(View(j, signal, n, layer=0, read_entries=lambda part: k[0]), 8)
         chosen = plan.keep[0].nonzero()[:, 0]
         logits = last_q[0] @ plan.merged.keys[:, chosen].mT
         if mass_bias:
@@ -240,7 +240,7 @@ def test_a_later_turn_is_merged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), mp.compress(model, "elastic", BUDGET, mass_bias=True) as cache:
         model(ids[:, :25], past_key_values=cache)
         model(ids[:, 25:], past_key_values=cache)
-        masses = cache.cores[0].read(0).log_masses
+        masses = cache.layer_caches[0].read(0).log_masses
         assert masses is not None
         torch.testing.assert_close(masses.exp().sum(1), torch.tensor([40.0, 40.0]))  # mass is conserved
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.merging import Entries, middle
+from millpond.kernels.merge.merge_reference import MergeColumns, middle
 from millpond.methods import METHODS
-from millpond.policy.global_local import GlobalAndLocal
-from millpond.policy.merge import Merged
-from millpond.policy.merge_classes import IntoClasses
+from millpond.policy.merging.importance_classes import MergeByImportance
+from millpond.policy.merging.protocol import Merged
+from millpond.policy.scores.global_local import GlobalAndLocal
 from millpond.policy.view import View
 from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache
 from tests.papers.keyed import run, sets, text, view
@@ -45,7 +45,7 @@ def test_the_cache_hands_over_both_signals() -> None:
 def merged(keys: Tensor, values: Tensor, score: list[float], kept_: int, **settings: float) -> Merged:
     look = view(keys, values, signal=torch.tensor([score]))
     keep = torch.arange(keys.shape[1])[None] < kept_
-    into = IntoClasses(**settings)  # type: ignore[arg-type]
+    into = MergeByImportance(**settings)  # type: ignore[arg-type]
     return into.merge(look, keep, torch.tensor([score]), 0)
 
 
@@ -96,8 +96,8 @@ def test_which_entries_matter(cover: float, most: float, expected: int) -> None:
     score = torch.tensor([[40.0, 30, 10, 6, 5, 4, 3, 2]])
     keep = torch.arange(8)[None] < 2
     rows, masses = torch.ones(1, 8, 1), torch.ones(1, 8, dtype=torch.float64)
-    entries = Entries(rows, rows, torch.arange(8, dtype=torch.int32)[None], score, masses)
-    found = middle(IntoClasses(cover=cover, most=most).rule, entries, keep, score)
+    entries = MergeColumns(rows, rows, torch.arange(8, dtype=torch.int32)[None], score, masses)
+    found = middle(MergeByImportance(cover=cover, most=most).rule, entries, keep, score)
     assert found[0].tolist() == [2 <= j < 2 + expected for j in range(8)]
 
 
@@ -107,7 +107,7 @@ def test_heads_of_any_length_go_alone() -> None:
     keys, values = torch.randn(2, 1, 12, 4, generator=make, dtype=torch.float64)
     score = torch.rand(1, 12, generator=make)
     keep = (torch.arange(12) % 3 == 0)[None]
-    into = IntoClasses(threshold=0.1, cover=1.0)
+    into = MergeByImportance(threshold=0.1, cover=1.0)
     alone = into.merge(view(keys, values, signal=score), keep, score, 0)
     other = torch.randn(1, 20, 4, generator=make, dtype=torch.float64)
     pad = torch.nn.functional.pad

@@ -15,9 +15,9 @@ from torch import Tensor
 import millpond as mp
 from millpond.errors import NumericsError, OptionError, UnsupportedModelError
 from millpond.methods import METHODS
-from millpond.policy.expected import ExpectedAttentionScore
-from millpond.policy.moments import QueryMoments, QueryView, mean_rotation
 from millpond.policy.policy import Policy
+from millpond.policy.scores.expected_attention import ExpectedAttentionScore
+from millpond.policy.scores.query_moments import QueryMoments, QueryView, mean_rotation
 from millpond.policy.view import View
 from tests.hf.families import build, family, one, shared_model
 from tests.matrix.models import llama, prompts
@@ -200,7 +200,7 @@ def check_unrotated(model: Any, monkeypatch: pytest.MonkeyPatch, has_rope: bool 
         cache.watch(lambda layer, q, *rest: used.update({layer: q[0].double()}))
         model(**one(20), past_key_values=cache)
         turned = 0
-        for core in cache.cores:
+        for core in cache.layer_caches:
             queries = used[core.index]
             if core.attention.rope is not None:
                 part = raw[turned]
@@ -231,7 +231,7 @@ def test_layers_without_rope_are_left_as_they_are(
     assert hasattr(transformers, f"{config}Config")
     model = build(f"{config}Config", f"{config}ForCausalLM", **common, **options)
     with mp.compress(model, "expected_attention", 6) as cache:
-        assert [core.attention.rope is not None for core in cache.cores] == [True, False]
+        assert [core.attention.rope is not None for core in cache.layer_caches] == [True, False]
     check_unrotated(model, monkeypatch)
 
 
@@ -253,12 +253,12 @@ def test_a_second_turn_adds_its_queries_and_a_reset_forgets() -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     with torch.no_grad(), mp.compress(model, "expected_attention", 12, sinks=2) as cache:
         model(ids[:, :25], past_key_values=cache)
-        assert cache.cores[0].moments(0).count == 23
+        assert cache.layer_caches[0].moments(0).count == 23
         model(ids[:, 25:], past_key_values=cache)
-        assert cache.cores[0].moments(0).count == 38
+        assert cache.layer_caches[0].moments(0).count == 38
         cache.reset()
         model(ids[:, :9], past_key_values=cache)
-        assert cache.cores[0].moments(0).count == 7
+        assert cache.layer_caches[0].moments(0).count == 7
 
 
 def test_nan_queries_are_reported() -> None:

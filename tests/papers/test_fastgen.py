@@ -12,33 +12,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.tokens import TokenIds
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.token_ids import TokenIds
+from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError
-from millpond.kernels.rules import UNBOUNDED
+from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
-from millpond.policy.nested import Heads, Kind, NestedPolicy, shorten
+from millpond.policy.variants.head_rules import HeadRule, HeadRulesPolicy, Heads, shorten
 from millpond.policy.view import View
 from tests.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
 
 PART = {"special": "90;91", "punctuation": "80;81;82"}
 
 
-def policy(**options: Any) -> NestedPolicy:
+def policy(**options: Any) -> HeadRulesPolicy:
     built = METHODS.get("fastgen")(**{**PART, **options})
-    assert isinstance(built, NestedPolicy)
+    assert isinstance(built, HeadRulesPolicy)
     return built
 
 
-def opened(chosen: NestedPolicy, budget: int, ids: Tensor) -> LayerCache:
+def opened(chosen: HeadRulesPolicy, budget: int, ids: Tensor) -> LayerCache:
     cache = layer_cache(chosen, budget)
     cache.timeline.tokens = TokenIds()
     cache.timeline.begin_pass(ids)
     return cache
 
 
-def recovered(p: Tensor, chosen: NestedPolicy, classes: list[int]) -> list[list[float]]:
+def recovered(p: Tensor, chosen: HeadRulesPolicy, classes: list[int]) -> list[list[float]]:
     """Of causal attention p (group, n, n) of one KV head: the recovery of each query head and kind."""
     n = p.shape[-1]
     positions = torch.arange(n, dtype=torch.int32)[None]
@@ -53,7 +53,7 @@ def recovered(p: Tensor, chosen: NestedPolicy, classes: list[int]) -> list[list[
         value[None], positions[None], torch.tensor([[classes]], dtype=torch.int8), torch.zeros(1, 1).int(),
         *(torch.tensor([x]) for x in (n, local, UNBOUNDED)),
     )  # fmt: skip
-    view = View(positions, value, n, 0, look=look)
+    view = View(positions, value, n, 0, head_attention=look)
     return chosen.recovery(view, chosen.by_kind(heads), local)[0].tolist()  # type: ignore[no-any-return]
 
 
@@ -69,18 +69,18 @@ def test_recoveries_of_the_fixture() -> None:
 @pytest.mark.parametrize(
     ("threshold", "kind", "stays"),
     [
-        (0.4, Kind.SPECIAL, [0]),
-        (0.5, Kind.PUNCTUATION, [0, 3]),
-        (0.9, Kind.FREQUENT, [0, 1, 2, 3]),
-        (0.95, Kind.LOCAL, [0, 1, 2, 3, 4, 5]),
-        (1.0, Kind.FULL, [0, 1, 2, 3, 4, 5]),
+        (0.4, HeadRule.SPECIAL, [0]),
+        (0.5, HeadRule.PUNCTUATION, [0, 3]),
+        (0.9, HeadRule.FREQUENT, [0, 1, 2, 3]),
+        (0.95, HeadRule.LOCAL, [0, 1, 2, 3, 4, 5]),
+        (1.0, HeadRule.FULL, [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_fixture_through_the_cache(threshold: float, kind: Kind, stays: list[int]) -> None:
+def test_the_fixture_through_the_cache(threshold: float, kind: HeadRule, stays: list[int]) -> None:
     cache = opened(policy(threshold=threshold), UNBOUNDED, torch.tensor([[90, 1, 2, 80, 4, 5]]))
     feed(cache, LOGITS[None], 0, N)
     assert cache.table is not None
-    assert cache.table.kinds.tolist() == [kind]
+    assert cache.table.head_rules.tolist() == [kind]
     assert kept(cache) == stays
 
 
@@ -108,7 +108,7 @@ def test_a_head_that_looks_everywhere_keeps_everything(seed: int) -> None:
     feed(cache, (rand + 1e-9).log(), 0, 80)
     assert kept(cache) == list(range(80))
     assert cache.table is not None
-    assert cache.table.kinds.tolist() == [Kind.FULL]
+    assert cache.table.head_rules.tolist() == [HeadRule.FULL]
 
 
 def test_a_group_takes_the_dearest_rule_of_its_query_heads() -> None:
@@ -121,7 +121,7 @@ def test_a_group_takes_the_dearest_rule_of_its_query_heads() -> None:
         cache = opened(policy(threshold=0.95), UNBOUNDED, ids)
         cache.attend(torch.stack(rows)[None], keys[None], keys[None], None, AttentionShape(1.0))
         assert cache.table is not None
-        assert cache.table.kinds.tolist() == [kind]
+        assert cache.table.head_rules.tolist() == [kind]
 
 
 # ------------------------------------------------------------------ a plain simulation
@@ -250,7 +250,7 @@ def test_every_step_is_that_of_a_plain_simulation(seed: int, budget: int | None)
         if budget is not None:
             assert sum(map(len, now)) <= 6 * budget
     assert cache.table is not None
-    assert set(cache.table.kinds.tolist()) == set(range(5))
+    assert set(cache.table.head_rules.tolist()) == set(range(5))
     cache.table.pool.check_integrity([cache.table.held()])
     pages = sum(-(-len(head) // 8) for head in expected[-1])
     assert cache.table.pool.n_live == pages

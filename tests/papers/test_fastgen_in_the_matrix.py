@@ -11,7 +11,7 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.errors import CacheMismatchError
-from millpond.policy.nested import Kind
+from millpond.policy.variants.head_rules import HeadRule
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
 from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
@@ -87,7 +87,7 @@ def test_drop_equals_mask(budget: int | None) -> None:
     model, (ids, mask) = llama("gqa"), prompts(2)
     with torch.no_grad(), mp.compress(model, "fastgen", budget, page_slots=4, **MIXED) as cache:
         equals_a_mask(model, cache, ids, mask, 10)
-        assert len({k for core in cache.cores if core.table is not None for k in core.table.kinds.tolist()}) > 1
+        assert len({k for core in cache.layer_caches if core.table is not None for k in core.table.head_rules.tolist()}) > 1
         assert cache.stats().evicted > 0
         cache.check_integrity()
 
@@ -136,6 +136,6 @@ def test_the_model_must_be_given_ids() -> None:
         cache.reset()
         model(ids, past_key_values=cache)
         model.model(ids[:, :2], past_key_values=cache)
-        assert cache.cores[0].table is not None
-        assert cache.cores[0].table.kinds.max() <= Kind.FULL
+        assert cache.layer_caches[0].table is not None
+        assert cache.layer_caches[0].table.head_rules.max() <= HeadRule.FULL
         assert cache.stats().seen == [42]

@@ -11,7 +11,7 @@ import millpond as mp
 from millpond.errors import NumericsError, OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
-from millpond.policy.question import QuestionAttention
+from millpond.policy.scores.question_attention import QuestionAttention
 from millpond.policy.view import View
 from tests.matrix.models import llama, prompts
 from tests.papers.fixture import ROWS, run

@@ -3,7 +3,7 @@
 import torch
 
 from millpond.kernels import ops
-from millpond.kernels.rules import Reduce
+from millpond.kernels.decode_rules import Reduce
 from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N
 
 

@@ -7,8 +7,8 @@ import torch
 
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels import ops
+from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Signal
 from millpond.methods import METHODS
 from millpond.policy.view import View
 from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import millpond as mp
-from millpond.cache.parts import AttentionShape
-from millpond.cache.recall import Recall
+from millpond.cache.selective.block_retrieval import BlockRetrieval
+from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.methods import METHODS
-from millpond.policy.recall import AlwaysAttended, RecallPolicy
+from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
 from tests.hf.families import shared_model, text
 from tests.matrix import test_invariance as matrix
 from tests.matrix.models import llama, prompts
@@ -31,8 +31,8 @@ def test_by_hand() -> None:
 
     Budget 8 = sink 1 + local 3 + a block of 2 that fills + one of 2 that is looked up.
     """
-    policy = RecallPolicy(protect=AlwaysAttended(sinks=1, recent=3, block=2), representatives=1, together=1)
-    recall = Recall(policy)
+    policy = BlockRetrievalPolicy(protect=AlwaysAttended(sinks=1, recent=3, block=2), representatives=1, together=1)
+    recall = BlockRetrieval(policy)
     keys = torch.tensor([0.0, 1, 5, -6, 2, 0, 0, 0, 0, 0], dtype=torch.float64).view(1, -1, 1)
     values = (10.0 ** torch.arange(10, dtype=torch.float64)).view(1, -1, 1)
     shape = AttentionShape(scale=1.0)
@@ -273,7 +273,7 @@ def test_sliding_layers_attend_as_ever(name: str) -> None:
             with mp.compress(model, "infllm", budget, **SMALL) as cache:
                 found = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, :30], ids[:, 30:])], 1)
                 assert found.isfinite().all()
-                if budget == 60 or all(core.attention.shape.window for core in cache.cores):
+                if budget == 60 or all(core.attention.shape.window for core in cache.layer_caches):
                     assert torch.allclose(found, expected, atol=1e-4)
 
 
@@ -292,7 +292,7 @@ def test_bfloat16_and_native_kernels() -> None:
 
 def test_the_paper_s_setting() -> None:
     policy = METHODS.get("infllm")(local=4096, sinks=128, block=128)
-    assert isinstance(policy, RecallPolicy)
+    assert isinstance(policy, BlockRetrievalPolicy)
     assert policy.protect.blocks(6400) == 16
     assert policy.protect.local(6400) == 4096
     assert policy.keeps_all

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millpond.methods import METHODS
-from millpond.policy.keys import KeyDifference
+from millpond.policy.scores.key_geometry import KeyDifference
 from tests.papers.keyed import best, cosine, run, sets, text, view
 
 keydiff = METHODS.get("keydiff")

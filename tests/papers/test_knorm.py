@@ -3,7 +3,7 @@
 import torch
 
 from millpond.methods import METHODS
-from millpond.policy.keys import KeyNorm
+from millpond.policy.scores.key_geometry import KeyNorm
 from tests.papers.keyed import best, run, sets, text, view
 
 knorm = METHODS.get("knorm")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.merge_runs import GaussianRuns, RunPivots
+from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.threshold import AboveThreshold
 from tests.papers.keyed import run, sets, text, view
 
 kvmerger = METHODS.get("kvmerger")

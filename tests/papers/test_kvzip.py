@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.rebuild import RebuildPolicy
+from millpond.policy.variants.reconstruction import ReconstructionPolicy
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
 from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
@@ -94,7 +94,7 @@ def test_a_later_turn_is_repeated_too() -> None:
             common = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
             own = mask[rows].any(0)
             first = model.generate(input_ids=ids[rows][:, own], attention_mask=mask[rows][:, own], **common)
-            scores = [cache.cores[0].read(s) for s in range(len(rows))]
+            scores = [cache.layer_caches[0].read(s) for s in range(len(rows))]
             whole = torch.cat([first, more[rows]], 1)
             seen = torch.cat([mask[rows][:, own], torch.ones(len(rows), 17, dtype=mask.dtype)], 1)
             model.generate(input_ids=whole, attention_mask=seen, **common)
@@ -103,7 +103,7 @@ def test_a_later_turn_is_repeated_too() -> None:
             for s in range(len(rows)):
                 n = int(seen[s].sum())
                 assert all(sum(p < n for head in layer for p in head) == 2 * 14 for layer in kept[s])
-                old, new = scores[s], cache.cores[0].read(s)
+                old, new = scores[s], cache.layer_caches[0].read(s)
                 for h in (0, 1):
                     before = dict(zip(old.positions[h].tolist(), old.scores[h].tolist(), strict=True))
                     after = dict(zip(new.positions[h].tolist(), new.scores[h].tolist(), strict=True))
@@ -138,7 +138,7 @@ def test_assisted_generation_is_refused() -> None:
 def test_options() -> None:
     for ask, ids in (("5;6", (5, 6)), ("none", ()), ("Say it again:", None)):
         policy = METHODS.get("kvzip")(ask=ask)
-        assert isinstance(policy, RebuildPolicy)
+        assert isinstance(policy, ReconstructionPolicy)
         assert policy.ids == ids
     with pytest.raises(OptionError, match="which a tokenizer spells: pass tokenizer= to compress"):
         mp.compress(llama(), "kvzip")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
-from millpond.kernels.links import BLOCK, cosines, nearest_in_torch
+from millpond.kernels.merge.links import BLOCK, cosines, nearest_in_torch
 from millpond.methods import METHODS
-from millpond.policy.merge_nearest import IntoNearest
+from millpond.policy.merging.nearest_key import MergeIntoNearest
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 from tests.papers.keyed import cosine, run, sets, text, view
 
 merge_on_evict = METHODS.get("merge_on_evict")
@@ -25,7 +25,7 @@ ATTENTION = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
 def plan(threshold: float = 0.0, sinks: int = 0, masses: list[float] | None = None) -> tuple[list[float], list[float]]:
     """Values and masses of 0 and 1, which stay of the five."""
     policy = Policy(
-        score=AccumulatedAttention(), protect=Protect(sinks=sinks), merge=IntoNearest(threshold, sinks)
+        score=AccumulatedAttention(), protect=Protect(sinks=sinks), merge=MergeIntoNearest(threshold, sinks)
     )  # fmt: skip
     shown = view(KEYS, VALUES, signal=ATTENTION)
     if masses is not None:
@@ -156,4 +156,4 @@ def test_options_of_merging_belong_to_policies_that_merge() -> None:
         with pytest.raises(OptionError, match=r"(mass_bias|plan_every) belongs to a policy that merges"):
             Policy(score=AccumulatedAttention(), **settings)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="nothing to merge"):
-        Policy(merge=IntoNearest())
+        Policy(merge=MergeIntoNearest())

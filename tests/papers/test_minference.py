@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import millpond as mp
-from millpond.cache.parts import AttentionShape
-from millpond.cache.skip import Skip
+from millpond.cache.selective.sparse_prefill import SparsePrefill
+from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
-from millpond.hf.patterns import find_patterns
+from millpond.hf.offline.head_patterns import find_patterns
 from millpond.methods import METHODS
-from millpond.policy.pattern import Pattern, PatternPolicy, Prompt
-from millpond.policy.patterns import AShape, BlockSparse, VerticalSlash
+from millpond.policy.variants.minference_patterns import AShape, BlockSparse, VerticalSlash
+from millpond.policy.variants.sparse_prefill import HeadPrompt, Pattern, SparsePrefillPolicy
 from tests.hf.families import shared_model, text
 from tests.matrix import test_invariance as matrix
 from tests.matrix.checks import CHECKS
@@ -97,7 +97,7 @@ def test_patterns_are_masks(pattern: Pattern, n_rows: int) -> None:
     for n in (200, 230):
         q, k, v, q_pos = random(min(n_rows, n), n)
         shape = AttentionShape(scale=0.4)
-        out, lse = Skip(PatternPolicy(pattern=pattern), 0).attend(0, q, k, v, q_pos, 0, shape, None)
+        out, lse = SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0).attend(0, q, k, v, q_pos, 0, shape, None)
         for head in range(4):
             own = k[head // 2]
             seen = seen_by(pattern, q[head], own, 0.4)
@@ -112,7 +112,7 @@ def test_patterns_are_masks(pattern: Pattern, n_rows: int) -> None:
 def test_kernels_of_other_precision(pattern: Pattern, dtype: torch.dtype) -> None:
     """What the native kernels make of numbers that both precisions can hold."""
     q, k, v, q_pos = (t.bfloat16().double() if t.is_floating_point() else t for t in random(200, 230))
-    shape, skip = AttentionShape(scale=0.4), Skip(PatternPolicy(pattern=pattern), 0)
+    shape, skip = AttentionShape(scale=0.4), SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0)
     expected, _ = skip.attend(0, q, k, v, q_pos, 0, shape, None)
     found, _ = skip.attend(0, q.to(dtype), k.to(dtype), v.to(dtype), q_pos, 0, shape, None)
     assert found.dtype is dtype
@@ -125,7 +125,7 @@ def test_sink_logits_and_softcap(softcap: float) -> None:
     q, k, v, q_pos = random(100, 100)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     shape = AttentionShape(scale=0.4, softcap=softcap, sink_logits=sinks)
-    out, _ = Skip(PatternPolicy(pattern=AShape(3, 20)), 0).attend(0, q, k, v, q_pos, 0, shape, None)
+    out, _ = SparsePrefill(SparsePrefillPolicy(pattern=AShape(3, 20)), 0).attend(0, q, k, v, q_pos, 0, shape, None)
     for head in range(4):
         logits = q[head] @ k[head // 2].T * 0.4
         logits = softcap * (logits / softcap).tanh() if softcap else logits
@@ -142,7 +142,7 @@ def test_what_is_left_out_is_never_touched(pattern: Pattern) -> None:
     unused = ~touched.any(1)
     assert int(unused.sum()) > 200
     shape = AttentionShape(scale=0.4)
-    skip = Skip(PatternPolicy(pattern=pattern), 0)
+    skip = SparsePrefill(SparsePrefillPolicy(pattern=pattern), 0)
     expected, _ = skip.attend(0, q, k, v, q_pos, 0, shape, None)
     out, _ = skip.attend(0, q, k, v.masked_fill(unused[..., None], math.nan), q_pos, 0, shape, None)
     assert out.equal(expected)
@@ -150,11 +150,11 @@ def test_what_is_left_out_is_never_touched(pattern: Pattern) -> None:
 
 def test_the_first_columns_and_the_nearest_diagonals_are_always_there() -> None:
     q, k, _, _ = random(400, 400)
-    columns, distances = VerticalSlash(50, 120).choose(Prompt(q[0], k[0], 0.4))
+    columns, distances = VerticalSlash(50, 120).choose(HeadPrompt(q[0], k[0], 0.4))
     assert columns[:30].all()
     assert distances[:100].all()
     assert (int(columns.sum()), int(distances.sum())) == (50, 120)
-    columns, distances = VerticalSlash(10, 20).choose(Prompt(q[0], k[0], 0.4))
+    columns, distances = VerticalSlash(10, 20).choose(HeadPrompt(q[0], k[0], 0.4))
     assert columns.nonzero()[:, 0].tolist() == list(range(10))
     assert distances.nonzero()[:, 0].tolist() == list(range(20))
 
@@ -163,11 +163,11 @@ def test_by_hand() -> None:
     """Keys of one number: the last query looks at columns 1 and 4, both queries at what lies three behind them."""
     k = torch.tensor([0.0, 9, 0, 8, 9, 0, 0, 0])[:, None].double()
     pattern = VerticalSlash(3, 2, last=2, first=1, nearest=1)
-    columns, distances = pattern.choose(Prompt(torch.ones(8, 1).double(), k, 1.0))
+    columns, distances = pattern.choose(HeadPrompt(torch.ones(8, 1).double(), k, 1.0))
     # columns 0 (the first), 1 and 4; distances 0 (the nearest) and, by 9 + 9 of column 4, 2 or 3: the nearer one
     assert columns.nonzero()[:, 0].tolist() == [0, 1, 4]
     assert distances.nonzero()[:, 0].tolist() == [0, 3]
-    look = pattern.look(Prompt(torch.ones(8, 1).double(), k, 1.0))
+    look = pattern.look(HeadPrompt(torch.ones(8, 1).double(), k, 1.0))
     assert look(6, 8).tolist() == [0, 1, 3, 4, 6, 7]  # 6 and 7 themselves, 3 and 4 three behind them, 0, 1 and 4
 
 
@@ -265,7 +265,7 @@ def test_windows_and_latents(name: str) -> None:
         for numbers in ((1, 40), (2, 3)):
             with mp.compress(model, "minference", pattern="a_shape", vertical=numbers[0], slash=numbers[1]) as cache:
                 found = model(ids, past_key_values=cache).logits
-                windowed = all(core.attention.shape.window for core in cache.cores)
+                windowed = all(core.attention.shape.window for core in cache.layer_caches)
                 equal = torch.allclose(found, expected, atol=1e-4)
                 assert equal == (numbers == (1, 40) or windowed)
                 assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
@@ -323,7 +323,7 @@ def test_the_search_wants_one_long_text(tmp_path: Path) -> None:
 
 def test_options(tmp_path: Path) -> None:
     policy = METHODS.get("minference")(ratio=0.5)
-    assert isinstance(policy, PatternPolicy)
+    assert isinstance(policy, SparsePrefillPolicy)
     assert policy.pattern == VerticalSlash(500, 3048)
     table = tmp_path / "table.json"
     table.write_text(json.dumps([{"0": ["stream_llm", 100, 800, 0.9]}, {"1": ["vertical_and_slash", 30, 800]}]))

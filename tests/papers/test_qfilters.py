@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, NumericsError, OptionError, UnsupportedModelError
-from millpond.hf.filters import save_filters
+from millpond.hf.offline.query_filters import save_filters
 from millpond.methods import METHODS
-from millpond.policy.filters import QueryFilter, query_directions
-from millpond.policy.moments import QueryMoments, QueryView
+from millpond.policy.scores.query_filters import QueryFilter, query_directions
+from millpond.policy.scores.query_moments import QueryMoments, QueryView
 from tests.hf.families import left_padded, shared_model
 from tests.matrix.models import llama, prompts
 from tests.papers.keyed import best, run, sets, text, view
@@ -69,7 +69,7 @@ def test_filters_of_a_file_are_those_of_its_prompts(tmp_path: Path) -> None:
     with torch.no_grad(), mp.compress(model, "qfilters", "100%") as cache:
         model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
         save_filters(cache, path)
-        total = cache.cores[1].moments(0) + cache.cores[1].moments(1) + cache.cores[1].moments(2)
+        total = cache.layer_caches[1].moments(0) + cache.layer_caches[1].moments(1) + cache.layer_caches[1].moments(2)
         assert total.count == int(mask.sum())
         (found,) = load_file(path).values()
         assert found.shape == (2, 2, 8)

@@ -10,10 +10,10 @@ from transformers import LlamaForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.layers import split_budget
-from millpond.policy.lazy import LazyLayers
+from millpond.policy.allocation.layers import split_budget
+from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
-from millpond.policy.score import WindowAttention
+from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View
 from tests.matrix.models import llama, prompts
 
@@ -94,7 +94,7 @@ def test_each_turn_is_decided_and_a_reset_forgets() -> None:
             for turn in (ids[:, :30], ids[:, 30:31], ids[:, 31:49], ids[:, 49:]):
                 model(turn, past_key_values=cache)
                 if turn.shape[1] == 1:
-                    assert sum(int(core.stored[0, 0]) - 1 for core in cache.cores) == 3 * 16
+                    assert sum(int(core.stored[0, 0]) - 1 for core in cache.layer_caches) == 3 * 16
             first.append([cache.positions(layer) for layer in range(3)])
         assert first[0] == first[1]
         cache.check_integrity()
@@ -127,5 +127,5 @@ def test_what_cannot_be_decided_is_refused(options: dict[str, Any], message: str
 
 
 def test_a_policy_says_that_it_waits() -> None:
-    assert Policy(score=WindowAttention(), every_step=False, layers=LazyLayers()).waits
-    assert not Policy(score=WindowAttention(), every_step=False).waits
+    assert Policy(score=WindowAttention(), every_step=False, layers=LazyLayers()).needs_all_layers
+    assert not Policy(score=WindowAttention(), every_step=False).needs_all_layers

@@ -11,7 +11,7 @@ from transformers import LlamaModel
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
-from millpond.hf.predictions import surprise
+from millpond.hf.signals.predictions import surprise
 from millpond.methods import METHODS
 from tests.hf.families import FAMILIES, shared_model, text
 from tests.matrix import test_invariance as matrix
@@ -60,7 +60,7 @@ def test_entropies_of_a_prompt_are_its_cross_entropies() -> None:
             for s in range(3):
                 own = ids[s, mask[s].bool()]
                 expected = torch.nn.functional.cross_entropy(model(own[None]).logits[0, :-1], own[1:], reduction="none")
-                for core in cache.cores:
+                for core in cache.layer_caches:
                     found = core.read(s).scores
                     assert found[:, 0].isinf().all()
                     torch.testing.assert_close(found[:, 1:], expected.float().expand(2, -1), atol=1e-5, rtol=0)
@@ -102,7 +102,7 @@ def test_what_is_remembered_decays_with_every_round(decay: float) -> None:
     with torch.no_grad(), mp.compress(model, "sirllm", 100, decay=decay, **SETTINGS) as cache:
         for begin, end in passes:
             model(tokens[:, begin:end], past_key_values=cache)
-        found = cache.cores[1].read(0).scores[0]
+        found = cache.layer_caches[1].read(0).scores[0]
         p = model(tokens).logits[0].log_softmax(-1)
     expected = [-float(p[j - 1, int(tokens[0, j])]) * decay ** (2 - rounds[j]) for j in range(1, 40)]
     torch.testing.assert_close(found[1:], torch.tensor(expected), atol=1e-5, rtol=0)
@@ -132,7 +132,7 @@ def test_growing() -> None:
             assert len(cache.positions(0)[0]) == BUDGET + t - 20
             logits = logits.log_softmax(-1)
             step = model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1]
-            entry = cache.cores[0].read(0)
+            entry = cache.layer_caches[0].read(0)
             assert float(entry.scores[0, -1]) == pytest.approx(-float(logits[0, ids[0, t]]), abs=1e-5)
             logits = step
         model(ids[:, 26:], past_key_values=cache)
@@ -154,7 +154,7 @@ def test_windows_latents_and_scaled_logits(name: str) -> None:
     assert any(len(head) < 24 for layer in kept for head in layer)
     with torch.no_grad(), mp.compress(model, "sirllm", 100, **SETTINGS) as cache:
         p = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
-        dense = cache.cores[1].read(0)
+        dense = cache.layer_caches[1].read(0)
     for j, found in zip(dense.positions[0].tolist(), dense.scores[0].tolist(), strict=True):
         assert j == 0 or found == pytest.approx(-float(p[j - 1, ids[0, j]]), abs=1e-4)
 
@@ -174,7 +174,7 @@ def test_beams_carry_their_predictions_along() -> None:
             cache.batch_select_indices(torch.tensor([0, 1][: len(rows)]))
             for t in range(3):
                 model(follows[rows, t : t + 1], past_key_values=cache)
-            kept.append([cache.cores[0].read(s).scores.tolist() for s in range(len(rows))])
+            kept.append([cache.layer_caches[0].read(s).scores.tolist() for s in range(len(rows))])
     assert kept[0] == [*kept[1], *kept[2]]
 
 
@@ -225,7 +225,7 @@ def test_the_caller_gets_the_logits_that_it_asked_for(asked: Any, as_tuple: bool
         with mp.compress(model, "sirllm", 100, **SETTINGS) as cache:
             options = {"logits_to_keep": asked, "return_dict": not as_tuple}
             out = model(ids, past_key_values=cache, **options)
-            assert (cache.cores[0].read(0).scores > 0).all()
+            assert (cache.layer_caches[0].read(0).scores > 0).all()
         assert model(ids).logits.shape[1] == 40  # the hooks are gone
     torch.testing.assert_close(out[0] if as_tuple else out.logits, expected, atol=1e-12, rtol=0)
 

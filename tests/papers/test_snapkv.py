@@ -5,7 +5,7 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.score import WindowAttention
+from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View
 from tests.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache, run
 

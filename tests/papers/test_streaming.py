@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache import rolling
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
-from millpond.cache.pool import PagePool
-from millpond.cache.timeline import Timeline
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.state import rerotation
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
 from tests.papers.fixture import run
 
@@ -52,7 +52,7 @@ def stream(q: Tensor, k: Tensor, v: Tensor, prompt: int, budget: int, **options:
     policy = METHODS.get("streaming")(**options)
     pool = PagePool(DIM, DIM, torch.float64, slots=4)
     rotation = Rope() if policy.positions == "cache_relative" else None
-    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, Timeline(), rotation=rotation)
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotation=rotation)
     places = torch.arange(q.shape[2])[None]
     qr, kr = Rope().rotate(q, places), Rope().rotate(k, places)
     shape = AttentionShape(scale=1.0)
@@ -86,7 +86,7 @@ def test_re_rotation_while_the_cache_grows(prompt: int, sinks: int, budget: int,
 
 def test_moving_the_frame_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = text(120)
-    monkeypatch.setattr(rolling, "EPOCH", 16)
+    monkeypatch.setattr(rerotation, "EPOCH", 16)
     ours = stream(q, k, v, 6, 10, sinks=2)
     assert torch.allclose(ours, reference(q, k, v, 6, 2, 10), atol=1e-10)
 

@@ -10,15 +10,15 @@ import pytest
 import millpond as mp
 from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.evals.contender import find_contender
+from millpond.evals.candidates.candidate import find_contender
 from millpond.evals.spec import Spec
 from millpond.methods import METHODS
 from millpond.methods._base import base_spec
 from millpond.policy.policy import Policy
-from millpond.policy.score import WindowAttention
-from millpond.server.fields import CacheFields
+from millpond.policy.scores.attention import WindowAttention
+from millpond.server.schemas import CacheFields
 from tests.cli.test_cli import right
 from tests.matrix.models import llama
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from millpond.policy.chunks import Chunks
+from millpond.policy.scores.chunk_layout import ChunkLayout
 
 
 @settings(max_examples=100, deadline=None)
@@ -21,7 +21,7 @@ def test_every_entry_has_its_place(heads: int, n: int, first: int, size: int, se
     n_chunks = 2 * n // size
     if not n_chunks:
         return
-    chunks = Chunks.of(positions, first, size, n_chunks)
+    chunks = ChunkLayout.of(positions, first, size, n_chunks)
     value = torch.rand(heads, n, generator=gen)
     for h, row in enumerate(rows):
         for c in range(n_chunks):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from millpond.errors import OptionError
-from millpond.policy.layers import EvenLayers, LayerTable, Pyramid, apportion, split_budget
+from millpond.policy.allocation.layers import EvenLayers, LayerTable, Pyramid, apportion, split_budget
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.7]), min_size=1, max_size=3).filter(any).map(tuple)
 ALLOCATIONS = st.one_of(st.builds(Pyramid, st.sampled_from([1.0, 2.0, 20.0])), st.builds(LayerTable, WEIGHTS))

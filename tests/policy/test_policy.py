@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.methods import METHODS
-from millpond.policy.allocate import Ada
+from millpond.policy.allocation.heads import Ada
 from millpond.policy.policy import Policy, on_sliding_layer
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.view import View
 
 

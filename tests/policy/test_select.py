@@ -6,8 +6,14 @@ from hypothesis import given, settings
 
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention, LastAttention, RandomPriority, Recency, WindowAttention
-from millpond.policy.select import keep_best, rank_by_value
+from millpond.policy.scores.attention import (
+    AccumulatedAttention,
+    LastAttention,
+    RandomPriority,
+    Recency,
+    WindowAttention,
+)
+from millpond.policy.selection import keep_best, rank_by_value
 from millpond.policy.view import View
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.cache.attention import Attention
+from millpond.cache.attention.paged import PagedAttention
 from millpond.errors import NumericsError, UnsupportedModelError
-from millpond.kernels.rules import Evict, Signal
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import METHODS
-from millpond.policy.keys import KeyNorm
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.key_geometry import KeyNorm
 from millpond.policy.view import View
 from tests.hf.families import left_padded, shared_model
 from tests.matrix.models import llama, prompts
@@ -73,15 +73,15 @@ def test_empty_columns_are_zero_and_half_precision_is_widened() -> None:
     positions = torch.tensor([[0, 3], [2, -1]], dtype=torch.int32)
     stored = torch.full((2, 2, 3), 5.0, dtype=torch.bfloat16)
     stored[1, 1] = float("nan")
-    keys = View(positions, None, 4, 0, read=lambda part: stored).keys
+    keys = View(positions, None, 4, 0, read_entries=lambda part: stored).keys
     assert keys.dtype == torch.float32
     assert keys[:, :, 0].tolist() == [[5, 5], [5, 0]]
 
 
 def test_no_copy_where_no_score_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    before = Attention.contents
-    monkeypatch.setattr(Attention, "contents", lambda self, table, found, part: (
+    before = PagedAttention.contents
+    monkeypatch.setattr(PagedAttention, "contents", lambda self, table, found, part: (
         asked.append(part), before(self, table, found, part))[1])  # fmt: skip
     model, (ids, _) = llama(), prompts(1)
     for method, expected in (("h2o", []), ("knorm", ["keys"] * 2), ("lagkv", ["keys", "values"] * 2)):
@@ -142,7 +142,7 @@ def test_nan_keys_are_reported(method: str) -> None:
     keys = torch.randn(1, 30, 4, generator=torch.Generator().manual_seed(0))
     keys[0, 9] = float("nan")
     positions = torch.arange(30, dtype=torch.int32)[None]
-    view = View(positions, torch.rand(1, 30), 30, layer=3, read=lambda part: keys)
+    view = View(positions, torch.rand(1, 30), 30, layer=3, read_entries=lambda part: keys)
     options = {"lag": 8} if method == "lagkv" else {}
     with pytest.raises(NumericsError, match="layer 3"):
         METHODS.get(method)(**options).plan(view, 20)

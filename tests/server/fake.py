@@ -13,11 +13,11 @@ import httpx
 
 from evals.small import WORDS, tiny_tokenizer
 from millpond.engine.outputs import (
+    CacheSnapshot,
     Completion,
     EngineStats,
     FinishReason,
-    KVFigures,
-    Memory,
+    KVStats,
     RequestOutput,
     Times,
     TokenLogprob,
@@ -107,7 +107,7 @@ class FakeLLM:
             ids = self.answer(prompt, index, length)
             told = None if params.logprobs is None else tuple(self._logprob(i, params.logprobs) for i in ids)
             seen = len(prompt) + length
-            kv = KVFigures(seen, seen / 2, seen * TOKEN_BYTES // 2, seen * TOKEN_BYTES, seen // 2, shared_tokens=3)
+            kv = KVStats(seen, seen / 2, seen * TOKEN_BYTES // 2, seen * TOKEN_BYTES, seen // 2, shared_tokens=3)
             completions.append(Completion(index, self.text(ids), ids, told, reason, None, kv))
         before = None
         if params.prompt_logprobs is not None:
@@ -138,13 +138,13 @@ class FakeLLM:
     def trouble(self, limit_s: float) -> str | None:
         return self.hangs
 
-    async def memory(self, request_id: str, layer: int) -> Memory | None:
+    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
         if request_id not in self.running and request_id not in {r.request_id for r in self.asked if r.watch}:
             return None
         if layer >= 2:
             raise OptionError(f"layer {layer}: the model has layers 0 to 1")
-        kv = KVFigures(4, 2.0, 200, 400, 2)
-        return Memory(layer, 2, 2, (1, 2, 3, 4), (1.0, 0.0, 0.5, 1.0), (2.0, None, 1 / 3, math.pi), kv)
+        kv = KVStats(4, 2.0, 200, 400, 2)
+        return CacheSnapshot(layer, 2, 2, (1, 2, 3, 4), (1.0, 0.0, 0.5, 1.0), (2.0, None, 1 / 3, math.pi), kv)
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         self.closed = True

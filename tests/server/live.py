@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from millpond.server.llm import ServedLLM
-from millpond.server.run import DrainingServer, server_of
+from millpond.server.llm_protocol import ServedLLM
 from millpond.server.settings import ServerSettings
+from millpond.server.uvicorn_server import DrainingServer, server_of
 
 
 class Live:

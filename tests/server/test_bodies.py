@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from millpond.server import about, app, bodies, chat, completions, pages
+from millpond.server import app, body_parsing
 from millpond.server.app import create_app
-from millpond.server.bodies import ParsedRoute, count_outside_strings
+from millpond.server.body_parsing import ParsedRoute, count_outside_strings
+from millpond.server.routes import chat, completions, info, ui
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
 from server.hostile import BODIES, MOST_ITEMS
@@ -70,7 +71,7 @@ def test_no_body_stops_the_event_loop(server: Live, name: str) -> None:
 def test_every_route_with_a_body_parses_it_away_from_the_loop() -> None:
     checked = 0
     service = create_app(FakeLLM()).state.service
-    for router in (*(part.routes(service) for part in (completions, chat, about)), pages.routes(needs_key=False)):
+    for router in (*(part.routes(service) for part in (completions, chat, info)), ui.routes(needs_key=False)):
         for route in router.routes:
             assert isinstance(route, APIRoute)
             if route.body_field is not None:
@@ -93,7 +94,7 @@ def test_limits_are_the_settings_and_texts_do_not_count() -> None:
 ), st.booleans(), st.sampled_from([1, 2, 3, 7, 2**16]))  # fmt: skip
 def test_counts_are_those_of_the_parsed_text(value: Any, ascii_: bool, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "_PIECE", piece)
+        patch.setattr(body_parsing, "_PIECE", piece)
         found = count_outside_strings(json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"), 10**9)
     keys, nests, commas = numbers(value)
     assert (found.keys, found.nests, found.values) == (keys, nests, commas + nests)
@@ -134,8 +135,8 @@ def test_a_long_text_goes_to_another_thread_than_short_ones(server: Live, monkey
 
 def test_a_model_instance_passes_a_route_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[BaseModel] = []
-    plain = bodies._parsed
-    monkeypatch.setattr(bodies, "_parsed", lambda raw, kind: made.append(plain(raw, kind)) or made[-1])
+    plain = body_parsing._parsed
+    monkeypatch.setattr(body_parsing, "_parsed", lambda raw, kind: made.append(plain(raw, kind)) or made[-1])
     seen: list[BaseModel] = []
     plain_job = completions.job_of
     monkeypatch.setattr(completions, "job_of", lambda service, body: seen.append(body) or plain_job(service, body))

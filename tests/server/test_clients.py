@@ -11,9 +11,9 @@ import pytest
 from millpond.cli.serve import limits_of
 from millpond.engine.request import Request
 from millpond.errors import OptionError
+from millpond.server.admission import AdmissionControl
 from millpond.server.app import create_app
 from millpond.server.errors import ApiError
-from millpond.server.gate import Gate
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
 from server.live import live
@@ -126,14 +126,14 @@ def test_limits_on_the_command_line() -> None:
 def test_the_end_of_the_queue_is_for_those_who_have_nothing_in_it() -> None:
     llm = FakeLLM()
     llm.open.clear()
-    gate = Gate(llm, 16)
-    with gate.enter([str(n) for n in range(14)], "many"):
+    gate = AdmissionControl(llm, 16)
+    with gate.admit([str(n) for n in range(14)], "many"):
         full = "14 prompts wait and the queue holds 14 for you"
-        with pytest.raises(ApiError, match=full), gate.enter(["x"], "many"):
+        with pytest.raises(ApiError, match=full), gate.admit(["x"], "many"):
             pass
-        with gate.enter(["y"], "one"), pytest.raises(ApiError), gate.enter(["z"], "one"):
+        with gate.admit(["y"], "one"), pytest.raises(ApiError), gate.admit(["z"], "one"):
             pass
-    with gate.enter([str(n) for n in range(16)], "many"):
+    with gate.admit([str(n) for n in range(16)], "many"):
         assert gate.waiting == 16
 
 

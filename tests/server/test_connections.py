@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millpond.server.doors import ShortBodies
+from millpond.server.middleware import BodyLimitMiddleware
 from server.fake import FakeLLM
 from server.live import Live, live, until
 
@@ -50,9 +50,9 @@ def sends_until_closed(made: socket.socket, piece: bytes, pause_s: float, most: 
     return most
 
 
-def bodies_of(server: Live) -> ShortBodies:
+def bodies_of(server: Live) -> BodyLimitMiddleware:
     layer: Any = server.server.config.app.middleware_stack
-    while not isinstance(layer, ShortBodies):
+    while not isinstance(layer, BodyLimitMiddleware):
         layer = getattr(layer, "_app", None) or layer.app
     return layer
 

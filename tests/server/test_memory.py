@@ -6,9 +6,9 @@ import pytest
 
 from evals.small import tiny_model
 from millpond.engine.engine import Engine
-from millpond.engine.outputs import Memory
+from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 
 N_LAYERS, PROMPT = 2, tuple(2 + 7 * i % 90 for i in range(40))
@@ -29,7 +29,7 @@ def of_the_cache(made: Engine, name: str, layer: int) -> tuple[list[float], list
     found = made.cache_of(name)
     assert found is not None
     stack, sequence = found
-    entries = stack.cores[layer].read(sequence)
+    entries = stack.layers[layer].read(sequence)
     seen, heads = int(stack.timeline.seen[sequence]), entries.positions.shape[0]
     scores: list[list[float]] = [[] for _ in range(seen)]
     for row, values in zip(entries.positions.tolist(), entries.scores.tolist(), strict=True):
@@ -39,7 +39,7 @@ def of_the_cache(made: Engine, name: str, layer: int) -> tuple[list[float], list
     return [len(own) / heads for own in scores], [sum(own) / len(own) if own else None for own in scores]
 
 
-def known(made: Engine, name: str, layer: int) -> Memory:
+def known(made: Engine, name: str, layer: int) -> CacheSnapshot:
     memory = made.memory(name, layer)
     assert memory is not None
     return memory

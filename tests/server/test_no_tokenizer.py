@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, Qwen2Config
 
 import millpond as mp
 from evals.small import WORDS, tiny_model, tiny_tokenizer
-from millpond.cli.chat_partner import Here
+from millpond.cli.chat_backend import LocalBackend
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import OptionError
 from millpond.models.load import find_tokenizer
@@ -65,7 +65,7 @@ def test_the_library_takes_token_ids(folder: Path) -> None:
 
 def test_a_chat_in_the_terminal_is_refused(folder: Path) -> None:
     with mp.LLM(str(folder), method="full") as llm, pytest.raises(OptionError, match="has no tokenizer"):
-        Here(llm, mp.SamplingParams(), "bare")
+        LocalBackend(llm, mp.SamplingParams(), "bare")
 
 
 def test_the_server_answers_token_ids_with_token_ids(server: Live) -> None:

@@ -14,8 +14,8 @@ import pytest
 import schemathesis
 
 from millpond.errors import BudgetError, MillpondError
-from millpond.server import pages
 from millpond.server.app import create_app
+from millpond.server.routes import ui
 from millpond.server.settings import ServerSettings
 from server.fake import FakeLLM
 from server.test_chat import templated
@@ -122,7 +122,7 @@ def run(case: Case, **settings: Any) -> httpx.Response:
 
 
 def test_every_route_is_described() -> None:
-    served = {pair for pair in all_routes(app_of()) if pair[0] not in pages.PATHS and not pair[0].startswith("/page/")}
+    served = {pair for pair in all_routes(app_of()) if pair[0] not in ui.PATHS and not pair[0].startswith("/page/")}
     served -= {("/openapi.json", "get")}
     assert served == {(path, method) for path, found in DOCUMENT["paths"].items() for method in found}
     assert served == {(path, method) for path, (method, _, _) in ROUTES.items()}

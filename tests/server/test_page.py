@@ -13,7 +13,7 @@ import pytest
 
 from evals.browser import CHROMIUM, Browser
 from millpond.evals.inspector import palette
-from millpond.server.pages import PATHS
+from millpond.server.routes.ui import PATHS
 from server.fake import FakeLLM, client_of
 from server.live import Live, live, until
 from server.page_picture import HEIGHT, WIDTH, take

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import millpond.server.run
+import millpond.server.uvicorn_server
 from millpond.cli.app import app
 from millpond.cli.serve import KEYS_VARIABLE
 
@@ -68,7 +68,7 @@ def invoke(*arguments: str) -> Any:
 def test_what_cannot_be_served_is_one_sentence(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(millpond.server.run, "run", lambda *_, **__: pytest.fail("it serves"))
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: pytest.fail("it serves"))
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert words in done.stderr
@@ -80,7 +80,7 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     def run(llm: Any, settings: Any, **where: Any) -> None:
         seen.update(llm=llm, settings=settings, **where)
 
-    monkeypatch.setattr(millpond.server.run, "run", run)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", run)
     monkeypatch.setenv(KEYS_VARIABLE, "two")
     done = invoke(
         "--method", "tova", "--budget", "64", "--codec", "bf16", "--kv-memory", "32MiB", "--served-name", "mine",
@@ -99,13 +99,13 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(millpond.server.run, "run", lambda *_, **__: None)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
     assert "anybody who reaches 0.0.0.0 may ask" in invoke("--host", "0.0.0.0").stderr
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "millpond.server.run")
+    monkeypatch.delitem(sys.modules, "millpond.server.uvicorn_server")
     done = invoke()
     assert done.exit_code == 2
     assert "pip install 'millpond[server]'" in done.stderr

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from engine.test_sampling_constrain import byte_tokenizer
 from millpond.errors import OptionError
 from millpond.server.app import create_app
-from millpond.server.fields import ChatBody
+from millpond.server.schemas import ChatBody
 from millpond.server.settings import ServerSettings
-from millpond.server.tools.choice import format_of
 from millpond.server.tools.mistral import Mistral
 from millpond.server.tools.plain import in_words
 from millpond.server.tools.template import Shown, ask_template
+from millpond.server.tools.tool_choice import format_of
 from server.fake import FakeLLM
 
 #: As the templates of the families write, in short.

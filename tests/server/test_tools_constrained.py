@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.test_sampling_constrain import PADDED, begin, byte_tokenizer
-from millpond.engine.grammars import Grammars
-from millpond.engine.sampling import Sampler
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.grammar.compiler import Grammars
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.sampler import Sampler
 from millpond.errors import OptionError
 from millpond.server.messages import Function
 from millpond.server.tools.events import found_in

@@ -26,7 +26,7 @@ HANGS = """
 import threading
 from evals.small import tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from millpond.server.run import run
+from millpond.server.uvicorn_server import run
 from millpond.server.settings import ServerSettings
 llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), budget=16)
 llm._engine.step = lambda: threading.Event().wait()

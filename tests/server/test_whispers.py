@@ -11,11 +11,11 @@ import pytest
 from evals.small import tiny_model
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sampling import BadLogitsError
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.sampler import BadLogitsError
 from millpond.server.app import create_app
-from millpond.server.figures import usage
 from millpond.server.settings import ServerSettings
+from millpond.server.usage import usage
 from server.fake import FakeLLM
 
 

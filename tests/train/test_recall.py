@@ -12,13 +12,13 @@ from millpond.errors import OptionError
 from millpond.models.pond import words as w
 from millpond.models.pond.exam import TASKS, draw_paper, spell
 from millpond.models.pond.facts import FAMILIES
-from millpond.train.recall import CHECKPOINT, accepted_loss, supervised_logits, train_recall
-from millpond.train.recall_card import write_card
-from millpond.train.recall_curriculum import LENGTHS, PATIENCE, POLISH, Curriculum
-from millpond.train.recall_eval import evaluate_task
-from millpond.train.recall_model import BUNDLED_DIR, MAX_POSITIONS, build_model
-from millpond.train.recall_rows import NO_WORD, SOURCES, WARM_UP, draw_batch, warm_up_batch
-from millpond.train.recall_run import Recipe, Run
+from millpond.train.recall.card import write_card
+from millpond.train.recall.curriculum import LENGTHS, PATIENCE, POLISH, Curriculum
+from millpond.train.recall.eval import evaluate_task
+from millpond.train.recall.model import BUNDLED_DIR, MAX_POSITIONS, build_model
+from millpond.train.recall.run import RecallRun, Recipe
+from millpond.train.recall.train import CHECKPOINT, accepted_loss, supervised_logits, train_recall
+from millpond.train.recall.training_rows import NO_WORD, SOURCES, WARM_UP, draw_batch, warm_up_batch
 
 TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
 MARKS_OF_QUESTIONS = {w.ID[mark] for mark in (w.ASK, w.ALL, w.EACH, w.TRACE, w.COPY, w.MOST, w.COMMON)}
@@ -94,9 +94,9 @@ def test_training_leaves_a_model_that_loads_and_a_card(tmp_path: Path, monkeypat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.nn.utils.parameters_to_vector(loaded.parameters()).equal(_weights(run))
     assert {CHECKPOINT, "log.jsonl", "tokenizer.json"} <= {file.name for file in tmp_path.iterdir()}
-    monkeypatch.setattr("millpond.train.recall_card.EXAM_LENGTHS", (160,))
-    monkeypatch.setattr("millpond.train.recall_card.ASKED", 1)
-    monkeypatch.setattr("millpond.train.recall_card.TASKS", ("recall",))
+    monkeypatch.setattr("millpond.train.recall.card.EXAM_LENGTHS", (160,))
+    monkeypatch.setattr("millpond.train.recall.card.ASKED", 1)
+    monkeypatch.setattr("millpond.train.recall.card.TASKS", ("recall",))
     card = write_card(run, tmp_path, hardware="a test", recipe=TINY)
     assert f"{run.model.num_parameters():,} parameters" in card
     assert "| recall | 0." in card
@@ -218,5 +218,5 @@ def rows_of(tensor: torch.Tensor) -> list[list[int]]:
     return tensor.tolist()
 
 
-def _weights(run: Run) -> torch.Tensor:
+def _weights(run: RecallRun) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from millpond.errors import DataError
-from millpond.train.text_analysis import even_columns, gathered, measure_attention, sparsity, spread_windows
-from millpond.train.text_model import build_text_model
+from millpond.train.text.analysis import even_columns, gathered, measure_attention, sparsity, spread_windows
+from millpond.train.text.model import build_text_model
 from train.text_tiny import TINY
 
 

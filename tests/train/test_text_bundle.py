@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from millpond.models.load import load_model, load_tokenizer, resolve
-from millpond.train.text_eval import perplexity
-from millpond.train.text_model import BUNDLED_DIR
-from millpond.train.text_recipe import TextRecipe, preset
+from millpond.train.text.eval import perplexity
+from millpond.train.text.model import BUNDLED_DIR
+from millpond.train.text.recipe import TextRecipe, recipe_named
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
 HELD_OUT = DATA / "gutenberg" / "great_expectations.txt"
@@ -30,7 +30,7 @@ TEXT = (
 
 @pytest.fixture(scope="module", params=["cpu", "cpu-long"])
 def recipe(request: pytest.FixtureRequest) -> TextRecipe:
-    return preset(request.param)
+    return recipe_named(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from millpond.errors import DataError
-from millpond.train.text_corpus import HELD_OUT, clean, held_out_files, read_document, training_files
-from millpond.train.text_data import TokenFile, draw_batch, open_tokens
-from millpond.train.text_mix import Mixer
-from millpond.train.text_recall import FORMS, draw_facts
-from millpond.train.text_recipe import Tasks
-from millpond.train.text_tokenizer import BOS_ID, EOS_ID, plain_ids
+from millpond.train.text.corpus import HELD_OUT, clean, held_out_files, read_document, training_files
+from millpond.train.text.data import TokenFile, draw_batch, open_tokens
+from millpond.train.text.mix import Mixer
+from millpond.train.text.recall import FORMS, draw_facts
+from millpond.train.text.recipe import Tasks
+from millpond.train.text.tokenizer import BOS_ID, EOS_ID, plain_ids
 from train.text_tiny import TINY, write_corpus
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.cli.heavy_hitters import BEGIN, END
-from millpond.train import text_recipe
+from millpond.cli.train.heavy_hitters import BEGIN, END
+from millpond.train.text import recipe
 from train.text_tiny import TINY, write_corpus
 
 HELD_OUT = "gutenberg/great_expectations.txt"
@@ -26,7 +26,7 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of a few steps, trained from the command line."""
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(text_recipe.PRESETS, "tiny", TINY)
+        patch.setitem(recipe.PRESETS, "tiny", TINY)
         options = [
             "--out",
             str(folder),

@@ -16,13 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millpond.errors import DataError, OptionError
-from millpond.train import text_card
-from millpond.train.text import CHECKPOINT, LOG, train_text
-from millpond.train.text_data import TokenFile
-from millpond.train.text_eval import loss_by_place, perplexity, recall, told_again
-from millpond.train.text_model import build_text_model
-from millpond.train.text_recipe import PRESETS, preset
-from millpond.train.text_run import TextRun
+from millpond.train.text import card as text_card
+from millpond.train.text.data import TokenFile
+from millpond.train.text.eval import loss_by_place, perplexity, recall, told_again
+from millpond.train.text.model import build_text_model
+from millpond.train.text.recipe import PRESETS, recipe_named
+from millpond.train.text.run import TextRun
+from millpond.train.text.train import CHECKPOINT, LOG, train_text
 from train.text_tiny import TINY, write_corpus
 
 QUIET = {"threads": 1, "device": "cpu", "show_progress": False}
@@ -66,7 +66,7 @@ def test_the_schedule() -> None:
 @pytest.mark.parametrize(("name", "least", "most"), [("cpu", 5e6, 7e6), ("cpu-long", 5e6, 7e6), ("gpu", 20e6, 32e6)])
 def test_presets_have_the_size_that_they_are_meant_to_have(name: str, least: float, most: float) -> None:
     with torch.device("meta"):
-        model = build_text_model(preset(name), PRESETS[name].vocab_size, seed=0)
+        model = build_text_model(recipe_named(name), PRESETS[name].vocab_size, seed=0)
     assert least <= model.num_parameters() <= most
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     assert model.config.max_position_embeddings >= 2048
@@ -75,7 +75,7 @@ def test_presets_have_the_size_that_they_are_meant_to_have(name: str, least: flo
 
 def test_an_unknown_preset() -> None:
     with pytest.raises(OptionError, match="did you mean 'cpu'"):
-        preset("cqu")
+        recipe_named("cqu")
 
 
 def test_the_run_reads_what_was_planned_and_learns(done: tuple[TextRun, TokenFile], folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from millpond.train.text_recipe import Tasks, TextRecipe
+from millpond.train.text.recipe import Tasks, TextRecipe
 
 TINY = TextRecipe(
     "tiny", "pond-tiny", hidden=16, ffn=32, layers=2, heads=2, kv_heads=1, head_dim=8, tokens=1600, tokens_per_step=128,

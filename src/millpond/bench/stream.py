@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from millpond.bench.machine import describe_machine
-from millpond.bench.memory import resident_bytes
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.memory import resident_bytes
 from millpond.hf.compress import compress
 
 PROMPT = 64  #: tokens of the first pass

@@ -8,25 +8,25 @@ import typer
 from typer.core import TyperGroup
 
 from millpond.cli import (
-    bench,
-    bench_engines,
-    bench_serve,
     calibrate,
     chat,
-    demo,
-    document,
+    documents,
     eval_peer,
     generate,
     inspect,
     leaderboard,
+    list_registry,
     lm_eval,
-    names,
     plot,
     serve,
-    train,
 )
 from millpond.cli import eval as evaluation
+from millpond.cli.bench import app as bench
+from millpond.cli.bench import engines as bench_engines
+from millpond.cli.bench import serve as bench_serve
 from millpond.cli.console import errors
+from millpond.cli.demo import command as demo
+from millpond.cli.train import app as train
 from millpond.errors import MillpondError
 
 EXIT_USER_ERROR = 2
@@ -77,8 +77,8 @@ def _root(
 
 
 app.command("generate")(generate.generate)
-app.command("remember")(document.remember)
-app.command("ask")(document.ask)
+app.command("remember")(documents.remember)
+app.command("ask")(documents.ask)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("calibrate")(calibrate.calibrate)
@@ -92,8 +92,8 @@ app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)
 app.command("plot")(plot.plot)
 app.command("leaderboard")(leaderboard.leaderboard)
-app.command("methods")(names.methods)
-app.command("codecs")(names.codecs)
+app.command("methods")(list_registry.methods)
+app.command("codecs")(list_registry.codecs)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(bench.app, name="bench")

@@ -15,7 +15,7 @@ from millpond.cli.options import DeviceName, DtypeName, ModelName, optional
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from millpond.hf.calibrate import Progress
+    from millpond.hf.calibration.measure import Progress
 
 
 def calibrate(
@@ -48,7 +48,7 @@ def calibrate(
     chosen, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
     words = _read(text)
     from millpond.cli.generate import pick_device
-    from millpond.hf.calibrate import calibrate as measure
+    from millpond.hf.calibration.measure import calibrate as measure
     from millpond.models.load import load_model, load_tokenizer
 
     loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]

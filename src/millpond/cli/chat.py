@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from millpond.cli.chat_partner import Here, Message, Partner, reach
+from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
 from millpond.cli.options import (
     BudgetText,
@@ -66,7 +66,7 @@ def chat(
     kept = {name: value for name, value in kept.items() if value}
     if url is None:
         own = {**kept, **({"calibration": calibration} if calibration else {})}
-        who: AbstractContextManager[Partner] = _here(model or "pond-recall", kv_memory, dtype, own, drawn)
+        who: AbstractContextManager[ChatBackend] = _here(model or "pond-recall", kv_memory, dtype, own, drawn)
     elif kv_memory or dtype or calibration:
         raise OptionError("--kv-memory, --dtype and --calibration are the server's; leave them out with --url")
     else:
@@ -76,7 +76,7 @@ def chat(
         converse(partner, typed(), system)
 
 
-def converse(partner: Partner, said: Iterator[str], system: str | None = None) -> None:
+def converse(partner: ChatBackend, said: Iterator[str], system: str | None = None) -> None:
     """Answer line after line until there are no more; an error costs the turn in which it comes, and no more."""
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
@@ -120,7 +120,7 @@ def typed() -> Iterator[str]:
             sys.stdout.write("\n")
 
 
-def _answer(partner: Partner, messages: list[Message], write: Callable[[str], object]) -> str | None:
+def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str], object]) -> str | None:
     """The answer, written while it comes; Ctrl-C ends it with what came. None: there was none."""
     parts: list[str] = []
     stream = partner.answer(messages)
@@ -144,15 +144,15 @@ def _answer(partner: Partner, messages: list[Message], write: Callable[[str], ob
 @contextmanager
 def _here(
     model: str, kv_memory: str | None, dtype: str | None, kept: dict[str, Any], drawn: dict[str, Any]
-) -> Iterator[Here]:
+) -> Iterator[LocalBackend]:
     from millpond.engine.llm import LLM
-    from millpond.engine.sampling_params import SamplingParams
+    from millpond.engine.sampling.params import SamplingParams
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
         llm = LLM(model, kv_memory=kv_memory, dtype=dtype, **kept)
     with llm:
-        yield Here(llm, params, model)
+        yield LocalBackend(llm, params, model)
 
 
 def _note(text: str) -> None:

@@ -16,9 +16,9 @@ from millpond.cli.console import errors, notes, output
 from millpond.cli.options import CalibrationFile, optional
 
 if TYPE_CHECKING:
-    from millpond.evals.plan import Plan
-    from millpond.evals.record import Cell, Row
-    from millpond.evals.run import Progress
+    from millpond.evals.decoding.record import Cell, SummaryRow
+    from millpond.evals.harness.plan import EvalPlan
+    from millpond.evals.harness.run import Progress
 
 
 def evaluate(
@@ -50,10 +50,10 @@ def evaluate(
     threads: Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's.")] = None,
 ) -> None:  # fmt: skip
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
-    from millpond.evals.plan import Plan
+    from millpond.evals.harness.plan import EvalPlan
     from millpond.evals.spec import parse_specs, words
 
-    plan = Plan(
+    plan = EvalPlan(
         model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
         None if budget is None else words(budget, "budget"), words(codec, "codec"), words(protocol, "protocol"),
         samples=samples, seed=seed, batch_size=batch_size, dtype=dtype, calibration=calibration,
@@ -62,12 +62,12 @@ def evaluate(
     show_scores(rows, out)
 
 
-def _run(plan: Plan, out: Path, device: str | None, threads: int | None) -> list[Row]:
+def _run(plan: EvalPlan, out: Path, device: str | None, threads: int | None) -> list[SummaryRow]:
     import torch
 
-    from millpond.bench.machine import describe_machine
+    from millpond.bench.common.machine import describe_machine
     from millpond.cli.generate import pick_device
-    from millpond.evals.run import run
+    from millpond.evals.harness.run import run
     from millpond.models.load import load_model, load_tokenizer
 
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -105,10 +105,10 @@ def progress_bars(cells: list[Cell]) -> Iterator[Progress]:
         yield show
 
 
-def show_scores(rows: list[Row], out: Path) -> None:
+def show_scores(rows: list[SummaryRow], out: Path) -> None:
     """The table, and what a person must know before believing it."""
-    from millpond.cli.scores import failure_note, score_table
-    from millpond.evals.summary import HOW
+    from millpond.cli.score_table import failure_note, score_table
+    from millpond.evals.harness.summary import HOW
 
     screen = output()
     screen.print(score_table(rows))

@@ -113,7 +113,7 @@ def _export(plan: PeerPlan, model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def _run(plan: PeerPlan, them: Peer, model: Any, tokenizer: Any, out: Path) -> None:
-    from millpond.bench.machine import describe_machine
+    from millpond.bench.common.machine import describe_machine
     from millpond.cli.eval import progress_bars, show_scores
     from millpond.evals.peers.run import run_peer
 

@@ -27,7 +27,7 @@ from millpond.cli.options import (
     optional,
     parse_options,
 )
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from millpond.bench.clock import Stopwatch
+    from millpond.bench.common.stopwatch import Stopwatch
     from millpond.hf.stats import CacheStats
 
 
@@ -119,9 +119,9 @@ def generate(
     kept = kept_as(context, preset, method, budget, codec)
     import torch
 
-    from millpond.cache.pool import DEFAULT_SLOTS
-    from millpond.cli.stream import TextStopwatch
-    from millpond.engine.bans import sequences_of
+    from millpond.cache.pages.pool import DEFAULT_SLOTS
+    from millpond.cli.text_streamer import TextStopwatch
+    from millpond.engine.sampling.banned_tokens import sequences_of
     from millpond.hf.compress import compress
     from millpond.models.chat_template import end_ids
     from millpond.models.load import load_model, load_tokenizer

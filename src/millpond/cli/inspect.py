@@ -29,7 +29,7 @@ from millpond.errors import OptionError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from millpond.evals.pieces import Encoded
+    from millpond.evals.inspector.token_text import Encoded
 
 
 def inspect(
@@ -54,7 +54,7 @@ def inspect(
     text = read_prompt(prompt, prompt_file)
     options: dict[str, Any] = dict(parse_options(option or []))
     from millpond.evals.inspector import page
-    from millpond.evals.record_trace import record_trace
+    from millpond.evals.inspector.trace_recorder import record_trace
     from millpond.hf.compress import compress
     from millpond.models.load import load_model, load_tokenizer
 
@@ -90,7 +90,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     Raises:
         OptionError: a chat template is wanted and there is none.
     """
-    from millpond.evals.pieces import encode_pieces
+    from millpond.evals.inspector.token_text import encode_pieces
 
     if not wants_template(tokenizer, chat):
         return encode_pieces(tokenizer, text)

@@ -21,8 +21,8 @@ def leaderboard(
 ) -> None:
     """Write results as a table: methods x tasks for each model, protocol and budget, best first."""
     from millpond.cli.inspect import write
-    from millpond.evals.leaderboard import render
-    from millpond.evals.results import read_notes, read_rows, unite
+    from millpond.evals.harness.results import read_notes, read_rows, unite
+    from millpond.evals.report.leaderboard import render
 
     rows = unite([row for path in results for row in read_rows(path)])
     text = render(rows, [note for path in results for note in read_notes(path)])

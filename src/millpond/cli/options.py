@@ -10,7 +10,7 @@ import typer
 
 from millpond.budget import DEFAULT
 from millpond.errors import OptionError
-from millpond.named import preset as preset_of
+from millpond.presets import preset as preset_of
 
 #: A `typer.Option` whose default, None, needs no showing.
 optional = partial(typer.Option, show_default=False)

@@ -21,7 +21,7 @@ def plot(
     format: Annotated[Literal["png", "svg", "pdf"], typer.Option(help="Of the pictures.")] = "png",
 ) -> None:
     """Draw quality against bytes, needle heat maps and budgets per head, whichever the folder has numbers for."""
-    from millpond.evals.plots.folder import draw_all
+    from millpond.evals.report.plots.folder import draw_all
     from millpond.evals.spec import words
 
     methods = None if method is None else words(method, "method")

@@ -133,8 +133,8 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI's API does, inside a memory limit; http://HOST:PORT/ is a page to chat on."""
     try:
-        from millpond.server.run import run
         from millpond.server.settings import ServerSettings
+        from millpond.server.uvicorn_server import run
     except ModuleNotFoundError as error:
         raise OptionError(f"the server needs {error.name}: pip install 'millpond[server]'") from error
     from millpond.budget import parse_bytes

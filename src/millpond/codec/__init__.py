@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from millpond.codec.presets import PRESETS, preset
+from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, is_plain
 from millpond.errors import OptionError, unknown
 
-__all__ = ["DTYPES", "Codec", "codecs", "preset", "resolve"]
+__all__ = ["DTYPES", "Codec", "codecs", "codec_named", "resolve"]
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -36,7 +36,7 @@ def resolve(codec: str | tuple[str, str]) -> torch.dtype | Codec | None:
         if name in ("auto", *DTYPES) and name not in PRESETS:
             raise OptionError(f"codec={codec!r}: {name!r} cannot be one of a pair; write 'bf16' for plain numbers")
         _one(name)
-    found = preset((names[0], names[1]))
+    found = codec_named((names[0], names[1]))
     return torch.bfloat16 if is_plain(found) and not found.prune else found
 
 

@@ -48,14 +48,14 @@ _ALL = [
 PRESETS = {codec.name: codec for codec in _ALL}
 
 
-def preset(name: str | tuple[str, str]) -> Codec:
+def codec_named(name: str | tuple[str, str]) -> Codec:
     """The codec of that name, or of a pair (keys, values).
 
     Raises:
         OptionError: no such codec, or a pair that cannot share a page.
     """
     if isinstance(name, tuple):
-        return joined(*(preset(part) for part in name))
+        return joined(*(codec_named(part) for part in name))
     if name not in PRESETS:
         raise unknown("codec", name, PRESETS)
     return PRESETS[name]

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from millpond.engine.bans import Bans
 from millpond.engine.engine import Engine
-from millpond.engine.grammars import Grammar
+from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import load
-from millpond.engine.outputs import EngineStats, Memory, RequestOutput
+from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sampling.banned_tokens import Bans
 from millpond.errors import MillpondError
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class AsyncLLM:
             model if loaded is not model else getattr(model, "name_or_path", "") or "model"
         )
         self._engine = Engine(loaded, tokenizer, **options)
-        self._boxes: dict[str, _Box] = {}  # only the engine's thread looks at it
+        self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread looks at it
         self._asked: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -108,7 +108,7 @@ class AsyncLLM:
         Raises:
             MillpondError: the request is refused, or an error ended it.
         """
-        box = _Box(asyncio.get_running_loop())
+        box = _Mailbox(asyncio.get_running_loop())
         try:
             grammar = await self._engine.grammars.wait_for(request.params)
             bans = await asyncio.to_thread(self._engine.bans_of, request.params) if request.params.forbids else None
@@ -126,7 +126,7 @@ class AsyncLLM:
         """End a request with what it has; one that is not there any more is no error."""
         await self.call(lambda engine: engine.cancel(request_id))
 
-    async def memory(self, request_id: str, layer: int) -> Memory | None:
+    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer; see `Engine.memory`."""
         return await self.call(lambda engine: engine.memory(request_id, layer))
 
@@ -222,14 +222,14 @@ class AsyncLLM:
             return self._engine.end_all(error)
 
     def _take_in(
-        self, engine: Engine, request: Request, box: _Box, grammar: Grammar | None, bans: Bans | None
+        self, engine: Engine, request: Request, box: _Mailbox, grammar: Grammar | None, bans: Bans | None
     ) -> None:
         if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
         engine.add(request, grammar, bans)
         self._boxes[request.request_id] = box
 
-    def _drop(self, request_id: str, box: _Box) -> None:
+    def _drop(self, request_id: str, box: _Mailbox) -> None:
         """Nobody reads this request's answers any more; another one may have its name."""
         if self._boxes.get(request_id) is box:
             del self._boxes[request_id]
@@ -254,7 +254,7 @@ class AsyncLLM:
         return True
 
 
-class _Box:
+class _Mailbox:
     """The newest output of a request, for the task that reads it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

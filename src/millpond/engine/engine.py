@@ -16,31 +16,31 @@ from typing import Any
 import torch
 
 from millpond.budget import Budget, parse_bytes
-from millpond.cache.account import Account
-from millpond.cache.pool import DEFAULT_SLOTS, check_slots
-from millpond.cache.stack import Stack
-from millpond.cache.swap_files import SwapFiles
-from millpond.engine.bans import Bans
-from millpond.engine.grammars import Grammar, Grammars
-from millpond.engine.groups import Group
-from millpond.engine.intake import Intake
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
+from millpond.cache.swap.files import SwapFiles
+from millpond.engine.cache_snapshots import SnapshotStore
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.grammar.compiler import Grammar, Grammars
+from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages
-from millpond.engine.live import Live
-from millpond.engine.memory import Memories
-from millpond.engine.outputs import EngineStats, FinishReason, Memory, RequestOutput
-from millpond.engine.recipes import Recipes
+from millpond.engine.outputs import CacheSnapshot, EngineStats, FinishReason, RequestOutput
+from millpond.engine.preemption import Preemptor, groups_of
+from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.room import Room, groups_of
-from millpond.engine.sampling import Sampler
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.request_state import RequestState
+from millpond.engine.request_validation import RequestValidator
+from millpond.engine.sampling.banned_tokens import Bans
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler, State
-from millpond.engine.sharing import Sharing
-from millpond.engine.turn import Turn
+from millpond.engine.step_executor import StepExecutor
 from millpond.errors import MillpondError, OptionError
-from millpond.hf.calibrated import Given, loaded
+from millpond.hf.calibration.load import CalibrationSource, loaded
 from millpond.hf.compress import budget_of, policy_of
-from millpond.hf.packed import PackedModel, Runner
 from millpond.methods import METHODS
+from millpond.runner.packed_model import PackedModel, Runner
 from millpond.scalar import number
 
 
@@ -78,36 +78,36 @@ class Engine:
         runner: Runner = "auto",
         native_layers: bool = True,
         swap_to: str | PathLike[str] | None = None,
-        calibration: Given = None,
+        calibration: CalibrationSource = None,
     ) -> None:
         page_slots = number(page_slots)
         check_slots(page_slots)
         limit = None if kv_memory is None else parse_bytes(kv_memory)
         self.tokenizer = tokenizer
-        self._account = Account(limit)
+        self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
         self._model = PackedModel(model, runner=runner, native_layers=native_layers)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
-        self._memories = Memories(self._model.layers)
-        self._live: dict[str, Live] = {}
-        self._told: list[Live] = []  # requests that changed outside a step
-        self._sharing = Sharing(self._account, self._model.layers, enabled=prefix_cache)
+        self._memories = SnapshotStore(self._model.layers)
+        self._live: dict[str, RequestState] = {}
+        self._told: list[RequestState] = []  # requests that changed outside a step
+        self._sharing = PrefixSharing(self._account, self._model.layers, enabled=prefix_cache)
         self._files: SwapFiles | None = None
         try:
             chosen = METHODS.get(method).with_files_read(dict(options or {}))
             defaults = CacheOptions(method=method, options=chosen, budget=budget, codec=codec)
             self._files = None if swap_to is None else SwapFiles(swap_to)
             budget_of(method, budget, policy_of(method, chosen))  # refuses one where none is taken
-            self._recipes = Recipes(self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration))
+            self._recipes = GroupRegistry(self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration))
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
             raise
-        self._room = Room(self._scheduler, self._live, self._model.layers, self._sharing, self._files)
-        self._intake = Intake(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
-        self._turn = Turn(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
+        self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files)
+        self._intake = RequestValidator(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
+        self._turn = StepExecutor(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._finished = self._evicted = 0
         self._stats = self._count()
 
@@ -147,7 +147,7 @@ class Engine:
         """
         if request.request_id in self._live:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
-        live = self._intake.take(request)
+        live = self._intake.validate(request)
         grammar = grammar or self.grammars.of(request.params)
         bans = bans or self.bans_of(request.params)
         for answer in live.answers:
@@ -169,7 +169,7 @@ class Engine:
         """Whether a step would do or tell anything."""
         return bool(self._live or self._told)
 
-    def cache_of(self, request_id: str, index: int = 0) -> tuple[Stack, int] | None:
+    def cache_of(self, request_id: str, index: int = 0) -> tuple[BatchCache, int] | None:
         """The caches that hold an answer, and which of their sequences it is; None while it holds none.
 
         What is read there is right until the next step.
@@ -177,7 +177,7 @@ class Engine:
         live = self._live.get(request_id)
         return None if live is None else live.cache(index)
 
-    def memory(self, request_id: str, layer: int) -> Memory | None:
+    def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer now; or when it ended, if it was watched.
 
         None: it has not begun, lies outside the pool, or nothing is known of it any more.
@@ -212,7 +212,7 @@ class Engine:
                 self._tidy(live)
         self._trim()
         self._stats = self._count()
-        return [live.show() for live in ended]
+        return [live.to_output() for live in ended]
 
     def close(self) -> None:
         """End all requests, give all memory back, and the model its own attention."""
@@ -262,11 +262,11 @@ class Engine:
         if not self._live:
             self._trim()
         self._stats = self._count()
-        return [live.show() for live in dict.fromkeys(changed)]
+        return [live.to_output() for live in dict.fromkeys(changed)]
 
     # ------------------------------------------------------------------ ends
 
-    def _forget(self, lives: list[Live]) -> None:
+    def _forget(self, lives: list[RequestState]) -> None:
         """Forget what has ended of requests that have new tokens."""
         for live in lives:
             first = live.answers[0]
@@ -277,15 +277,15 @@ class Engine:
         for live in lives:
             self._tidy(live)
 
-    def _tidy(self, live: Live) -> None:
+    def _tidy(self, live: RequestState) -> None:
         """Forget the answers that have ended; and the request with the last of them."""
-        going = live.going
+        going = live.unfinished
         for answer in live.answers:
             if answer.finished:
                 self._sampler.stop(answer.key)
         if going:
             if len(going) < live.job.width:
-                self._scheduler.narrowed(live.job, len(going))
+                self._scheduler.set_width(live.job, len(going))
             return
         if live.stack is not None:
             live.stack.clear()
@@ -297,15 +297,15 @@ class Engine:
         self._finished += 1
         self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
 
-    def _end(self, live: Live, reason: FinishReason) -> None:
+    def _end(self, live: RequestState, reason: FinishReason) -> None:
         """All answers of a request end as they are."""
         if not live.answers[0].finished:
             self._memories.note(live)
-        for answer in live.going:
+        for answer in live.unfinished:
             answer.end(reason)
         self._tidy(live)
 
-    def _break_off(self, groups: list[Group], reading: list[tuple[Live, int]], error: Exception) -> list[Live]:
+    def _break_off(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception) -> list[RequestState]:
         """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
         lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
         lives += [live for live, _ in reading if live not in lives]
@@ -316,7 +316,7 @@ class Engine:
             self._tidy(live)
         return lives
 
-    def _part_with_lost(self) -> list[Live]:
+    def _part_with_lost(self) -> list[RequestState]:
         """End the requests whose caches found no way out of the pool, or back."""
         lost, self._room.lost = self._room.lost, []
         for live in lost:
@@ -333,12 +333,12 @@ class Engine:
             pool.trim()
 
     def _count(self) -> EngineStats:
-        scheduler, going = self._scheduler, [a for live in self._live.values() for a in live.going]
+        scheduler, going = self._scheduler, [a for live in self._live.values() for a in live.unfinished]
         figures = [answer.kv for answer in going if answer.kv is not None]
         return EngineStats(
             running=scheduler.count(State.READING, State.DECODING), waiting=scheduler.count(State.WAITING),
             swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes, kv_reserved=self._account.nbytes,
             kv_limit=self._account.limit_bytes, kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
-            preemptions=self._room.carried_out, finished=self._finished, evicted_entries=self._evicted,
+            preemptions=self._room.n_preempted, finished=self._finished, evicted_entries=self._evicted,
             **self._turn.counts,
         )  # fmt: skip

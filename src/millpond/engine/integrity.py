@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millpond.cache.account import Account
-from millpond.cache.prefix import PrefixTree
-from millpond.cache.stack import Stack
-from millpond.cache.swap import Holder
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.prefix_tree import PrefixTree
+from millpond.cache.swap.pages import Holder
 
 
-def check_pages(account: Account, stacks: Iterable[Stack], shared: PrefixTree) -> None:
+def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: PrefixTree) -> None:
     """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
-    tables = [core.table for stack in stacks for core in stack.cores if core.table is not None]
+    tables = [core.table for stack in stacks for core in stack.layers if core.table is not None]
     parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
     for pool in account.pools:
         held = [part.held() for part in parts if part.pool is pool]

@@ -14,11 +14,11 @@ from millpond.budget import Budget
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.hf.calibrated import Given
-from millpond.hf.packed import Runner
+from millpond.hf.calibration.load import CalibrationSource
 from millpond.models.load import find_tokenizer, load_model
+from millpond.runner.packed_model import Runner
 
 #: What `generate` takes: a text, token ids, or several of either.
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -62,7 +62,7 @@ class LLM:
         swap_to: str | PathLike[str] | None = None,
         tokenizer: Any = None,
         threads: int | None = None,
-        calibration: Given = None,
+        calibration: CalibrationSource = None,
         runner: Runner = "auto",
         native_layers: bool = True,
     ) -> None:

@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class KVFigures:
+class KVStats:
     """What a request's cache holds.
 
     Attributes:
@@ -73,7 +73,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    kv: KVFigures | None = None
+    kv: KVStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class CacheSnapshot:
     """What one layer remembers of a request's first answer at one moment.
 
     Attributes:
@@ -113,7 +113,7 @@ class Memory:
     token_ids: tuple[int, ...]
     kept: tuple[float, ...]
     scores: tuple[float | None, ...]
-    kv: KVFigures
+    kv: KVStats
 
 
 @dataclass(frozen=True, slots=True)

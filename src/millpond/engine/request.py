@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millpond.budget import Budget
-from millpond.engine.sampling_params import SamplingParams
+from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 
 #: Characters of a salt.

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from millpond.engine.clients import Client, Clients
+from millpond.engine.fair_queue import ClientService, FairQueue
 from millpond.engine.pace import Pace
 from millpond.errors import OptionError
 
@@ -40,7 +40,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes of pages that a job holds at most.
 
     Attributes:
@@ -65,7 +65,7 @@ class Job:
     """One request as the scheduler sees it.
 
     Attributes:
-        key: its name. prompt: tokens to read. need: see `Need`. width: answers that are not finished.
+        key: its name. prompt: tokens to read. need: see `MemoryNeed`. width: answers that are not finished.
         client: who asks. priority: lower goes first.
         deadline: when it ends at the latest, on the caller's clock; None: never. whole: its prompt cannot be cut.
         arrival, account: given by the scheduler. read: tokens of the prompt that were read.
@@ -75,7 +75,7 @@ class Job:
 
     key: str
     prompt: int
-    need: Need
+    need: MemoryNeed
     width: int = 1
     client: str = ""
     priority: int = 0
@@ -86,7 +86,7 @@ class Job:
     passes: int = 0
     waited: int = 0
     apart: bool = False
-    account: Client = field(default_factory=lambda: Client(0))
+    account: ClientService = field(default_factory=lambda: ClientService(0))
     state: State = State.WAITING
 
     @property
@@ -155,7 +155,7 @@ class Scheduler:
         self.most_running = most_running
         self._promised = None if limit_bytes is None else int(limit_bytes * overcommit)
         self._jobs: dict[str, Job] = {}
-        self._clients = Clients()
+        self._clients = FairQueue()
         self._pace = Pace()
         self._arrivals = 0
         self._closed = False  # somebody was carried out because pages ran short: nobody begins until somebody ends
@@ -177,7 +177,7 @@ class Scheduler:
         self._clients.leave(job.account)
         self._closed = False
 
-    def took(self, job: Job, n_tokens: int, *, served: bool = True) -> None:
+    def mark_read(self, job: Job, n_tokens: int, *, served: bool = True) -> None:
         """Some tokens of a prompt were read; or, where they are not `served`, taken over from another."""
         job.read += n_tokens
         job.account.served += n_tokens * served
@@ -185,7 +185,7 @@ class Scheduler:
         if job.read == job.prompt:
             job.state = State.DECODING
 
-    def narrowed(self, job: Job, width: int) -> None:
+    def set_width(self, job: Job, width: int) -> None:
         """Only `width` answers of a job go on."""
         job.width = width
         self._closed = False
@@ -201,7 +201,7 @@ class Scheduler:
             self._closed = True
         return job
 
-    def put_off(self, job: Job) -> None:
+    def defer(self, job: Job) -> None:
         """A job that was to come back could not."""
         job.state = State.SWAPPED
         self._closed = True
@@ -228,7 +228,7 @@ class Scheduler:
         """What runs next. Jobs that begin or come back count as running from now on."""
         step = Step()
         self._make_way(step)
-        self._admit_carried_and_new(step)
+        self._admit_preempted_and_new(step)
         few = max(self.step_tokens // READING_SHARE, 1)
         ahead = self._ahead(few)
         step.decodes = self._beside(step, ahead)
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _make_way(self, step: Step) -> None:
         """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""
-        tried: dict[Client, Job] = {}
+        tried: dict[ClientService, Job] = {}
         for first in () if self._closed else self._queue():
             if first.account in tried:
                 continue
@@ -301,7 +301,7 @@ class Scheduler:
         worst = max(self._running(), key=lambda job: job.rank, default=None)
         if worst is None or worst.priority > first.priority:
             return worst
-        held: dict[Client, tuple[int, int]] = {first.account: (first.reserved, first.width)}
+        held: dict[ClientService, tuple[int, int]] = {first.account: (first.reserved, first.width)}
         for job in self._running():
             n_bytes, width = held.get(job.account, (0, 0))
             held[job.account] = n_bytes + job.reserved, width + job.width
@@ -318,8 +318,8 @@ class Scheduler:
 
         return max(filter(may_go, self._running()), key=lambda job: job.rank, default=None)
 
-    def _admit_carried_and_new(self, step: Step) -> None:
-        passed: dict[Client, Job] = {}
+    def _admit_preempted_and_new(self, step: Step) -> None:
+        passed: dict[ClientService, Job] = {}
         for job in self._queue():
             if job.account in passed:
                 continue

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from millpond.cache.parts import AttentionShape
+from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
-from millpond.hf import stock
-from millpond.hf.plain import refuse_gradients
-from millpond.hf.switch import before
+from millpond.hf import stock_attention
+from millpond.hf.attention_switch import before
+from millpond.hf.grad_mode import refuse_gradients
 
 NAME = "millpond"
 _TAG = "_millpond_layer"
@@ -111,13 +111,13 @@ def mask(
             mask_function=mask_function, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
         return made
-    if attention_mask is not None and stock.is_remembered(attention_mask):
+    if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
     if attention_mask is None:
         result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
         result = attention_mask[:, -kv_length:].bool()
-    stock.remember(
+    stock_attention.remember(
         result,
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, **kwargs,
@@ -152,11 +152,11 @@ def attention(
         )
     _pending.layer = None
     if layer is None:
-        return stock.attention(
+        return stock_attention.attention(
             module, query, key, value, attention_mask, scaling, softcap, s_aux,
             dropout=dropout, sliding_window=sliding_window, position_bias=position_bias, **kwargs,
         )  # fmt: skip
-    window = int(sliding_window or stock.window_of(attention_mask))
+    window = int(sliding_window or stock_attention.window_of(attention_mask))
     _check(module, layer, attention_mask, position_bias, dropout, window)
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
@@ -205,5 +205,5 @@ def _check(
             "cache follows the padding mask alone, of two"
         )
     check_window(name, getattr(layer, "window", 0), window)
-    if stock.is_overlaid(attention_mask, window):
+    if stock_attention.is_overlaid(attention_mask, window):
         raise UnsupportedModelError(f"{name} uses a mask that is not causal (an overlay), which a cache cannot follow")

@@ -14,31 +14,31 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from millpond.budget import Budget
-from millpond.cache.counted import CountedPages
-from millpond.cache.journal import Journal
-from millpond.cache.layer import LayerCache
-from millpond.cache.pools import Pools
-from millpond.cache.rotation import Rotation
-from millpond.cache.timeline import Timeline
-from millpond.cache.tokens import TokenIds
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
-from millpond.hf.budgets import Budgets, layer_windows
-from millpond.hf.entropies import Entropies
 from millpond.hf.fork import check_pages, share
+from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
-from millpond.hf.images import ImageTokens, image_ids, image_tokens
+from millpond.hf.grad_mode import no_autograd
+from millpond.hf.image_tokens import ImageTokens, image_ids, image_tokens
 from millpond.hf.layer import MillpondLayer, Observer
-from millpond.hf.passes import Passes
-from millpond.hf.plain import plain
-from millpond.hf.rebuild import Rebuilder
-from millpond.hf.rotation import show_rotations
+from millpond.hf.layer_budgets import LayerBudgets, layer_windows
+from millpond.hf.model_support import decoder_modules, layer_cache, text_config
+from millpond.hf.signals.reconstruction import PromptReconstruction
+from millpond.hf.signals.rotary import attach_rotations
+from millpond.hf.signals.token_entropy import TokenEntropyHook
 from millpond.hf.stats import CacheStats, measure
-from millpond.hf.support import decoder_modules, layer_cache, text_config
-from millpond.hf.text_read import TextRead
-from millpond.policy.entropy import EntropyPolicy
-from millpond.policy.nested import NestedPolicy
+from millpond.hf.tokens_read import TextRead
 from millpond.policy.policy import Policy
-from millpond.policy.rebuild import RebuildPolicy
+from millpond.policy.variants.head_rules import HeadRulesPolicy
+from millpond.policy.variants.reconstruction import ReconstructionPolicy
+from millpond.policy.variants.token_entropy import EntropyPolicy
 
 
 class MillpondCache(Cache):
@@ -55,14 +55,14 @@ class MillpondCache(Cache):
         budget: Budget | None,
         *,
         n_layers: int,
-        pools: Pools,
+        pools: PoolSet,
         between_chunks: bool = True,
-        rotation: Rotation | None = None,
+        rotation: RotaryEmbedding | None = None,
         croppable: bool = False,
     ) -> None:
         config = text_config(model)
         windows = layer_windows(config, n_layers)
-        budgets = Budgets(budget, policy, windows)
+        budgets = LayerBudgets(budget, policy, windows)
         self.policy = policy
         self._budgets = budgets
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
@@ -72,36 +72,36 @@ class MillpondCache(Cache):
         self.text = TextRead()
         self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
         self._used = self._closed = False
-        self.timeline = Timeline()
+        self.timeline = PositionTracker()
         self._image_ids = image_ids(model.config)
-        looks_at_tokens = isinstance(policy, NestedPolicy | RebuildPolicy)
+        looks_at_tokens = isinstance(policy, HeadRulesPolicy | ReconstructionPolicy)
         if looks_at_tokens or self._image_ids:
             self.timeline.tokens = TokenIds(required=looks_at_tokens)
-        self.rebuilder = Rebuilder(model, policy) if isinstance(policy, RebuildPolicy) else None
+        self.rebuilder = PromptReconstruction(model, policy) if isinstance(policy, ReconstructionPolicy) else None
         self._between_chunks = between_chunks
-        self.journal = Journal(self.timeline, truncatable=croppable)
+        self.journal = DraftRollback(self.timeline, truncatable=croppable)
         self._pools = pools
         self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
         self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
-        self.passes = Passes(self, decoder_modules(model))
+        self.passes = ForwardHooks(self, decoder_modules(model))
         self.on_close(self.passes.close)
-        self.entropies: Entropies | None = None
+        self.entropies: TokenEntropyHook | None = None
         if isinstance(policy, EntropyPolicy):
-            self.entropies = Entropies(self, model, policy, settles=between_chunks)
+            self.entropies = TokenEntropyHook(self, model, policy, settles=between_chunks)
             self.on_close(self.entropies.close)
         make = layer_cache(config)
         cores = [
             make(
                 index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
-                between_chunks=between_chunks and not (policy.waits or self.rebuilder), rotation=rotation,
+                between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder), rotation=rotation,
                 sealed=self._pools.sealed if self._pools.codec is not None else None, reading=self._pools.reading,
             )
             for index in range(n_layers)
         ]  # fmt: skip
         budgets.cores = cores
-        show_rotations(model, cores)
+        attach_rotations(model, cores)
         super().__init__(layers=[
             MillpondLayer(core, self.journal, self.passes, window) for core, window in zip(cores, windows, strict=True)
         ])  # fmt: skip
@@ -109,7 +109,7 @@ class MillpondCache(Cache):
     # ------------------------------------------------------------------ what a user asks
 
     @property
-    def cores(self) -> list[LayerCache]:
+    def layer_caches(self) -> list[LayerCache]:
         """The layers' caches."""
         return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
 
@@ -123,7 +123,7 @@ class MillpondCache(Cache):
         self._budgets.budget = budget
 
     @property
-    def pools(self) -> list[CountedPages[Any]]:
+    def pools(self) -> list[RefCountedPool[Any]]:
         """The page pools: one per shape and format of entry."""
         return list(self._pools)
 
@@ -141,7 +141,7 @@ class MillpondCache(Cache):
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}")
         if not 0 <= sequence < max(self.timeline.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
-        rows = self.cores[layer].read(sequence).positions
+        rows = self.layer_caches[layer].read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
@@ -170,7 +170,7 @@ class MillpondCache(Cache):
         if model is None or self.make_another is None or self._closed:
             raise CacheMismatchError("this cache is closed, or its model is gone: fork it before")
         self.passes.check_free()
-        if self._behind(self.timeline.columns) is not None:
+        if self._first_out_of_step(self.timeline.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
         other = self.make_another(model)
         other._used = True
@@ -192,12 +192,12 @@ class MillpondCache(Cache):
             "restore_document, or copy it in this process with cache.fork()"
         )
 
-    def stand_behind(self, ids: Tensor) -> None:
+    def restore_position(self, ids: Tensor) -> None:
         """Count the text of these ids (1, n) as read; the layers hold what stays of it."""
         self._used = True
         self.text.add(ids, 0)
         self.timeline.adopt(ids)
-        for core in self.cores:
+        for core in self.layer_caches:
             core.columns = ids.shape[1]
         if self.rebuilder is not None:
             self.rebuilder.adopt(self.timeline.seen)
@@ -208,7 +208,7 @@ class MillpondCache(Cache):
             if isinstance(layer, MillpondLayer):
                 layer.observer = observer
 
-    @plain
+    @no_autograd
     def reset(self) -> None:
         """Forget everything and give all memory back, before an unrelated prompt.
 
@@ -287,7 +287,7 @@ class MillpondCache(Cache):
     def activate_past_recording(self) -> None:
         self.journal.recording = True
 
-    @plain
+    @no_autograd
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens; a negative count, as transformers passes it.
 
@@ -297,9 +297,9 @@ class MillpondCache(Cache):
         n = -int(tokens_to_remove)  # some versions of transformers pass a tensor
         if n < 0:
             raise CacheMismatchError(f"crop({-n}): pass a negative number, the tokens to take back")
-        self.journal.crop(self.cores, n)
+        self.journal.crop(self.layer_caches, n)
 
-    @plain
+    @no_autograd
     def _select(self, sequences: list[int]) -> None:
         if sequences == list(range(self.timeline.n_seq)):
             return
@@ -307,7 +307,7 @@ class MillpondCache(Cache):
         self.text.select(sequences)
         if self.entropies is not None:
             self.entropies.select(sequences)
-        for core in self.cores:
+        for core in self.layer_caches:
             core.select(sequences)
         self.timeline.select(sequences)
         if self.rebuilder is not None:
@@ -321,7 +321,7 @@ class MillpondCache(Cache):
         Raises:
             CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
         """
-        behind = self._behind(self.timeline.columns)
+        behind = self._first_out_of_step(self.timeline.columns)
         if behind is not None:
             raise CacheMismatchError(
                 f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
@@ -345,7 +345,7 @@ class MillpondCache(Cache):
         Raises:
             UnsupportedModelError: a layer of the model did not use the cache.
         """
-        behind = self._behind(max(self.timeline.columns, self._before_pass + 1))
+        behind = self._first_out_of_step(max(self.timeline.columns, self._before_pass + 1))
         if behind is not None:
             raise UnsupportedModelError(
                 f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
@@ -353,22 +353,22 @@ class MillpondCache(Cache):
             )
         if self._between_chunks:
             self._rebuild()
-            if self.policy.waits and self.entropies is None:  # these plan when the model's head has run
+            if self.policy.needs_all_layers and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
 
     def _rebuild(self) -> None:
         """Let the model repeat what it has read, if the policy asks for it and anything waits for its plan."""
         rebuilder = self.rebuilder
-        if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.cores):
+        if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.layer_caches):
             rebuilder.run(self)
 
-    @plain
+    @no_autograd
     def _settle(self) -> None:
         """All layers have read the pass: plan what waited for that."""
-        for core in self.cores:
+        for core in self.layer_caches:
             if core.pending:
                 core.settle()
 
-    def _behind(self, columns: int) -> LayerCache | None:
+    def _first_out_of_step(self, columns: int) -> LayerCache | None:
         """The first layer that has not seen `columns` columns."""
-        return next((core for core in self.cores if core.columns != columns), None)
+        return next((core for core in self.layer_caches if core.columns != columns), None)

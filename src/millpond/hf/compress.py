@@ -10,29 +10,29 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
-from millpond.cache.account import Account
-from millpond.cache.compose import check_composition
-from millpond.cache.layer import LayerCache
-from millpond.cache.pool import DEFAULT_SLOTS, check_slots
-from millpond.cache.pools import Pools
+from millpond.cache.compatibility import check_method_codec
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
+from millpond.cache.pages.pool_set import PoolSet
 from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
 from millpond.hf import attention
-from millpond.hf.budgets import within
+from millpond.hf.attention_switch import switch
 from millpond.hf.cache import MillpondCache
-from millpond.hf.calibrated import Given, calibrated, ropes_of
+from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
 from millpond.hf.generation import use_generate
-from millpond.hf.native import use_native_layers
-from millpond.hf.outputs import show_outputs
-from millpond.hf.rebuild import ask_ids
-from millpond.hf.rotation import ModelRotation
-from millpond.hf.support import check_supported, layer_cache, n_layers, text_config, unwrapped
-from millpond.hf.switch import switch
-from millpond.hf.tokens import fill_classes
+from millpond.hf.layer_budgets import within
+from millpond.hf.model_support import check_supported, layer_cache, n_layers, text_config, unwrapped
+from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.signals.output_projection import attach_output_projections
+from millpond.hf.signals.reconstruction import ask_ids
+from millpond.hf.signals.rotary import ModelRotation
+from millpond.hf.token_classes import fill_classes
 from millpond.methods import METHODS
-from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
-from millpond.policy.rebuild import RebuildPolicy
+from millpond.policy.variants.head_rules import HeadRulesPolicy
+from millpond.policy.variants.reconstruction import ReconstructionPolicy
 from millpond.scalar import number
 
 
@@ -47,7 +47,7 @@ def compress(
     between_chunks: bool = True,
     native_layers: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    calibration: Given = None,
+    calibration: CalibrationSource = None,
     attach: bool = True,
     **options: Any,
 ) -> MillpondCache:
@@ -94,9 +94,9 @@ def compress(
     page_slots = number(page_slots)
     check_slots(page_slots)
     policy = policy_of(method, options)
-    if isinstance(policy, NestedPolicy):
+    if isinstance(policy, HeadRulesPolicy):
         policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
-    if isinstance(policy, RebuildPolicy):
+    if isinstance(policy, ReconstructionPolicy):
         policy = replace(policy, ids=ask_ids(policy, tokenizer))
     chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
@@ -105,7 +105,7 @@ def compress(
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     stored = calibrated(resolve(codec), calibration, model)
     if isinstance(stored, Codec):
-        check_composition(policy, stored)
+        check_method_codec(policy, stored)
         if stored.tiered and chosen is not None and chosen.kind == "bytes":
             raise BudgetError(
                 f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
@@ -116,7 +116,7 @@ def compress(
                 f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    pools = Pools(stored, page_slots, Account(limit), masses=policy.mass_bias, ropes=ropes_of(stored, model))
+    pools = PoolSet(stored, page_slots, MemoryLimit(limit), masses=policy.mass_bias, ropes=ropes_of(stored, model))
     settings: dict[str, Any] = {
         "method": method, "codec": codec,
         "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
@@ -134,7 +134,7 @@ class _Maker:
 
     policy: Policy
     budget: Budget | None
-    pools: Pools
+    pools: PoolSet
     between_chunks: bool
     native_layers: bool
     attach: bool
@@ -151,7 +151,7 @@ class _Maker:
             croppable=policy.keeps_all and not policy.takes_budget and not sliding,
         )  # fmt: skip
         cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make
-        show_outputs(model, cache.cores)
+        attach_output_projections(model, cache.layer_caches)
         cache.on_close(switch_attention(model))
         if self.native_layers:
             cache.on_close(use_native_layers(model))
@@ -176,7 +176,7 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
             named = f"method {method!r}" if isinstance(method, str) else "this policy"
             raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
         return None
-    if budget is None and isinstance(policy, NestedPolicy):
+    if budget is None and isinstance(policy, HeadRulesPolicy):
         return None
     chosen = DEFAULT if budget is None else Budget.parse(budget)
     if policy.keeps_all and chosen.kind == "bytes":

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.cache.portable import put_away, take_up
+from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond.policy.entropy import EntropyPolicy
+from millpond.policy.variants.token_entropy import EntropyPolicy
 
 #: What a file begins with, so that another one is told at once.
 FORMAT = "millpond-document-2"
@@ -56,10 +56,10 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
             f"the cache has read {int(timeline.seen[0])} tokens in {timeline.columns} columns, and {ids.shape[1]} ids "
             "are given: pass the ids of the whole text, without pads"
         )
-    for core in cache.cores:
+    for core in cache.layer_caches:
         if core.pending:
             core.settle()
-    tensors = {f"{core.index}.{name}": t for core in cache.cores for name, t in put_away(core).items()}
+    tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
     tensors["ids"] = ids.cpu().int()
     model = cache.model()
     if model is None:
@@ -115,11 +115,11 @@ def restore_document(
     ids = tensors.pop("ids").long().to(model.device)
     n_tokens = ids.shape[-1]
     try:
-        for core in cache.cores:
+        for core in cache.layer_caches:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
-            take_up(core, part, n_tokens, model.device)
-        cache.stand_behind(ids)
+            from_tensors(core, part, n_tokens, model.device)
+        cache.restore_position(ids)
     except BaseException:
         cache.close()
         raise

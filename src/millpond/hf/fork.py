@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millpond.cache.counted import CountedPages
-from millpond.cache.layer import LayerCache
-from millpond.cache.sealed import Sealed
-from millpond.cache.table import RegionTable
-from millpond.hf.plain import plain
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.hf.grad_mode import no_autograd
 
 if TYPE_CHECKING:
     from millpond.hf.cache import MillpondCache
 
 
-@plain
+@no_autograd
 def share(cache: MillpondCache, other: MillpondCache) -> None:
     """Let `other`, an empty cache of the same kind and pools, stand where `cache` stands; pages are shared.
 
@@ -29,7 +29,7 @@ def share(cache: MillpondCache, other: MillpondCache) -> None:
         cache.entropies.tell()
     other.timeline.become(cache.timeline)
     sequences = list(range(cache.timeline.n_seq))
-    for core, new in zip(cache.cores, other.cores, strict=True):
+    for core, new in zip(cache.layer_caches, other.layer_caches, strict=True):
         if core.table is not None:
             core.lend(sequences, new)
         new.columns = core.columns
@@ -40,22 +40,22 @@ def share(cache: MillpondCache, other: MillpondCache) -> None:
         other.entropies.become(cache.entropies)
     # pages of pools that others hold too go back when the cache is forgotten, as they do when it is closed
     for one in (cache, other):
-        finalizer = weakref.finalize(one, give_back, one.cores)
+        finalizer = weakref.finalize(one, give_back, one.layer_caches)
         finalizer.atexit = False
 
 
 def check_pages(caches: Iterable[MillpondCache]) -> None:
     """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
-    tables = [core.table for cache in caches for core in cache.cores if core.table is not None]
-    parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    tables = [core.table for cache in caches for core in cache.layer_caches if core.table is not None]
+    parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
     for pool in {pool for cache in caches for pool in cache.pools}:
         pool.check_integrity([part.held() for part in parts if part.pool is pool])
 
 
-def pages_of(cache: MillpondCache, pool: CountedPages[Any]) -> int:
+def pages_of(cache: MillpondCache, pool: RefCountedPool[Any]) -> int:
     """Pages of a pool that one of several caches holds, those that it shares among them."""
-    tables = [core.table for core in cache.cores if core.table is not None]
-    parts: list[RegionTable | Sealed] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    tables = [core.table for core in cache.layer_caches if core.table is not None]
+    parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
     held = [part.held() for part in parts if part.pool is pool]
     return len(np.unique(np.concatenate(held))) if held else 0
 

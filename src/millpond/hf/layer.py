@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from millpond.cache.journal import Journal
-from millpond.cache.layer import LayerCache
-from millpond.cache.parts import AttentionShape
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.types import AttentionShape
 from millpond.hf.attention import tag
-from millpond.hf.passes import Passes
-from millpond.hf.plain import plain
+from millpond.hf.forward_hooks import ForwardHooks
+from millpond.hf.grad_mode import no_autograd
 
 #: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
 #: as in `LayerCache.attend`.
@@ -34,7 +34,7 @@ class MillpondLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, core: LayerCache, journal: Journal, passes: Passes, window: int = 0) -> None:
+    def __init__(self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
         self.core = core
@@ -68,11 +68,11 @@ class MillpondLayer(CacheLayerMixin):
         keys, values = self._offer(key_states, value_states)
         return tag(keys, self), values
 
-    @plain
+    @no_autograd
     def _offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.core.offer(k, v)
 
-    @plain
+    @no_autograd
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
         k, v = self.core.accept(k, v)
@@ -93,7 +93,7 @@ class MillpondLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    @plain
+    @no_autograd
     def reset(self) -> None:
         self.core.reset()
 

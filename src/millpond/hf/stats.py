@@ -40,10 +40,10 @@ class CacheStats:
 
 def measure(cache: MillpondCache) -> CacheStats:
     """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
-    stored = [core.stored for core in cache.cores]
+    stored = [core.stored for core in cache.layer_caches]
     seen = cache.timeline.seen
     entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
-    tables = [core.table for core in cache.cores if core.table is not None]
+    tables = [core.table for core in cache.layer_caches if core.table is not None]
     full = numbers = 0
     for table in tables:
         wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim

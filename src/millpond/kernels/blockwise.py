@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.reference import (
     INF,
     absolute_sums,
@@ -18,7 +19,6 @@ from millpond.kernels.reference import (
     wide,
     window_signal,
 )
-from millpond.kernels.rules import Reduce
 
 __all__ = ["absolute_sums", "newest_alike", "prefill", "window_signal"]
 

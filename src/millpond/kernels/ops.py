@@ -18,12 +18,12 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels import reference
 from millpond.kernels.backends import backend, dense_backend, native_for
-from millpond.kernels.merge_rule import MergeRule
+from millpond.kernels.decode_rules import DecodeRule, Reduce
+from millpond.kernels.merge.rules import MergeRule
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Reduce
 
 
-class Dense(NamedTuple):
+class PaddedEntries(NamedTuple):
     """Entries read out of pages, padded to one width. Padding has position -1."""
 
     keys: Tensor  #: (R, width, key_dim)
@@ -165,9 +165,9 @@ def write(
     impl.write(pages, table, start, count, index, keys, values, positions, scores, log_masses)
 
 
-def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> Dense:
+def read(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> PaddedEntries:
     """Copy the entries of every region out of its pages, padded to `width` >= max(lens)."""
-    return Dense(*backend(pages.dtype, table.device).read(pages, table, lens, width))
+    return PaddedEntries(*backend(pages.dtype, table.device).read(pages, table, lens, width))
 
 
 def merge_slots(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.eviction import choose_evicted
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Reduce, Signal
-from millpond.kernels.victims import choose_victims
 
 INF = float("inf")
 #: Rows of a matrix of cosines that are held at a time.
@@ -211,7 +211,7 @@ def decode(
     # the new entry: append, or take the victim's slot
     grows = active[:, 0] & ((lens < caps) | (rule.evict is Evict.NEVER))
     full = active[:, 0] & ~grows
-    victim = choose_victims(rule, scores, positions, pos_r, recent, window, n_kv_heads)
+    victim = choose_evicted(rule, scores, positions, pos_r, recent, window, n_kv_heads)
     slot = torch.where(grows, lens.long(), victim)
     stores = grows | (full & (victim < stored))
     evicted = torch.where(full, positions.gather(1, victim[:, None])[:, 0], -1)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.allocate import Ada
+from millpond.policy.allocation.heads import Ada
 from millpond.policy.policy import Policy
 
 
@@ -54,11 +54,11 @@ def ada(
 
 def _steps(every: int | str, base: Policy, score: str) -> int:
     if every == "auto":
-        return 8 if base.every_step and not base.replans else 0
+        return 8 if base.every_step and not base.plans_each_step else 0
     if not isinstance(every, int):
         raise OptionError(f"ada: every={every!r} must be a number of steps, or auto")
     if every and not base.every_step:
         raise OptionError(f"ada: every={every}, but score={score!r} evicts nothing while decoding; leave it out")
-    if every and base.replans:
+    if every and base.plans_each_step:
         raise OptionError(f"ada: every={every}, but score={score!r} plans anew at each step; leave it out")
     return every

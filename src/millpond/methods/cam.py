@@ -3,10 +3,10 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.merge_next import IntoNext, NewestStay
+from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention, LastAttention, Score
+from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, Score
 
 
 @method("cam", paper="ICML 2024")
@@ -47,7 +47,7 @@ def cam(
         score=NewestStay(kinds[attention]),
         protect=Protect(sinks=sinks, recent=1),
         prefill=prefill,
-        merge=IntoNext(kinds[attention], targets, over, draw, mass_bias, sinks),
+        merge=SpreadOverNext(kinds[attention], targets, over, draw, mass_bias, sinks),
         mass_bias=mass_bias,
         plan_every=every,
         seed=seed,

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.chunk import ChunkMean
 from millpond.policy.policy import Policy
+from millpond.policy.scores.chunk_mean import ChunkMean
 
 
 @method("chunkkv", paper="arXiv:2502.00299")

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
-from millpond.policy.leverage import LeverageAndAttention
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.leverage import LeverageAndAttention
 
 
 @method("compactor", paper="arXiv:2507.08143")

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.critical import CriticalValues
 from millpond.policy.policy import Policy
-from millpond.policy.score import AccumulatedAttention, LastAttention, WindowAttention
+from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention
+from millpond.policy.scores.critical_values import CriticalValues
 
 
 @method("criticalkv", paper="arXiv:2502.03805")

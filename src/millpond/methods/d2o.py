@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
-from millpond.policy.density import AttentionDensity
-from millpond.policy.merge_recall import RecallNearest
+from millpond.policy.allocation.attention_density import AttentionDensity
+from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 
 
 @method("d2o", paper="arXiv:2406.13035")
@@ -56,7 +56,7 @@ def d2o(
         protect=Protect(sinks=sinks, recent=recent),
         layers=AttentionDensity("heads" if official else density),
         every_step=decode == "merge",
-        merge=RecallNearest(rate, sinks, shrinking=official),
+        merge=MergeAboveThreshold(rate, sinks, shrinking=official),
         mass_bias=mass_bias,
         plan_every=merge_steps("d2o", every, decode == "merge"),
     )

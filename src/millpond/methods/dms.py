@@ -6,10 +6,10 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.allocate import Ada
+from millpond.policy.allocation.heads import Ada
+from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.threshold import AboveThreshold
 
 
 @method("dms", paper="arXiv:2506.05345")

@@ -8,9 +8,9 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_files import FILE, read_file
+from millpond.policy.allocation.retrieval_heads import ProfiledLayers, RetrievalHeads, RetrievalLayers, ThenRecency
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.retrieval import ProfiledLayers, RetrievalHeads, RetrievalLayers, ThenRecency
 
 
 @method("duo_attention", paper="arXiv:2410.10819")

@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.anchors import AnchorPolicy, Importance
-from millpond.policy.merge_anchors import IntoAnchors
+from millpond.policy.merging.nearest_anchor import MergeIntoAnchors
 from millpond.policy.protect import Protect
+from millpond.policy.variants.anchor_merging import AnchorPolicy, Importance
 
 
 @method("elastic", paper="arXiv:2407.18121")
@@ -36,7 +36,7 @@ def elastic(
         score=Importance(official_code),
         protect=Protect(sinks=sinks, recent=1),
         shared=True,
-        merge=None if merge == "none" else IntoAnchors(shift=sinks if official_code else 0),
+        merge=None if merge == "none" else MergeIntoAnchors(shift=sinks if official_code else 0),
         mass_bias=mass_bias,
         distance=distance,
         grow=grow,

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
-from millpond.policy.global_local import GlobalAndLocal
-from millpond.policy.merge_classes import IntoClasses
+from millpond.policy.merging.importance_classes import MergeByImportance
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.global_local import GlobalAndLocal
 
 
 @method("ems", paper="arXiv:2412.08521")
@@ -50,7 +50,7 @@ def ems(
         score=GlobalAndLocal(window, kernel),
         protect=Protect(sinks=sinks, recent=window),
         every_step=decode == "merge",
-        merge=IntoClasses(threshold, cover, most, sinks),
+        merge=MergeByImportance(threshold, cover, most, sinks),
         mass_bias=mass_bias,
         plan_every=merge_steps("ems", every, decode == "merge"),
     )

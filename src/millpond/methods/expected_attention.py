@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.expected import ExpectedAttentionScore
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.expected_attention import ExpectedAttentionScore
 
 
 @method("expected_attention", paper="arXiv:2510.00636")

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from millpond.errors import OptionError
 from millpond.methods import method
-from millpond.policy.nested import NestedPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
-from millpond.policy.tokens import TokenClasses, parse_ids
+from millpond.policy.scores.attention import AccumulatedAttention
+from millpond.policy.token_classes import TokenClasses, parse_ids
+from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 
 @method("fastgen", paper="arXiv:2310.01801")
@@ -38,7 +38,7 @@ def fastgen(
     """
     if sinks < 1:
         raise OptionError(f"fastgen: sinks={sinks} must be at least 1, so that no head is empty")
-    return NestedPolicy(
+    return HeadRulesPolicy(
         score=AccumulatedAttention(),
         protect=Protect(sinks=sinks),
         threshold=threshold,

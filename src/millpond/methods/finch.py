@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.question import QuestionAttention
+from millpond.policy.scores.question_attention import QuestionAttention
 
 
 @method("finch", paper="arXiv:2408.00167")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import AccumulatedAttention
+from millpond.policy.scores.attention import AccumulatedAttention
 
 
 @method("h2o", paper="arXiv:2306.14048")

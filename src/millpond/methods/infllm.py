@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.policy.policy import Policy
-from millpond.policy.recall import AlwaysAttended, RecallPolicy
+from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
 
 
 @method("infllm", paper="arXiv:2402.04617")
@@ -41,7 +41,7 @@ def infllm(
     """
     if isinstance(local, float) and local >= 1:
         raise OptionError(f"infllm: local={local} is a share of the budget, below 1; give a whole number for a count")
-    return RecallPolicy(
+    return BlockRetrievalPolicy(
         protect=AlwaysAttended(sinks=sinks, recent=local, block=block),
         representatives=representatives,
         together=together,

@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.keys import KeyDifference
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.key_geometry import KeyDifference
 
 
 @method("keydiff", paper="arXiv:2504.15364")

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
-from millpond.policy.allocate import Uniform
-from millpond.policy.merge_runs import GaussianRuns, RunPivots
+from millpond.policy.allocation.heads import Uniform
+from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.threshold import AboveThreshold
 
 
 @method("kvmerger", paper="arXiv:2407.08454")

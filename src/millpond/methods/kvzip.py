@@ -3,10 +3,10 @@
 from typing import Annotated
 
 from millpond.methods import method
-from millpond.policy.allocate import Ada
+from millpond.policy.allocation.heads import Ada
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.rebuild import RebuildPolicy, Rebuilt
+from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolicy
 
 
 @method("kvzip", paper="arXiv:2505.23416")
@@ -29,7 +29,7 @@ def kvzip(
     with what was decoded before it; older entries keep the larger of their scores. Not for assisted generation.
     """
     ids = [] if ask == "none" else ask.split(";")
-    return RebuildPolicy(
+    return ReconstructionPolicy(
         score=Rebuilt(),
         protect=Protect(sinks=sinks),
         heads=Ada(alpha),

@@ -3,9 +3,9 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.lag import LagRelative
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.lag_relative import LagRelative
 
 
 @method("lagkv", paper="arXiv:2504.04704")

@@ -6,7 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.layers import LayerTable
+from millpond.policy.allocation.layers import LayerTable
 from millpond.policy.policy import Policy
 
 

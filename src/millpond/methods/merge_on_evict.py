@@ -6,7 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on, merge_steps
-from millpond.policy.merge_nearest import IntoNearest
+from millpond.policy.merging.nearest_key import MergeIntoNearest
 from millpond.policy.policy import Policy
 
 
@@ -35,7 +35,7 @@ def merge_on_evict(
         raise OptionError(f"merge_on_evict: score={score!r} merges already; name one that drops")
     return replace(
         base,
-        merge=IntoNearest(threshold, base.protect.sinks),
+        merge=MergeIntoNearest(threshold, base.protect.sinks),
         mass_bias=mass_bias,
         plan_every=merge_steps("merge_on_evict", every, base.every_step),
     )

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
-from millpond.policy.pattern import Pattern, PatternPolicy
-from millpond.policy.patterns import BlockSparse, make_pattern
 from millpond.policy.policy import Policy
+from millpond.policy.variants.minference_patterns import BlockSparse, make_pattern
+from millpond.policy.variants.sparse_prefill import Pattern, SparsePrefillPolicy
 
 
 @method("minference", paper="arXiv:2407.02490")
@@ -23,7 +23,7 @@ def minference(
     ratio: Annotated[float, "factor on all these numbers of entries"] = 1.0,
     patterns: Annotated[
         str,
-        "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.patterns` finds one",
+        "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.offline.head_patterns` finds one",
         FILE,
     ] = "",
 ) -> Policy:
@@ -45,7 +45,7 @@ def minference(
     if not 0 < ratio < float("inf"):
         raise OptionError(f"minference: ratio={ratio} must be a number above 0")
     chosen = BlockSparse(blocks) if pattern == "block_sparse" else make_pattern(pattern, vertical, slash, last)
-    return PatternPolicy(pattern=chosen.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {})
+    return SparsePrefillPolicy(pattern=chosen.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {})
 
 
 def _table(path: str, last: int, ratio: float) -> dict[tuple[int, int], Pattern]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import LeastAttention
+from millpond.policy.scores.attention import LeastAttention
 
 
 @method("no_heavy", paper="arXiv:2306.14048")

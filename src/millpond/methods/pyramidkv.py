@@ -5,7 +5,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.layers import Pyramid
+from millpond.policy.allocation.layers import Pyramid
 from millpond.policy.policy import Policy
 
 

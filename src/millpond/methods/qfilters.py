@@ -9,9 +9,9 @@ from safetensors.torch import load
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
-from millpond.policy.filters import QueryFilter
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.query_filters import QueryFilter
 
 
 @method("qfilters", paper="arXiv:2503.02812")
@@ -31,7 +31,7 @@ def qfilters(
     attention is observed; queries and keys are compared after RoPE.
 
     Departs from the paper: it finds the filters once per model, from queries of calibration texts. Here they are the
-    prompt's own, unless a file names others; `millpond.hf.filters` writes such a file from any prompts. While
+    prompt's own, unless a file names others; `millpond.hf.offline.query_filters` writes such a file from any prompts. While
     decoding with decode="evict" filters of the prompt follow the queries; each step ends with a plan, and is slow.
     """
     return Policy(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import RandomPriority
+from millpond.policy.scores.attention import RandomPriority
 
 
 @method("random")

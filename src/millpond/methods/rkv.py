@@ -6,8 +6,8 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.redundancy import ImportanceAndRedundancy
-from millpond.policy.score import WindowAttention
+from millpond.policy.scores.attention import WindowAttention
+from millpond.policy.scores.redundancy import ImportanceAndRedundancy
 
 
 @method("rkv", paper="arXiv:2505.24133")

@@ -6,7 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
-from millpond.policy.lazy import LazyLayers
+from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 

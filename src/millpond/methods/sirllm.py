@@ -3,8 +3,8 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.policy.entropy import EntropyPolicy, TokenEntropy
 from millpond.policy.protect import Protect
+from millpond.policy.variants.token_entropy import EntropyPolicy, TokenEntropy
 
 
 @method("sirllm", paper="arXiv:2405.12528")

@@ -6,7 +6,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.score import WindowAttention
+from millpond.policy.scores.attention import WindowAttention
 
 
 @method("snapkv", paper="arXiv:2404.14469")

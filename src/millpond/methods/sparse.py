@@ -6,7 +6,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.spaced import EvenlySpaced
+from millpond.policy.scores.strided import Strided
 
 
 @method("strided", paper="arXiv:1904.10509")
@@ -25,7 +25,7 @@ def strided(
 
     For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
-    return _pattern("strided", EvenlySpaced(stride=_natural("strided", "stride", stride), heavy=heavy), recent, sinks)
+    return _pattern("strided", Strided(stride=_natural("strided", "stride", stride), heavy=heavy), recent, sinks)
 
 
 @method("fixed", paper="arXiv:1904.10509")
@@ -45,10 +45,10 @@ def fixed(
     """
     if width < 1 or _natural("fixed", "block", block) % width:
         raise OptionError(f"fixed: block={block} must be a multiple of width={width}, and width at least 1")
-    return _pattern("fixed", EvenlySpaced(width, block // width, "last", heavy), recent, sinks)
+    return _pattern("fixed", Strided(width, block // width, "last", heavy), recent, sinks)
 
 
-def _pattern(name: Literal["strided", "fixed"], score: EvenlySpaced, recent: int | float, sinks: int) -> Policy:
+def _pattern(name: Literal["strided", "fixed"], score: Strided, recent: int | float, sinks: int) -> Policy:
     share = recent if isinstance(recent, float) else 0.0
     if not 0 <= score.heavy <= 1 - share:
         raise OptionError(

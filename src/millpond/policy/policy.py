@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
-from millpond.policy.allocate import HeadAllocation, Uniform
-from millpond.policy.decide import PromptHeads
-from millpond.policy.layers import EvenLayers, LayerAllocation, PromptLayers
-from millpond.policy.merge import Merge, Merged
-from millpond.policy.over import decay_of
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.policy.allocation.heads import HeadAllocation, Uniform
+from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers
+from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
+from millpond.policy.merging.protocol import Merge, Merged
 from millpond.policy.protect import Protect
-from millpond.policy.score import Score
-from millpond.policy.select import keep_best, rank_by_value
-from millpond.policy.spaced import EvenlySpaced
+from millpond.policy.scores.attention import Score
+from millpond.policy.scores.strided import Strided
+from millpond.policy.scores.wrapped import decay_of
+from millpond.policy.selection import keep_best, rank_by_value
 from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EvictionPlan:
     """What stays of one layer of one sequence.
 
     Attributes:
@@ -69,7 +69,7 @@ class Policy:
     score: Score | None = None
     protect: Protect = field(default_factory=Protect)
     layers: LayerAllocation | PromptLayers = field(default_factory=EvenLayers)
-    heads: HeadAllocation | PromptHeads = field(default_factory=Uniform)
+    heads: HeadAllocation | PromptHeadAllocation = field(default_factory=Uniform)
     reduce: Literal["mean", "max", "sum"] = "mean"
     shared: bool = False
     every_step: bool = True
@@ -87,7 +87,7 @@ class Policy:
             raise OptionError(f"reduce={self.reduce!r} must be one of {', '.join(REDUCE)}")
         if self.shared and not isinstance(self.heads, Uniform):
             raise OptionError("a set shared by all heads of a layer cannot have head budgets of its own")
-        if self.unrotates and self.positions != "absolute":
+        if self.needs_unrotated_queries and self.positions != "absolute":
             raise OptionError(
                 'a score over queries before RoPE needs positions="absolute": cache-relative ones turn queries anew'
             )
@@ -97,7 +97,7 @@ class Policy:
             )
         if self.once and self.every_step:
             raise OptionError("what is compressed once grows while decoding; a policy that evicts at each step cannot")
-        if self.waits and (self.prefill == "greedy" or (self.replans and self.merge is None)):
+        if self.needs_all_layers and (self.prefill == "greedy" or (self.plans_each_step and self.merge is None)):
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
             )
@@ -116,13 +116,13 @@ class Policy:
             raise OptionError("a policy that keeps everything has nothing to merge")
         if self.positions != "absolute":
             raise OptionError('merging needs positions="absolute": a merged key cannot be rotated to another place')
-        if self.every_step and isinstance(self.heads, PromptHeads):
+        if self.every_step and isinstance(self.heads, PromptHeadAllocation):
             raise OptionError(
                 "heads with rules of their own drop entries while decoding; merge over a method that grows then"
             )
-        if self.rivals.every:
+        if self.decode_allocation.every:
             raise OptionError(
-                f"heads compete every {self.rivals.every} steps and drop what they lose; with merging they compete at "
+                f"heads compete every {self.decode_allocation.every} steps and drop what they lose; with merging they compete at "
                 "each plan, so set every=0"
             )
 
@@ -157,17 +157,17 @@ class Policy:
         return self.score is not None and self.score.queries in ("rotated", "unrotated")
 
     @property
-    def unrotates(self) -> bool:
+    def needs_unrotated_queries(self) -> bool:
         """The queries are summed as they were before RoPE."""
         return self.score is not None and self.score.queries == "unrotated"
 
     @property
-    def replans(self) -> bool:
+    def plans_each_step(self) -> bool:
         """Decoding steps end with a plan, because no rule of the decode kernel continues the score, or merges."""
         return self.score is not None and self.every_step and (self.score.evict is None or self.merge is not None)
 
     @property
-    def waits(self) -> bool:
+    def needs_all_layers(self) -> bool:
         """Nothing can leave before all layers have read the prompt, because the layers' budgets depend on it."""
         return isinstance(self.layers, PromptLayers)
 
@@ -184,7 +184,7 @@ class Policy:
     @property
     def grows_when_decoded(self) -> bool:
         """All that is decoded stays until the next plan, in some heads at least."""
-        heads_grow = isinstance(self.heads, PromptHeads) and self.heads.grows
+        heads_grow = isinstance(self.heads, PromptHeadAllocation) and self.heads.grows
         return not self.keeps_all and (heads_grow or not self.every_step)
 
     @property
@@ -198,9 +198,9 @@ class Policy:
         return False
 
     @property
-    def rivals(self) -> HeadAllocation:
+    def decode_allocation(self) -> HeadAllocation:
         """How the heads of a full layer compete while decoding; not at all where the plan decides for each."""
-        return Uniform() if isinstance(self.heads, PromptHeads) else self.heads
+        return Uniform() if isinstance(self.heads, PromptHeadAllocation) else self.heads
 
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""
@@ -220,16 +220,16 @@ class Policy:
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),
-            spacing=self.score.spacing if isinstance(self.score, EvenlySpaced) else Spacing(),
+            spacing=self.score.spacing if isinstance(self.score, Strided) else Spacing(),
         )
 
     def _room_rule(self, layer: int) -> DecodeRule:
         """What leaves full regions: by the method's own order if that asks for no attention, else by the last plan."""
         assert self.score is not None, "a policy that keeps everything makes no room"
         evict = self.score.evict
-        if evict is None or isinstance(self.heads, PromptHeads) or (evict.by_score and not self.gathers):
+        if evict is None or isinstance(self.heads, PromptHeadAllocation) or (evict.by_score and not self.gathers):
             evict = Evict.ACC
-        spacing = self.score.spacing if isinstance(self.score, EvenlySpaced) else Spacing()
+        spacing = self.score.spacing if isinstance(self.score, Strided) else Spacing()
         return DecodeRule(
             evict=evict, sinks=self.protect.sinks, shared=self.shared, seed=self.layer_seed(layer), spacing=spacing
         )
@@ -244,7 +244,7 @@ class Policy:
             return newest
         return newest.maximum((caps - self.protect.sinks) // 2)
 
-    def plan(self, view: View, budget: int) -> Plan:
+    def plan(self, view: View, budget: int) -> EvictionPlan:
         """Choose what stays of `view` under `budget` entries per head.
 
         Raises:
@@ -262,8 +262,8 @@ class Policy:
             raise NumericsError(
                 f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
             )
-        decided = self.heads.decide(view) if isinstance(self.heads, PromptHeads) else None
-        heads = decided if decided is not None else self.rivals
+        decided = self.heads.decide(view) if isinstance(self.heads, PromptHeadAllocation) else None
+        heads = decided if decided is not None else self.decode_allocation
         counts = heads.keep_counts(value, view.valid, pinned, budget)
         keep = keep_best(value, view.valid, pinned, counts)
         caps = self._caps(counts, view, budget)
@@ -272,7 +272,7 @@ class Policy:
         standing = None
         if self.makes_room and not self.gathers:
             standing = (value.shape[1] - rank_by_value(value, view.valid, pinned)).float()
-        return Plan(keep, caps, merged=self._merged(view, keep, value), standing=standing)
+        return EvictionPlan(keep, caps, merged=self._merged(view, keep, value), standing=standing)
 
     def _merged(self, view: View, keep: Tensor, value: Tensor) -> Merged | None:
         """What the policy's merge makes of the view; None where nothing leaves."""

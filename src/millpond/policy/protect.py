@@ -11,7 +11,7 @@ from millpond.errors import BudgetError, OptionError
 from millpond.policy.view import View
 
 #: A later turn of no more tokens is a question, not a text to be compressed.
-TURN = 64
+SHORT_TURN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class Protect:
                 "raise budget or lower sinks, recent or grace"
             )
 
-    def holds_turn(self, tokens: int, budget: int) -> bool:
+    def keeps_short_turn(self, tokens: int, budget: int) -> bool:
         """Whether a later turn of so many tokens stays whole: a short one, and at most half of what sinks leave."""
-        return tokens <= min(TURN, (budget - self.sinks) // 2)
+        return tokens <= min(SHORT_TURN_TOKENS, (budget - self.sinks) // 2)
 
     def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
-        """(H, N) bool: the protected entries, and those of the newest `turn` tokens where `holds_turn` says so."""
+        """(H, N) bool: the protected entries, and those of the newest `turn` tokens where `keeps_short_turn` says so."""
         count = self.newest(budget)
-        if self.holds_turn(turn, budget):
+        if self.keeps_short_turn(turn, budget):
             count = max(count, turn)
         newest = view.positions >= view.seen - count
         return view.valid & (newest | (view.positions < self.sinks))

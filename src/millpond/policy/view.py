@@ -37,11 +37,11 @@ class View:
         sequence: which sequence of the batch that was first read; copies keep the number of their original.
         budget: entries per head on average that the plan may keep; 0 where nobody plans.
         pinned: (H, N) bool, the entries that no score can evict; None where nobody plans.
-        read: hands over keys and values when a score asks for them; None where there are none to see.
+        read_entries: hands over keys and values when a score asks for them; None where there are none to see.
         outputs: hands over the maps from values to the layer's output; None where no model is there.
         tokens: hands over the token ids of the entries; None where nobody knows them.
-        look: hands over attention by query head, see `received`; None where no queries are kept.
-        latest: hands over the attention of the last queries, see `window_signal`; None where no queries are kept.
+        head_attention: hands over attention by query head, see `received`; None where no queries are kept.
+        recent_attention: hands over the attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
         memory: what the last merge of this sequence left for the next; None for nothing.
     """
@@ -54,11 +54,11 @@ class View:
     turn: int = 0
     budget: int = 0
     pinned: Tensor | None = None
-    read: Read | None = None
+    read_entries: Read | None = None
     outputs: Callable[[], Tensor] | None = None
     tokens: Callable[[], Tensor] | None = None
-    look: Callable[[int, int], Tensor] | None = None
-    latest: Callable[[], Tensor] | None = None
+    head_attention: Callable[[int, int], Tensor] | None = None
+    recent_attention: Callable[[], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
 
@@ -94,8 +94,8 @@ class View:
     @property
     def window_signal(self) -> Tensor:
         """(H, N) float32: the attention that each entry has received from the last queries alone."""
-        assert self.latest is not None, "the cache keeps the last queries for a score that looks at them"
-        return self.latest()
+        assert self.recent_attention is not None, "the cache keeps the last queries for a score that looks at them"
+        return self.recent_attention()
 
     def received(self, begin: int, end: int) -> Tensor:
         """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
@@ -104,13 +104,13 @@ class View:
         at least `begin` and less than `end` positions behind the entry count; end=0: all from `begin` on. Of many
         queries a policy may have asked for some.
         """
-        assert self.look is not None, "the cache keeps the queries for a policy that looks at them"
-        return self.look(begin, end)
+        assert self.head_attention is not None, "the cache keeps the queries for a policy that looks at them"
+        return self.head_attention(begin, end)
 
     def stored(self, part: Part) -> Tensor:
         """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
-        assert self.read is not None, "the cache hands over what it stores"
-        return self.read(part)
+        assert self.read_entries is not None, "the cache hands over what it stores"
+        return self.read_entries(part)
 
     def _part(self, part: Part) -> Tensor:
         entries = self.stored(part)

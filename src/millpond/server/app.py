@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import millpond
-from millpond.cache.heap import give_back
-from millpond.server import about, chat, completions, errors, pages, remembered, responses
-from millpond.server.described.document import describe
-from millpond.server.doors import Hosts, Keys, ShortBodies
-from millpond.server.llm import ServedLLM
+from millpond.cache.pages.heap import give_back
+from millpond.server import errors
+from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Counted
+from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
+from millpond.server.openapi.document import describe
+from millpond.server.routes import cache_memory, chat, completions, info, responses, ui
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 
@@ -50,16 +51,16 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     )  # fmt: skip
     app.state.service = service
     errors.install(app)
-    for part in (completions, chat, responses, about, remembered):
+    for part in (completions, chat, responses, info, cache_memory):
         app.include_router(part.routes(service))
-    app.include_router(pages.routes(needs_key=bool(settings.api_keys)))
+    app.include_router(ui.routes(needs_key=bool(settings.api_keys)))
     describe(app, keyed=bool(settings.api_keys))
     # the last one added is met first
     app.add_middleware(
-        ShortBodies, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
+        BodyLimitMiddleware, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
         together=settings.max_bytes_under_way,
     )  # fmt: skip
-    app.add_middleware(Keys, keys=settings.api_keys, open_paths=pages.PATHS | {"/health"})
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"})
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     return app

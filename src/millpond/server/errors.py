@@ -153,7 +153,7 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
 
 
 def _unknown(place: list[str]) -> str:
-    from millpond.server.known import KNOWN
+    from millpond.server.known_fields import KNOWN
 
     name = place[-1]
     if name in UNSUPPORTED:

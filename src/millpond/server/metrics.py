@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.engine.outputs import RequestOutput
-from millpond.server.gate import Gate
-from millpond.server.llm import ServedLLM
+from millpond.server.admission import AdmissionControl
+from millpond.server.llm_protocol import ServedLLM
 
 #: Seconds. From a tiny model in memory to a long prompt behind a queue.
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -22,7 +22,7 @@ _WHOLE = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class EngineCollector(Collector):
     """Reads `EngineStats` anew at every scrape."""
 
-    def __init__(self, llm: ServedLLM, gate: Gate) -> None:
+    def __init__(self, llm: ServedLLM, gate: AdmissionControl) -> None:
         self._llm = llm
         self._gate = gate
 
@@ -62,7 +62,7 @@ class Metrics:
         requests: answers of HTTP so far.
     """
 
-    def __init__(self, llm: ServedLLM, gate: Gate) -> None:
+    def __init__(self, llm: ServedLLM, gate: AdmissionControl) -> None:
         self.requests = 0
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm, gate))

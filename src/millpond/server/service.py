@@ -15,17 +15,17 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import MillpondError
 from millpond.option_files import listed_files
-from millpond.server.bodies import JsonBodies
-from millpond.server.clients import Client, Clients
+from millpond.server.admission import AdmissionControl
+from millpond.server.body_parsing import JsonBodies
 from millpond.server.errors import ApiError
-from millpond.server.gate import Gate
-from millpond.server.job import Job
-from millpond.server.llm import ServedLLM
+from millpond.server.generation_job import GenerationJob
+from millpond.server.identity import Client, ClientRegistry
+from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
 from millpond.server.settings import ServerSettings
-from millpond.server.streams import ClientGone, EventStream, together, while_connected
-from millpond.server.tokens import Tokens
-from millpond.server.tools.choice import format_of
+from millpond.server.streaming import ClientGone, EventStream, merge_streams, while_connected
+from millpond.server.tokenizer_worker import TokenizerWorker
+from millpond.server.tools.tool_choice import format_of
 
 #: Characters of answers from which on they are not put together in the event loop.
 _LONG = 2**14
@@ -49,10 +49,10 @@ class Service:
     def __init__(self, llm: ServedLLM, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.tokens = Tokens(llm)
+        self.tokens = TokenizerWorker(llm)
         self.calls = format_of(settings.tool_parser, self.tokens.shown)
-        self.clients = Clients(settings)
-        self.gate = Gate(llm, settings.max_queue, settings.step_limit_s)
+        self.clients = ClientRegistry(settings)
+        self.gate = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
         self.metrics = Metrics(llm, self.gate)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)
@@ -65,7 +65,7 @@ class Service:
             message = f"model {name[:200]!r} is not here; this server has {self.llm.model_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    async def answer(self, http: HttpRequest, job: Job) -> Response:
+    async def answer(self, http: HttpRequest, job: GenerationJob) -> Response:
         """The answer to a job. A client that goes away ends it, whether it is streamed or not.
 
         Raises:
@@ -86,8 +86,8 @@ class Service:
     async def _outputs(self, client: Client, of_client: Sequence[Request]) -> Outputs:
         """What the engine says, from the gate in to the gate out."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
-        with self.gate.enter([request.request_id for request in requests], client.name):
-            async with aclosing(together(self.llm, requests)) as outputs:
+        with self.gate.admit([request.request_id for request in requests], client.name):
+            async with aclosing(merge_streams(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
                         self.metrics.finished(output)
@@ -95,14 +95,14 @@ class Service:
                             _check_deadline(output)
                     yield place, output
 
-    async def _whole(self, job: Job, outputs: Outputs) -> dict[str, Any]:
+    async def _whole(self, job: GenerationJob, outputs: Outputs) -> dict[str, Any]:
         last = {place: output async for place, output in outputs}
         answers = [last[place] for place in range(len(job.requests))]
         if sum(len(one.text) for output in answers for one in output.completions) > _LONG:
             return await asyncio.to_thread(job.whole, self.llm.model_name, answers)
         return job.whole(self.llm.model_name, answers)
 
-    async def _events(self, job: Job, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
+    async def _events(self, job: GenerationJob, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
         events = job.events(self.llm.model_name)
         try:
             for event in events.more(*first):

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millpond.bench.candidates import TINY, ModelShape, draw_prompts
-from millpond.bench.child import TIMEOUT_S, Child, PeerError
-from millpond.bench.engines.contestants import Contestant
-from millpond.bench.engines.floor import Floor, weight_bytes
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.peer_process import TIMEOUT_S, PeerError, PeerProcess
+from millpond.bench.engines.candidates import Contestant
+from millpond.bench.engines.read_floor import Floor, weight_bytes
 from millpond.bench.engines.weights import ConversionError, Weights
-from millpond.bench.machine import describe_machine
+from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
 
 #: Milliseconds in which weights and so many bytes of entries are read once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]
@@ -30,7 +30,7 @@ PAUSE = 0.2  #: seconds in which the threads of the engine before go to sleep
 
 
 @dataclass(frozen=True)
-class Plan:
+class EnginesPlan:
     """What is measured. timeout_s: that an engine may take to start, to load, or for one reading."""
 
     shape: ModelShape = field(default_factory=ModelShape)
@@ -42,11 +42,11 @@ class Plan:
     timeout_s: float = TIMEOUT_S
 
 
-QUICK = Plan(shape=TINY, cells=((1, 512), (2, 512)), new_tokens=8, repeats=2)
+QUICK = EnginesPlan(shape=TINY, cells=((1, 512), (2, 512)), new_tokens=8, repeats=2)
 
 
 @dataclass(frozen=True)
-class Reading:
+class EngineTiming:
     """One run of one engine.
 
     Attributes:
@@ -64,12 +64,12 @@ class Reading:
 
 
 @dataclass
-class Entry:
+class EngineEntry:
     """A contestant in one cell: its process, and its readings by turn."""
 
     contestant: Contestant
-    child: Child
-    readings: dict[int, Reading] = field(default_factory=dict)
+    child: PeerProcess
+    readings: dict[int, EngineTiming] = field(default_factory=dict)
     failure: str = ""
 
     def median(self, name: str) -> float | None:
@@ -83,7 +83,7 @@ class Entry:
         ratios = [r.decode_ms / r.floor_ms for r in self.readings.values() if r.floor_ms]
         return statistics.median(ratios) if ratios else None
 
-    def ratio(self, name: str, base: Entry | None) -> float | None:
+    def ratio(self, name: str, base: EngineEntry | None) -> float | None:
         """The median over the turns of how many times as much it took as `base`."""
         if base is None:
             return None
@@ -93,7 +93,7 @@ class Entry:
 
 
 def run(
-    plan: Plan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None,
+    plan: EnginesPlan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every contestant in every cell; returns what `markdown` writes.
@@ -117,7 +117,7 @@ def run(
 
 
 def _cell(
-    plan: Plan, contestants: Sequence[Contestant], weights: Weights, floor: ReadMs,
+    plan: EnginesPlan, contestants: Sequence[Contestant], weights: Weights, floor: ReadMs,
     notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = random.Random(plan.seed)
@@ -127,8 +127,8 @@ def _cell(
         for contestant in contestants:
             progress(f"{where}: starting {contestant.label}")
             kind = contestant.kind
-            child = Child(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
-            entries.append(Entry(contestant, stack.enter_context(child)))
+            child = PeerProcess(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
+            entries.append(EngineEntry(contestant, stack.enter_context(child)))
             notes[kind.name] = entries[-1].child.note
             _load(entries[-1], plan, weights, batch, prompt)
         for turn in range(-1, plan.repeats):
@@ -143,7 +143,7 @@ def _cell(
     return [_row(entry, entries, batch, prompt) for entry in entries]
 
 
-def _load(entry: Entry, plan: Plan, weights: Weights, batch: int, prompt: int) -> None:
+def _load(entry: EngineEntry, plan: EnginesPlan, weights: Weights, batch: int, prompt: int) -> None:
     """The engine's process loads the model; a reason why it cannot is kept as its failure."""
     if not entry.child.running:
         entry.failure = entry.child.note
@@ -157,7 +157,7 @@ def _load(entry: Entry, plan: Plan, weights: Weights, batch: int, prompt: int) -
         entry.failure = str(error)
 
 
-def _take(entry: Entry, prompts: list[list[int]], new_tokens: int, floor: ReadMs) -> Reading | None:
+def _take(entry: EngineEntry, prompts: list[list[int]], new_tokens: int, floor: ReadMs) -> EngineTiming | None:
     """One reading. An engine that fails is reported with its reason and not run again in this cell."""
     if entry.failure:
         return None
@@ -169,10 +169,10 @@ def _take(entry: Entry, prompts: list[list[int]], new_tokens: int, floor: ReadMs
         return None
     steps = answer.pop("steps_ms")
     time.sleep(PAUSE)
-    return Reading(decode_ms=statistics.median(steps), floor_ms=floor(answer["kv_bytes"]), **answer)
+    return EngineTiming(decode_ms=statistics.median(steps), floor_ms=floor(answer["kv_bytes"]), **answer)
 
 
-def _row(entry: Entry, entries: Sequence[Entry], batch: int, prompt: int) -> dict[str, Any]:
+def _row(entry: EngineEntry, entries: Sequence[EngineEntry], batch: int, prompt: int) -> dict[str, Any]:
     base = next((e for e in entries if e.contestant.label == entry.contestant.against), None)
     names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes")
     return {

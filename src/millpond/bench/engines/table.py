@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millpond.bench.report import markdown_table
+from millpond.bench.common.report import markdown_table
 
 HEAD = (
     "engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "of reading once", "KV MB",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from millpond.bench.candidates import ModelShape
-from millpond.bench.child import TIMEOUT_S
+from millpond.bench.common.peer_process import TIMEOUT_S
+from millpond.bench.generate.candidates import ModelShape
 from millpond.errors import MillpondError
 
 SCRIPTS = Path("benchmarks")  #: of the repository, as seen from its root

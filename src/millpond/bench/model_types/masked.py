@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from millpond.hf.stock import plain
-from millpond.hf.support import text_config
-from millpond.hf.switch import switch
+from millpond.hf.attention_switch import switch
+from millpond.hf.model_support import text_config
+from millpond.hf.stock_attention import plain
 
 NAME = "millpond_masked"
 #: Positions held, [layer][sequence][KV head].

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from millpond.bench.common.report import markdown_table
 from millpond.bench.model_types.finding import BROKEN, EQUAL, NOT_TRIED, REFUSED, WRONG, Finding, Outcome
 from millpond.bench.model_types.greedy import LENGTHS, NEW, WITHIN
 from millpond.bench.model_types.probe import AMPLE, SETTINGS, SMALL
-from millpond.bench.report import markdown_table
 
 _ORDER = (EQUAL, REFUSED, NOT_TRIED, WRONG, BROKEN)
 _INTRO = """# Model types

@@ -15,7 +15,7 @@ from millpond.bench.model_types.fields import UNFIT
 from millpond.bench.model_types.finding import BROKEN, EQUAL, NOT_TRIED, REFUSED, WRONG, Finding, Outcome
 from millpond.bench.model_types.greedy import Run, Wrong, compare, generated, masked_run
 from millpond.bench.model_types.tiny_model import tiny_model
-from millpond.hf.lean import STAND_IN
+from millpond.hf.native_layers.decoder_layers import STAND_IN
 
 AMPLE, SMALL = 64, 12  #: budgets, in entries per KV head: one that holds everything, one that does not
 

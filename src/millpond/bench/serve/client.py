@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request; times in seconds from the beginning of the run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
         return self.ended_s - self.sent_s
 
 
-class Client:
+class LoadClient:
     """Sends requests to one server over connections of their own.
 
     Args:
@@ -78,7 +78,7 @@ class Client:
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
         self._began = time.perf_counter()
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> LoadClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,11 +120,11 @@ class Client:
         except (ValueError, KeyError, IndexError, TypeError):
             raise DataError(f"{self.root}/v1/models names no model; give one by --model") from None
 
-    async def send(self, path: str, body: dict[str, Any], planned_s: float) -> Outcome:
+    async def send(self, path: str, body: dict[str, Any], planned_s: float) -> RequestOutcome:
         """Send one request and read its stream to the end. Never raises for what server or network do."""
         import httpx
 
-        outcome = Outcome(planned_s, sent_s=self.now())
+        outcome = RequestOutcome(planned_s, sent_s=self.now())
         try:
             async with self._http.stream("POST", self.root + path, json=body) as response:
                 if response.status_code != 200:
@@ -139,7 +139,7 @@ class Client:
         outcome.ended_s = self.now()
         return outcome
 
-    async def _read(self, response: httpx.Response, outcome: Outcome) -> None:
+    async def _read(self, response: httpx.Response, outcome: RequestOutcome) -> None:
         finished, pieces = False, 0
         async for event in _events(response):
             if event == "[DONE]":

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from millpond.bench.serve.asks import Ask
-from millpond.bench.serve.client import Client, Outcome
-from millpond.bench.serve.drive import closed_loop, open_loop, poisson
-from millpond.bench.serve.figures import summarise
-from millpond.bench.serve.gauges import Gauges
+from millpond.bench.serve.client import LoadClient, RequestOutcome
+from millpond.bench.serve.load_loop import closed_loop, open_loop, poisson
+from millpond.bench.serve.requests import LoadRequest
+from millpond.bench.serve.server_metrics import Gauges
+from millpond.bench.serve.statistics import summarise
 from millpond.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """How a list of asks is sent.
 
     Attributes:
@@ -45,7 +45,7 @@ class Plan:
         if self.rate is not None and self.users is not None:
             raise OptionError("a rate is an open loop, users are a closed one; give one of them")
 
-    def body(self, ask: Ask, model: str) -> dict[str, Any]:
+    def body(self, ask: LoadRequest, model: str) -> dict[str, Any]:
         """What is posted for an ask."""
         prompt = ask.prompt if isinstance(ask.prompt, str) else ask.prompt.tokens(self.vocab_size, self.seed)
         asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
@@ -56,7 +56,7 @@ class Plan:
         }  # fmt: skip
 
 
-async def run(plan: Plan, asks: Sequence[Ask], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+async def run(plan: LoadPlan, asks: Sequence[LoadRequest], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """Send all asks; returns the summary, the server's own numbers and each request's times.
 
     Raises:
@@ -64,11 +64,11 @@ async def run(plan: Plan, asks: Sequence[Ask], progress: Callable[[int, int], No
     """
     if plan.chat and any(not isinstance(ask.prompt, str) for ask in asks):
         raise OptionError("a chat takes text, and this load has token ids; leave --chat out, or take a load of texts")
-    async with Client(plan.url, plan.api_key, plan.timeout_s) as client:
+    async with LoadClient(plan.url, plan.api_key, plan.timeout_s) as client:
         model = plan.model or await client.model()
         path, done = "/v1/chat/completions" if plan.chat else "/v1/completions", 0
 
-        async def send(ask: Ask, planned_s: float) -> Outcome:
+        async def send(ask: LoadRequest, planned_s: float) -> RequestOutcome:
             nonlocal done
             outcome = await client.send(path, plan.body(ask, model), planned_s)
             done += 1
@@ -88,13 +88,13 @@ async def run(plan: Plan, asks: Sequence[Ask], progress: Callable[[int, int], No
     }  # fmt: skip
 
 
-def _times(plan: Plan, asks: Sequence[Ask]) -> list[float]:
+def _times(plan: LoadPlan, asks: Sequence[LoadRequest]) -> list[float]:
     if plan.rate is not None:
         return poisson(len(asks), plan.rate, plan.seed)
     return [ask.at_s / plan.speed for ask in asks]
 
 
-def _load(plan: Plan) -> str:
+def _load(plan: LoadPlan) -> str:
     """How the asks were sent, in words."""
     if plan.users is not None:
         return f"closed loop, {plan.users} users"

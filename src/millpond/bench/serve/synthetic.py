@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from millpond.bench.serve.asks import Ask, Blocks
+from millpond.bench.serve.requests import LoadRequest, TokenBlocks
 from millpond.errors import OptionError
 
 
@@ -34,7 +34,7 @@ class Span:
         return cls(int(low), int(high or low))
 
 
-def synthetic(n: int, prompt: Span, output: Span, shared: int = 0, seed: int = 0) -> list[Ask]:
+def synthetic(n: int, prompt: Span, output: Span, shared: int = 0, seed: int = 0) -> list[LoadRequest]:
     """`n` asks that stand alone, all at 0 s; the first `shared` tokens of every prompt are the same.
 
     Raises:
@@ -47,5 +47,5 @@ def synthetic(n: int, prompt: Span, output: Span, shared: int = 0, seed: int = 0
     for name in range(1, n + 1):
         length = drawn.randint(prompt.low, prompt.high)
         parts = ((0, shared), (name, length - shared)) if shared else ((name, length),)
-        asks.append(Ask(0.0, Blocks(parts), drawn.randint(output.low, output.high)))
+        asks.append(LoadRequest(0.0, TokenBlocks(parts), drawn.randint(output.low, output.high)))
     return asks

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from millpond.bench.report import markdown_table
-from millpond.bench.serve.figures import PERCENTILES
+from millpond.bench.common.report import markdown_table
+from millpond.bench.serve.statistics import PERCENTILES
 
 _TIMES = {"ttft_s": "time to first token", "tpot_s": "time per token after it", "e2e_s": "whole answer"}
 

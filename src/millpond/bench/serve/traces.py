@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millpond.bench.serve.asks import Ask, Blocks
+from millpond.bench.serve.requests import LoadRequest, TokenBlocks
 from millpond.errors import DataError
 
 T = TypeVar("T")
@@ -21,18 +21,18 @@ MOONCAKE_BLOCK = 512
 CHARACTERS_PER_TOKEN = 4
 
 
-def azure(path: Path) -> list[Ask]:
+def azure(path: Path) -> list[LoadRequest]:
     """The Azure LLM inference trace of 2023: times and lengths; every prompt is its own.
 
     Raises:
         DataError: the file cannot be read, or is no such trace.
     """
 
-    def read(numbered: tuple[int, dict[str, str]]) -> Ask:
+    def read(numbered: tuple[int, dict[str, str]]) -> LoadRequest:
         name, row = numbered
         length = _length(row["ContextTokens"])
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second; Python reads six
-        return Ask(at, Blocks(((name, length),)), _length(row["GeneratedTokens"]))
+        return LoadRequest(at, TokenBlocks(((name, length),)), _length(row["GeneratedTokens"]))
 
     with _open(path) as file:
         rows = csv.DictReader(_decoded(path, file))
@@ -41,14 +41,14 @@ def azure(path: Path) -> list[Ask]:
         return _some(path, _in_order((_in_line(path, n, read, (n, row)) for n, row in enumerate(rows, start=2))))
 
 
-def mooncake(path: Path) -> list[Ask]:
+def mooncake(path: Path) -> list[LoadRequest]:
     """A Mooncake trace: times in ms, lengths, and the hashes of each prompt's blocks of 512 tokens.
 
     Raises:
         DataError: the file cannot be read, or is no such trace.
     """
 
-    def read(row: Any) -> Ask:
+    def read(row: Any) -> LoadRequest:
         names, length = tuple(int(name) for name in row["hash_ids"]), _length(row["input_length"])
         if not (len(names) - 1) * MOONCAKE_BLOCK < length <= len(names) * MOONCAKE_BLOCK:
             raise ValueError(f"{len(names)} hash_ids do not cover {length} tokens in blocks of {MOONCAKE_BLOCK}")
@@ -56,12 +56,12 @@ def mooncake(path: Path) -> list[Ask]:
             raise ValueError(f"hash_ids holds {min(names)}; they must not be negative")
         sizes = [MOONCAKE_BLOCK] * (len(names) - 1) + [length - (len(names) - 1) * MOONCAKE_BLOCK]
         parts = tuple(zip(names, sizes, strict=True))
-        return Ask(_finite(row["timestamp"]) / 1000, Blocks(parts), _length(row["output_length"]))
+        return LoadRequest(_finite(row["timestamp"]) / 1000, TokenBlocks(parts), _length(row["output_length"]))
 
     return _some(path, _in_order(_json_lines(path, read)))
 
 
-def agents(path: Path) -> list[Ask]:
+def agents(path: Path) -> list[LoadRequest]:
     """A folder of LMCache agent traces, or one file of it: real text, each session's prompts growing.
 
     The first ask of every file is put at the same moment, as if all agents began at once. Lines without a prompt and
@@ -71,9 +71,9 @@ def agents(path: Path) -> list[Ask]:
         DataError: no such folder, a folder without `.jsonl` files, or a file that is no such trace.
     """
 
-    def read(row: Any) -> Ask:
+    def read(row: Any) -> LoadRequest:
         n = -(-len(row["output"]) // CHARACTERS_PER_TOKEN)
-        return Ask(_finite(row["timestamp"]) / 1e6, str(row["input"]), max(1, n), str(row["session_id"]))
+        return LoadRequest(_finite(row["timestamp"]) / 1e6, str(row["input"]), max(1, n), str(row["session_id"]))
 
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files:
@@ -83,7 +83,7 @@ def agents(path: Path) -> list[Ask]:
 
 
 #: Readers by the name of what they read.
-TRACES: dict[str, Callable[[Path], list[Ask]]] = {"azure": azure, "mooncake": mooncake, "agents": agents}
+TRACES: dict[str, Callable[[Path], list[LoadRequest]]] = {"azure": azure, "mooncake": mooncake, "agents": agents}
 
 
 def _open(path: Path) -> Any:
@@ -93,7 +93,7 @@ def _open(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _json_lines(path: Path, read: Callable[[Any], Ask]) -> Iterator[Ask]:
+def _json_lines(path: Path, read: Callable[[Any], LoadRequest]) -> Iterator[LoadRequest]:
     with _open(path) as file:
         for number, line in enumerate(_decoded(path, file), start=1):
             if line.strip():
@@ -110,7 +110,7 @@ def _decoded(path: Path, file: Iterable[str]) -> Iterator[str]:
         raise DataError(f"{path}: not a text in UTF-8") from None
 
 
-def _in_line(path: Path, number: int, read: Callable[[T], Ask], row: T) -> Ask:
+def _in_line(path: Path, number: int, read: Callable[[T], LoadRequest], row: T) -> LoadRequest:
     try:
         return read(row)
     except KeyError as error:
@@ -132,13 +132,13 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def _in_order(asks: Iterable[Ask]) -> list[Ask]:
+def _in_order(asks: Iterable[LoadRequest]) -> list[LoadRequest]:
     """By time, the first one at 0."""
     found = sorted(asks, key=lambda ask: ask.at_s)
-    return [Ask(ask.at_s - found[0].at_s, ask.prompt, ask.output_tokens, ask.session) for ask in found]
+    return [LoadRequest(ask.at_s - found[0].at_s, ask.prompt, ask.output_tokens, ask.session) for ask in found]
 
 
-def _some(path: Path, asks: list[Ask]) -> list[Ask]:
+def _some(path: Path, asks: list[LoadRequest]) -> list[LoadRequest]:
     if not asks:
         raise DataError(f"{path}: holds no requests")
     return asks

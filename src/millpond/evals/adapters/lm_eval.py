@@ -20,12 +20,12 @@ import millpond
 from millpond.budget import Budget
 from millpond.errors import DataError, OptionError
 from millpond.evals.adapters.asked import greedy_question
-from millpond.evals.adapters.reading import Reading, prompt_of
-from millpond.evals.batch import Batch
-from millpond.evals.contender import Compressed
+from millpond.evals.adapters.reading import PromptReader, prompt_of
+from millpond.evals.candidates.candidate import Compressed
+from millpond.evals.decoding.batch import PromptBatch
 from millpond.evals.sample import Question
 from millpond.evals.spec import Spec
-from millpond.hf.support import position_limit
+from millpond.hf.model_support import position_limit
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
 
@@ -80,8 +80,8 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
             limit = min(_whole("max_length", max_length, "a number, 1 or more"), limit or max_length)
         self._truncate = truncate
         self._cut_short = 0
-        self._reading = Reading(model, self.tokenizer, contender, codec, size, limit)
-        contender.open(model, self.tokenizer, Batch("aware", "generate", ()), self.budget, codec).close()
+        self._reading = PromptReader(model, self.tokenizer, contender, codec, size, limit)
+        contender.open(model, self.tokenizer, PromptBatch("aware", "generate", ()), self.budget, codec).close()
         self._described = {
             "millpond": millpond.__version__, "pretrained": str(pretrained), "method": str(method), **options,
             "budget": self.budget or "all", "codec": codec, "model_dtype": str(model.dtype).removeprefix("torch."),

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.evals.answer import Answer, decode, end_tokens
-from millpond.evals.batch import Asked, Batch, Prompt, Tokens, batches
-from millpond.evals.contender import Compressed
-from millpond.evals.likelihood import forced
-from millpond.evals.reader import Held, Reader
-from millpond.evals.rounds import Turn, rounds
+from millpond.evals.candidates.candidate import Compressed
+from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch, Tokens, batches
+from millpond.evals.decoding.batch_reader import BatchReader, Held
+from millpond.evals.decoding.greedy_decode import Answer, decode, end_tokens
+from millpond.evals.decoding.likelihood import forced
+from millpond.evals.harness.question_rounds import QuestionTurn, rounds
 from millpond.evals.sample import Question, Sample
 
 
@@ -27,7 +27,7 @@ class Fed:
 
 
 @dataclass
-class Reading:
+class PromptReader:
     """Runs one method over prompts, context and question together (the protocol `aware`).
 
     Attributes:
@@ -43,7 +43,7 @@ class Reading:
     limit: int | None
     held: list[Held] = field(default_factory=list)
 
-    def feed(self, prompts: Sequence[Prompt], budget: str) -> Iterator[list[Fed]]:
+    def feed(self, prompts: Sequence[EncodedPrompt], budget: str) -> Iterator[list[Fed]]:
         """For each prompt, what became of every target of its question."""
         for batch in batches(prompts, "choice", "aware", self.size):
             with self._read(batch, budget) as (reader, turns):
@@ -54,7 +54,7 @@ class Reading:
                 yield fed[: len(own)]
                 fed = fed[len(own) :]
 
-    def answer(self, prompts: Sequence[Prompt], budget: str) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[EncodedPrompt], budget: str) -> Iterator[Answer]:
         """For each prompt, the decoded answer to its question."""
         for batch in batches(prompts, "generate", "aware", self.size):
             with self._read(batch, budget) as (reader, turns):
@@ -64,11 +64,11 @@ class Reading:
             yield from (answer for answer in answers if answer is not None)
 
     @contextmanager
-    def _read(self, batch: Batch, budget: str) -> Iterator[tuple[Reader, list[Turn]]]:
+    def _read(self, batch: PromptBatch, budget: str) -> Iterator[tuple[BatchReader, list[QuestionTurn]]]:
         """A batch read up to where the answers begin."""
         opened = self.contender.open(self.model, self.tokenizer, batch, budget, self.codec)
         with opened as cache, torch.inference_mode():
-            reader = Reader(self.model, cache, [prompt.opening for prompt in batch.prompts])
+            reader = BatchReader(self.model, cache, [prompt.opening for prompt in batch.prompts])
             for asked in rounds([reader], batch, self.limit):
                 turns = [turn for turn in asked if turn is not None]
                 assert not any(turn.failure for turn in turns), "prompts are measured before they are read"
@@ -76,14 +76,14 @@ class Reading:
                 yield reader, turns
 
 
-def prompt_of(context: Sequence[int], question: Question, targets: Sequence[Sequence[int]] = ()) -> Prompt:
+def prompt_of(context: Sequence[int], question: Question, targets: Sequence[Sequence[int]] = ()) -> EncodedPrompt:
     """A prompt in the protocol `aware`: all but the last token is read at once, then the method evicts."""
     cut = max(len(context) - 1, 1)
-    asked = Asked(0, question, tuple(context[cut:]), tuple(tuple(target) for target in targets))
-    return Prompt(Sample("request", "", (question,)), tuple(context[:cut]), (asked,))
+    asked = EncodedQuestion(0, question, tuple(context[cut:]), tuple(tuple(target) for target in targets))
+    return EncodedPrompt(Sample("request", "", (question,)), tuple(context[:cut]), (asked,))
 
 
-def _fed(reader: Reader, targets: Sequence[Tokens]) -> list[Fed]:
+def _fed(reader: BatchReader, targets: Sequence[Tokens]) -> list[Fed]:
     sums, greedy = [0.0] * len(targets), [True] * len(targets)
     for rows, tokens in forced([reader], targets):
         logprobs = torch.log_softmax(reader.logits[rows], -1)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from millpond.evals.colours import text_on, water
-from millpond.evals.trace import HeadTrace, Trace
+from millpond.evals.inspector.trace import HeadTrace, Trace
+from millpond.evals.report.palette import text_on, water
 
 #: Steps of the colour scale; the page's script knows the same number.
 COLOURS = 12

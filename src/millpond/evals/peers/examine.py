@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from millpond.evals.answer import before_stop
-from millpond.evals.batch import Asked, Batch, Prompt
-from millpond.evals.peers.lines import PeerError, Reply, most_tokens, reply_of, request_of
+from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch
+from millpond.evals.decoding.greedy_decode import before_stop
+from millpond.evals.decoding.record import PRETENDED, Cell, Record
+from millpond.evals.peers.lines import PeerEvalError, Reply, most_tokens, reply_of, request_of
 from millpond.evals.peers.process import Peer
-from millpond.evals.record import PRETENDED, Cell, Record
 from millpond.evals.task import Task
 
 
@@ -29,22 +29,22 @@ class PeerExaminer:
     eos: frozenset[int]
     limit: int | None
 
-    def examine(self, batch: Batch) -> list[Record]:
+    def examine(self, batch: PromptBatch) -> list[Record]:
         """A record for every question, in the order of `Batch.names`; what fails is a counted failure."""
         return [record for prompt in batch.prompts for record in self._prompt(prompt)]
 
-    def _prompt(self, prompt: Prompt) -> list[Record]:
+    def _prompt(self, prompt: EncodedPrompt) -> list[Record]:
         failure = misfit(prompt, self.limit)
         if failure:
             return [self._lost(prompt, asked, failure) for asked in prompt.asked]
         request = request_of(self.cell, prompt, self.eos, self.limit)
         try:
             reply = reply_of(request, self.peer.ask(request))
-        except PeerError as error:
+        except PeerEvalError as error:
             return [self._lost(prompt, asked, f"{self.cell.peer}: {error}") for asked in prompt.asked]
         return [self._record(prompt, place, reply) for place in range(len(prompt.asked))]
 
-    def _record(self, prompt: Prompt, place: int, reply: Reply) -> Record:
+    def _record(self, prompt: EncodedPrompt, place: int, reply: Reply) -> Record:
         asked, said = prompt.asked[place], reply.answers[place]
         if isinstance(said, str):
             return self._lost(prompt, asked, f"{self.cell.peer}: {said}", reply)
@@ -59,11 +59,11 @@ class PeerExaminer:
             return self._made(prompt, asked, text, 0.0, failure, extra, reply)
         return self._made(prompt, asked, text, float(self.task.score(asked.question, text)), "", extra, reply)
 
-    def _lost(self, prompt: Prompt, asked: Asked, failure: str, reply: Reply | None = None) -> Record:
+    def _lost(self, prompt: EncodedPrompt, asked: EncodedQuestion, failure: str, reply: Reply | None = None) -> Record:
         return self._made(prompt, asked, "", 0.0, failure, {} if reply is None else _pretended(reply), reply)
 
     def _made(
-        self, prompt: Prompt, asked: Asked, text: str, score: float, failure: str, extra: dict[str, float],
+        self, prompt: EncodedPrompt, asked: EncodedQuestion, text: str, score: float, failure: str, extra: dict[str, float],
         reply: Reply | None,
     ) -> Record:  # fmt: skip
         held = reply or Reply((), 0.0, 0, 0)
@@ -74,7 +74,7 @@ class PeerExaminer:
         )  # fmt: skip
 
 
-def misfit(prompt: Prompt, limit: int | None) -> str:
+def misfit(prompt: EncodedPrompt, limit: int | None) -> str:
     """Why a prompt cannot be asked; "" if it can."""
     if not prompt.opening:
         return "there are no tokens before the question, so there is nothing to compress; use --protocol aware"

@@ -22,11 +22,11 @@ from typing import Any
 
 from millpond.budget import Budget
 from millpond.errors import MillpondError
-from millpond.evals.batch import Prompt
-from millpond.evals.record import Cell
+from millpond.evals.decoding.batch import EncodedPrompt
+from millpond.evals.decoding.record import Cell
 
 
-class PeerError(MillpondError):
+class PeerEvalError(MillpondError):
     """A peer that does not run, or does not answer in its format."""
 
 
@@ -47,7 +47,7 @@ class Reply:
     pretended_share: float | None = None
 
 
-def request_of(cell: Cell, prompt: Prompt, eos: frozenset[int], limit: int | None) -> dict[str, Any]:
+def request_of(cell: Cell, prompt: EncodedPrompt, eos: frozenset[int], limit: int | None) -> dict[str, Any]:
     """The request for one prompt of a cell."""
     first = prompt.asked[0]
     return {
@@ -72,7 +72,7 @@ def request_of(cell: Cell, prompt: Prompt, eos: frozenset[int], limit: int | Non
     }
 
 
-def most_tokens(prompt: Prompt, place: int, limit: int | None) -> int:
+def most_tokens(prompt: EncodedPrompt, place: int, limit: int | None) -> int:
     """Tokens that may be decoded for a question: the last one is not read, so it needs no position."""
     asked = prompt.asked[place]
     most = asked.question.max_new_tokens
@@ -83,13 +83,13 @@ def reply_of(request: Mapping[str, Any], line: Any) -> Reply:
     """The reply to a request.
 
     Raises:
-        PeerError: the peer answered with an error, or not in its format.
+        PeerEvalError: the peer answered with an error, or not in its format.
     """
     if isinstance(line, dict) and "error" in line:
-        raise PeerError(str(line["error"]))
+        raise PeerEvalError(str(line["error"]))
     try:
         if line["id"] != request["id"]:
-            raise PeerError(f"the reply is to {line['id']!r}, not to {request['id']!r}")
+            raise PeerEvalError(f"the reply is to {line['id']!r}, not to {request['id']!r}")
         answers = tuple(
             str(one["error"]) if "error" in one else tuple(int(token) for token in one["tokens"])
             for one in line["answers"]
@@ -100,9 +100,9 @@ def reply_of(request: Mapping[str, Any], line: Any) -> Reply:
             None if pretended is None else float(pretended),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise PeerError(f"not a reply: {type(error).__name__} {error}") from error
+        raise PeerEvalError(f"not a reply: {type(error).__name__} {error}") from error
     if len(answers) != len(request["questions"]):
-        raise PeerError(f"{len(answers)} answers to {len(request['questions'])} questions")
+        raise PeerEvalError(f"{len(answers)} answers to {len(request['questions'])} questions")
     return reply
 
 

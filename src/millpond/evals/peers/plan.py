@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from millpond.budget import Budget
 from millpond.errors import OptionError, unknown
-from millpond.evals.contender import DEFAULT_BUDGET
-from millpond.evals.plan import PROTOCOLS, Plan
-from millpond.evals.record import Cell, Protocol
+from millpond.evals.candidates.candidate import DEFAULT_BUDGET
+from millpond.evals.decoding.record import Cell, Protocol
+from millpond.evals.harness.plan import PROTOCOLS, EvalPlan
 from millpond.evals.task import TASKS
 
 #: A peer compresses once, after the opening; its cache has no later turns.
@@ -17,8 +17,8 @@ KNOWN: tuple[Protocol, ...] = ("aware", "agnostic")
 
 
 @dataclass(frozen=True)
-class PeerPlan(Plan):
-    """As `Plan`, for a peer; `full` is its own full cache. What its presses are called is the peer's to check.
+class PeerPlan(EvalPlan):
+    """As `EvalPlan`, for a peer; `full` is its own full cache. What its presses are called is the peer's to check.
 
     Attributes:
         peer: with its version, as it names itself.

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from millpond.errors import DataError, OptionError
-from millpond.evals.peers.lines import PeerError
+from millpond.evals.peers.lines import PeerEvalError
 
 #: So many prompts in a row on which the child ends: it will not answer the next one either.
 MOST_DEATHS = 5
@@ -57,7 +57,7 @@ class Child:
     def ask(self, request: Mapping[str, Any]) -> Any:
         try:
             reply = self._asked_twice(request)
-        except PeerError as error:
+        except PeerEvalError as error:
             self._deaths += 1
             if self._deaths >= MOST_DEATHS:
                 raise OptionError(
@@ -72,7 +72,7 @@ class Child:
         """The reply; a child that ends, by whatever chance, is started anew and asked once more."""
         try:
             return self._asked(request)
-        except PeerError:
+        except PeerEvalError:
             return self._asked(request)
 
     def _asked(self, request: Mapping[str, Any]) -> Any:
@@ -107,7 +107,7 @@ class Child:
             self.name, self.software, errors = str(found["peer"]), str(found["software"]), dict(found["errors"])
         except (KeyError, TypeError, ValueError) as error:
             self.close()
-            raise PeerError(f"{self._command[0]} does not speak as a peer does: {error}") from error
+            raise PeerEvalError(f"{self._command[0]} does not speak as a peer does: {error}") from error
         if errors:
             self.close()
             raise OptionError("; ".join(f"{press}: {why}" for press, why in errors.items()))
@@ -125,12 +125,12 @@ class Child:
             line = ""
         if not line:
             self.close()
-            raise PeerError(f"the process ended without a reply (exit status {process.returncode})")
+            raise PeerEvalError(f"the process ended without a reply (exit status {process.returncode})")
         try:
             return json.loads(line)
         except ValueError as error:
             self.close()
-            raise PeerError(f"the process wrote {line[:80]!r}, which is no reply") from error
+            raise PeerEvalError(f"the process wrote {line[:80]!r}, which is no reply") from error
 
     def __enter__(self) -> Child:
         return self

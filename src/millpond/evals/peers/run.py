@@ -9,15 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.evals.answer import end_tokens
-from millpond.evals.batch import Prompt, encode
+from millpond.evals.decoding.batch import EncodedPrompt, encode
+from millpond.evals.decoding.greedy_decode import end_tokens
+from millpond.evals.decoding.record import Cell, SummaryRow
+from millpond.evals.harness.run import Progress, run
 from millpond.evals.peers.examine import PeerExaminer, misfit
 from millpond.evals.peers.lines import request_of
 from millpond.evals.peers.plan import PeerPlan
 from millpond.evals.peers.process import Peer
-from millpond.evals.record import Cell, Row
-from millpond.evals.run import Progress, run
-from millpond.hf.support import position_limit
+from millpond.hf.model_support import position_limit
 
 
 def run_peer(
@@ -28,14 +28,14 @@ def run_peer(
     folder: Path,
     note: dict[str, Any] | None = None,
     progress: Progress = lambda cell, done, total: None,
-) -> list[Row]:
+) -> list[SummaryRow]:
     """Examine every cell of `plan` and write records and summary into `folder`, going on where it was left.
 
     Args:
         model: tells which weights were meant, what ends a text and how many positions there are; it is not run.
 
     Raises:
-        OptionError, DataError: as `millpond.evals.run.run`; or a peer that ends on prompt after prompt.
+        OptionError, DataError: as `millpond.evals.harness.run.run`; or a peer that ends on prompt after prompt.
     """
     eos, limit = end_tokens(model, tokenizer), position_limit(model)
 
@@ -59,7 +59,7 @@ def export(plan: PeerPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     return count
 
 
-def _prompts(plan: PeerPlan, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
+def _prompts(plan: PeerPlan, cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedPrompt]:
     task = plan.built[cell.task]
     for sample in task.samples(tokenizer, plan.samples, plan.seed):
         yield from encode(sample, tokenizer, task.kind, cell.protocol)

@@ -6,12 +6,12 @@ import itertools
 import random
 from typing import Annotated
 
-from millpond.evals.english import keys
-from millpond.evals.generated import Draft, Generated, at_least
-from millpond.evals.hay import Hay, depths
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least
+from millpond.evals.data.haystack import Haystack, depths
+from millpond.evals.data.sentence_source import Source
+from millpond.evals.data.synthetic_english import keys
 from millpond.evals.metrics import in_order
 from millpond.evals.sample import Question
-from millpond.evals.source import Source
 from millpond.evals.task import Task, task
 
 
@@ -31,10 +31,10 @@ def copy(
         texts = [" ".join(itertools.islice(stream, words)) for _ in range(passages)]
         names, where = keys(rng, passages), depths(rng, passages)
         needles = [(d, f"[[ {name}: {text} ]]") for d, name, text in zip(where, names, texts, strict=True)]
-        asked, hay = rng.randrange(passages), Hay(source.sentences(rng))
+        asked, hay = rng.randrange(passages), Haystack(source.sentences(rng))
         intro = "Passages with a name stand in double brackets in the text below.\n\n"
         text = f"\n\nRepeat the passage named {names[asked]} word for word, without name and brackets:"
         question = Question(text, (texts[asked],))
         return Draft(lambda n: intro + hay.text(n, needles), (question,), {"depth": round(where[asked], 3)})
 
-    return Generated("copy", length, write, {"passages": passages, "words": words}, source.english, in_order)
+    return GeneratedTask("copy", length, write, {"passages": passages, "words": words}, source.english, in_order)

@@ -6,12 +6,12 @@ import re
 from typing import Annotated
 
 from millpond.errors import DataError
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
-from millpond.evals.generated import at_least, at_most
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.generated_task import at_least, at_most
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import same_number
 from millpond.evals.metrics.numbers import last_number
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -28,27 +28,27 @@ def gsm8k(
     at_least("gsm8k", 0, shots=shots)
     at_most("gsm8k", "shots", shots, "the most", 8)
 
-    def read() -> list[tuple[str, Row]]:
+    def read() -> list[tuple[str, DataRow]]:
         rows = read_rows(path)
         if len(rows) <= shots:
             raise DataError(f"{path} has {len(rows)} rows, and the first {shots} are examples; lower shots")
         worked = "".join(f"Question: {row.words('question')}\nAnswer: {_worked(row)}\n\n" for row in rows[:shots])
         return [("Work out the answer, and end with the result.\n\n" + worked, row) for row in rows[shots:]]
 
-    def make(item: tuple[str, Row], room: Room) -> Sample:
+    def make(item: tuple[str, DataRow], room: TokenBudget) -> Sample:
         before, row = item
         text = f"\n\nQuestion: {row.words('question')}\nAnswer:"
         return Sample(row.name, before.rstrip(), (Question(text, (_result(row),), 256, ("\nQuestion:", "\n\n")),))
 
-    return FromFile("gsm8k", read, make, lambda question, answer: same_number(question.references, answer))
+    return FileTask("gsm8k", read, make, lambda question, answer: same_number(question.references, answer))
 
 
-def _worked(row: Row) -> str:
+def _worked(row: DataRow) -> str:
     steps, _, _ = row.words("answer").partition("####")
     return f"{_NOTE.sub('', steps).strip()}\nThe result is {_result(row)}."
 
 
-def _result(row: Row) -> str:
+def _result(row: DataRow) -> str:
     _, mark, result = row.words("answer").partition("####")
     if not mark or last_number(result) is None:
         raise row.error("answer", "has no number after ####")

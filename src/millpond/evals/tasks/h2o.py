@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from millpond.errors import DataError
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile, read_labels
-from millpond.evals.generated import at_least
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask, read_labels
+from millpond.evals.data.generated_task import at_least
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import rouge
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
 
 #: Rows that belong to one question, and the index of the right one where it is known.
-Group = tuple[tuple[Row, ...], int | None]
+Group = tuple[tuple[DataRow, ...], int | None]
 
 
 @task("h2o_choice", paper="arXiv:2306.14048")
@@ -42,27 +42,27 @@ def h2o_choice(
             return [(group, None) for group in groups]
         return list(zip(groups, read_labels(labels, len(groups), choices), strict=True))
 
-    def make(group: Group, room: Room) -> Sample:
+    def make(group: Group, room: TokenBudget) -> Sample:
         rows, right = group
         prompts = [row.words("prompt") for row in rows]
         shots, stem, ends = _divided(rows[0], prompts)
         question = Question(stem, references=ends[:1], choices=ends, right=right or 0)
         return Sample(rows[0].name, shots, (question,))
 
-    return FromFile("h2o_choice", read, make, kind=kind)
+    return FileTask("h2o_choice", read, make, kind=kind)
 
 
 @task("h2o_summary", paper="arXiv:2306.14048")
 def h2o_summary(path: Annotated[str, "a file with article (the whole prompt) and summary_gt"] = "") -> Task:
     """XSum and CNN/DailyMail without examples: ROUGE-L of the summary."""
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         context, text = _request(row.words("article"))
         stop = row.texts("stop") if row.fields.get("stop") else ("###",)
         most = row.whole("max_tokens") if "max_tokens" in row.fields else 64
         return Sample(row.name, context, (Question(text, (row.words("summary_gt"),), most, stop),))
 
-    return FromFile(
+    return FileTask(
         "h2o_summary", lambda: read_rows(path), make, lambda asked, answer: rouge(asked.references, answer).long
     )
 
@@ -75,7 +75,7 @@ def _request(prompt: str) -> tuple[str, str]:
     return prompt.rstrip(), "\n\nSummarize the article above in 3 sentences.\n"
 
 
-def _divided(row: Row, prompts: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+def _divided(row: DataRow, prompts: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
     """What all prompts of a question share before the last blank line, and after it; then what differs, by words."""
     same = _shared(min(prompts), max(prompts))
     blank = same.rfind("\n\n")

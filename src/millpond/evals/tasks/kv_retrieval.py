@@ -6,10 +6,10 @@ import json
 from typing import Annotated, Any
 
 from millpond.errors import OptionError
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import found
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -25,7 +25,7 @@ def kv_retrieval(
     if gold < -1:
         raise OptionError(f"kv_retrieval: gold={gold} must be a place from 0, or -1 for the file's own")
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         key, value = row.words("key"), row.words("value")
         records = _records(row)
         if [key, value] not in records:
@@ -41,10 +41,10 @@ def kv_retrieval(
         facts = {"pairs": len(records), "depth": round(place / max(len(records) - 1, 1), 3)}
         return Sample(row.name, f"{_INTRO}{{{lines}}}", (question,), facts)
 
-    return FromFile("kv_retrieval", lambda: read_rows(path), make, lambda q, answer: found(q.references, answer))
+    return FileTask("kv_retrieval", lambda: read_rows(path), make, lambda q, answer: found(q.references, answer))
 
 
-def _records(row: Row) -> list[list[str]]:
+def _records(row: DataRow) -> list[list[str]]:
     value: Any = row.fields.get("ordered_kv_records")
     if not isinstance(value, list) or not value or not all(_is_pair(each) for each in value):
         raise row.error("ordered_kv_records", "must be a list of [key, value] pairs of text")

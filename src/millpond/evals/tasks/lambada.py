@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
-from millpond.evals.room import Room
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -19,7 +19,7 @@ _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 def lambada(path: Annotated[str, "a file with text, whose last word is asked for"] = "") -> Task:
     """Say the last word of a passage. The last sentence is the question, what comes before it the context."""
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         before, _, last = row.words("text").rstrip().rpartition(" ")
         if not before.strip() or not _WORD.search(last):
             raise row.error("text", "must be at least two words")
@@ -28,7 +28,7 @@ def lambada(path: Annotated[str, "a file with text, whose last word is asked for
         context, text = (before[:cut], before[cut:]) if cut > 0 else (before, "")
         return Sample(row.name, context, (Question(text, (last,), max(8, room.tokens(f" {last}") + 4)),))
 
-    return FromFile("lambada", lambda: read_rows(path), make, _grade)
+    return FileTask("lambada", lambda: read_rows(path), make, _grade)
 
 
 def _grade(question: Question, answer: str) -> float:

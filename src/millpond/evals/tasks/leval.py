@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile, Graded, shortened
-from millpond.evals.generated import at_least
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask, Graded, shortened
+from millpond.evals.data.generated_task import at_least
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import exact, f1, letters_chosen, rouge, same_number
 from millpond.evals.metrics.words import normal
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -31,7 +31,7 @@ def leval(
     """
     at_least("leval", 0, max_tokens=max_tokens)
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         way, asked, answers = row.text("evaluation"), row.texts("instructions"), row.texts("outputs")
         if way not in _WAYS:
             raise row.error("evaluation", f"is {way!r}, which needs a judge; this task has {', '.join(_WAYS)}")
@@ -46,7 +46,7 @@ def leval(
         context = shortened(room, _INTRO + row.words("input"), [q.text for q in questions], room_left)
         return Sample(row.name, context, questions, {"evaluation": way})
 
-    return FromFile("leval", lambda: read_rows(path), make, _grade)
+    return FileTask("leval", lambda: read_rows(path), make, _grade)
 
 
 def _grade(question: Question, answer: str) -> float:

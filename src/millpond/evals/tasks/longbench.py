@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from millpond.errors import unknown
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile, Graded, shortened
-from millpond.evals.generated import at_least
-from millpond.evals.longbench import WAYS
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask, Graded, shortened
+from millpond.evals.data.generated_task import at_least
+from millpond.evals.data.longbench_datasets import WAYS
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import class_named, code_similarity, f1, f1_zh, number_share, rouge, rouge_zh
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -36,7 +36,7 @@ def longbench(
     """
     at_least("longbench", 0, max_tokens=max_tokens)
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         name = row.text("dataset").removesuffix("_e")
         if name not in WAYS:
             raise row.error("dataset", f"names no dataset of LongBench: {unknown('dataset', name, WAYS)}")
@@ -49,7 +49,7 @@ def longbench(
         context = shortened(room, way.before + row.words("context"), [text], room_left)
         return Sample(row.name, context, (question,), {"dataset": name})
 
-    return FromFile("longbench", lambda: read_rows(path), make, _grade)
+    return FileTask("longbench", lambda: read_rows(path), make, _grade)
 
 
 def _grade(question: Question, answer: str) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import found
 from millpond.evals.metrics.words import units
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -17,25 +17,25 @@ from millpond.evals.task import Task, task
 def longeval_lines(path: Annotated[str, "a file with prompt, expected_number and num_lines"] = "") -> Task:
     """Say the number that stands in one of many lines."""
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         facts = {"lines": row.whole("num_lines")}
         return _sample(row, "Now the record is over", str(row.whole("expected_number")), facts)
 
-    return FromFile("longeval_lines", lambda: read_rows(path), make, lambda q, answer: found(q.references, answer))
+    return FileTask("longeval_lines", lambda: read_rows(path), make, lambda q, answer: found(q.references, answer))
 
 
 @task("longeval_topics")
 def longeval_topics(path: Annotated[str, "a file with prompt and topics; the first is asked for"] = "") -> Task:
     """Name the first topic of a long conversation; the answer must hold its words in a row."""
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         topics = row.texts("topics")
         return _sample(row, "Now the record ends", topics[0], {"topics": len(topics)})
 
-    return FromFile("longeval_topics", lambda: read_rows(path), make, _names_topic)
+    return FileTask("longeval_topics", lambda: read_rows(path), make, _names_topic)
 
 
-def _sample(row: Row, mark: str, answer: str, facts: dict[str, int]) -> Sample:
+def _sample(row: DataRow, mark: str, answer: str, facts: dict[str, int]) -> Sample:
     """The prompt, divided where its question begins."""
     prompt = row.words("prompt")
     place = prompt.rfind(mark)

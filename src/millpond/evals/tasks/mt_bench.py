@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from millpond.errors import DataError
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
-from millpond.evals.room import Room
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -24,7 +24,7 @@ def mt_bench(
     the first answer.
     """
 
-    def read() -> list[tuple[Row, Row | None]]:
+    def read() -> list[tuple[DataRow, DataRow | None]]:
         rows = read_rows(path)
         if not answers:
             return [(row, None) for row in rows]
@@ -34,7 +34,7 @@ def mt_bench(
             raise DataError(f"{answers} has no answer to question_id {', '.join(missing[:5])}; name answers to {path}")
         return [(row, given[row.whole("question_id")]) for row in rows]
 
-    def make(item: tuple[Row, Row | None], room: Room) -> Sample:
+    def make(item: tuple[DataRow, DataRow | None], room: TokenBudget) -> Sample:
         row, answer = item
         turns = row.texts("turns")
         if len(turns) < 2:
@@ -48,15 +48,15 @@ def mt_bench(
         question = Question(f"\n\nUser: {turns[1]}\n\nAssistant:", (f" {second}",))
         return Sample(str(row.whole("question_id")), context, (question,), facts)
 
-    return FromFile("mt_bench", read, make, kind="fidelity")
+    return FileTask("mt_bench", read, make, kind="fidelity")
 
 
-def _said(row: Row) -> tuple[str, str]:
+def _said(row: DataRow) -> tuple[str, str]:
     """The two answers."""
     choices = row.fields.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise row.error("choices", "must be a list of at least one object with turns")
-    turns = Row(choices[0], f"{row.path}, choices", row.number).texts("turns")
+    turns = DataRow(choices[0], f"{row.path}, choices", row.number).texts("turns")
     if len(turns) < 2:
         raise row.error("choices", "must have two turns")
     return turns[0], turns[1]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from millpond.errors import OptionError
-from millpond.evals import pond
-from millpond.evals.draw import number, stream
-from millpond.evals.english import keys
-from millpond.evals.generated import Draft, Generated, at_least
-from millpond.evals.hay import Hay
+from millpond.evals.data import pond_tasks
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least
+from millpond.evals.data.haystack import Haystack
+from millpond.evals.data.random_streams import number, stream
+from millpond.evals.data.sentence_source import Source
+from millpond.evals.data.synthetic_english import keys
 from millpond.evals.sample import Question, Sample
-from millpond.evals.source import Source
 from millpond.evals.task import Task, task
 
 
@@ -34,7 +34,7 @@ def needle(
 
     def write(rng: random.Random, index: int) -> Draft:
         depth, length = grid.place(index)
-        (key,), value, hay = keys(rng, 1), number(rng), Hay(source.sentences(rng))
+        (key,), value, hay = keys(rng, 1), number(rng), Haystack(source.sentences(rng))
         hidden = [(depth, f"The number to remember is that of the {key}: {value}.")]
         text = f"\n\nWhich number belongs to the {key}? The number of the {key} is"
         facts = {"depth": round(depth, 3)}
@@ -45,7 +45,7 @@ def needle(
 
 
 @dataclass(frozen=True)
-class _Grid(Generated):
+class _Grid(GeneratedTask):
     """Samples at the depths and lengths of a grid, in either language."""
 
     depths: int = 10
@@ -60,7 +60,7 @@ class _Grid(Generated):
         for index in range(count):
             depth, length = self.place(index)
             own = stream("needle", seed, index).getrandbits(48)
-            (made,) = pond.pond_samples("niah_single", 1, own, length=length, variant=2, depth=depth)
+            (made,) = pond_tasks.pond_samples("niah_single", 1, own, length=length, variant=2, depth=depth)
             yield replace(made, id=f"{seed}-{index}", facts={"length": length, "depth": round(depth, 3)})
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
-from millpond.evals.draw import SEVEN, identifier, number
-from millpond.evals.english import keys as draw_keys
-from millpond.evals.generated import Draft, Generated, at_least, at_most, one_of
-from millpond.evals.hay import Hay, depths
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least, at_most, one_of
+from millpond.evals.data.haystack import Haystack, depths
+from millpond.evals.data.random_streams import SEVEN, identifier, number
+from millpond.evals.data.sentence_source import Source
+from millpond.evals.data.synthetic_english import keys as draw_keys
 from millpond.evals.sample import Question
-from millpond.evals.source import Source
 from millpond.evals.task import Task, task
 
 _INTRO = "Some secret {what}s are hidden in the text below. Read with care: you will be asked for them at the end.\n\n"
@@ -38,10 +38,10 @@ def niah_single(
 
     def write(rng: random.Random, index: int) -> Draft:
         (key,), (depth,), value = draw_keys(rng, 1), depths(rng, 1), kind.value(rng)
-        hay, needles = Hay(source.sentences(rng)), [(depth, kind.needle(key, value))]
+        hay, needles = Haystack(source.sentences(rng)), [(depth, kind.needle(key, value))]
         return Draft(kind.context(hay, needles), (kind.question(key, value),), {"depth": round(depth, 3)})
 
-    return Generated("niah_single", length, write, {"variant": variant}, {**source.english, **kind.english})
+    return GeneratedTask("niah_single", length, write, {"variant": variant}, {**source.english, **kind.english})
 
 
 @task("niah_multikey", paper="arXiv:2404.06654")
@@ -66,13 +66,13 @@ def niah_multikey(
         names, where = draw_keys(rng, keys), depths(rng, keys)
         values = [kind.value(rng) for _ in names]
         needles = [(d, kind.needle(k, v)) for d, k, v in zip(where, names, values, strict=True)]
-        hay = Hay(source.sentences(rng) if variant == 1 else kind.others(rng, set(names)))
+        hay = Haystack(source.sentences(rng) if variant == 1 else kind.others(rng, set(names)))
         asked = rng.sample(range(keys), questions)
         texts = tuple(kind.question(names[i], values[i]) for i in asked)
         return Draft(kind.context(hay, needles), texts, {"depth": [round(where[i], 3) for i in asked]})
 
     english = {"keys": (keys, 4), **source.english, **kind.english}
-    return Generated("niah_multikey", length, write, {"variant": variant, "questions": questions}, english)
+    return GeneratedTask("niah_multikey", length, write, {"variant": variant, "questions": questions}, english)
 
 
 @task("niah_multivalue", paper="arXiv:2404.06654")
@@ -90,9 +90,9 @@ def niah_multivalue(
         (key,), found = draw_keys(rng, 1), [kind.value(rng) for _ in range(values)]
         needles = [(depth, kind.needle(key, v)) for depth, v in zip(depths(rng, values), found, strict=True)]
         text = f"\n\nWhat are all the secret numbers of {key} in the text above? The secret numbers of {key} are"
-        return Draft(kind.context(Hay(source.sentences(rng)), needles), (Question(text, tuple(found)),))
+        return Draft(kind.context(Haystack(source.sentences(rng)), needles), (Question(text, tuple(found)),))
 
-    return Generated(
+    return GeneratedTask(
         "niah_multivalue", length, write, english={"values": (values, 4), **source.english, **kind.english}
     )
 
@@ -117,9 +117,9 @@ def niah_multiquery(
         asked = ", ".join(names[i] for i in order)
         text = f"\n\nWhat are the secret numbers of {asked} in the text above? In this order, they are"
         question = Question(text, tuple(values[i] for i in order))
-        return Draft(kind.context(Hay(source.sentences(rng)), needles), (question,))
+        return Draft(kind.context(Haystack(source.sentences(rng)), needles), (question,))
 
-    return Generated(
+    return GeneratedTask(
         "niah_multiquery", length, write, english={"queries": (queries, 4), **source.english, **kind.english}
     )
 
@@ -148,7 +148,7 @@ class _Kind:
         what = f"the secret {self.what} of {key}"
         return Question(f"\n\nWhat is {what} in the text above? {what.capitalize()} is", (value,))
 
-    def context(self, hay: Hay, needles: list[tuple[float, str]]) -> Callable[[int], str]:
+    def context(self, hay: Haystack, needles: list[tuple[float, str]]) -> Callable[[int], str]:
         return lambda words: _INTRO.format(what=self.what) + hay.text(words, needles)
 
     def others(self, rng: random.Random, taken: set[str]) -> Iterator[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile, read_labels
-from millpond.evals.room import Room
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask, read_labels
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -18,21 +18,21 @@ def piqa(
 ) -> Task:
     """Choose the likelier of two ways to reach a goal, after a question in words."""
 
-    def read() -> list[tuple[Row, int]]:
+    def read() -> list[tuple[DataRow, int]]:
         rows = read_rows(path)
         right = read_labels(labels, len(rows), 2) if labels else [_label(row) for row in rows]
         return list(zip(rows, right, strict=True))
 
-    def make(item: tuple[Row, int], room: Room) -> Sample:
+    def make(item: tuple[DataRow, int], room: TokenBudget) -> Sample:
         row, right = item
         choices = (f" {row.words('sol1').strip()}", f" {row.words('sol2').strip()}")
         question = Question("\nAnswer:", (choices[right],), choices=choices, right=right)
         return Sample(row.name, f"Question: {row.words('goal').strip()}", (question,))
 
-    return FromFile("piqa", read, make, kind="choice")
+    return FileTask("piqa", read, make, kind="choice")
 
 
-def _label(row: Row) -> int:
+def _label(row: DataRow) -> int:
     label = row.whole("label") if "label" in row.fields else -1
     if label not in (0, 1):
         raise row.error("label", "must be 0 or 1, unless the labels are in a file of their own (labels=FILE)")

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Annotated
 
 from millpond.errors import DataError
-from millpond.evals.documents import Asked, read_asked
-from millpond.evals.generated import Draft, Generated
-from millpond.evals.hay import Hay, depths
+from millpond.evals.data.documents import DocumentQuestion, read_asked
+from millpond.evals.data.generated_task import Draft, GeneratedTask
+from millpond.evals.data.haystack import Haystack, depths
 from millpond.evals.metrics import found_any
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
@@ -30,29 +30,29 @@ def qa(
     pairs); rows with `question`, `answers` (or `answer`) and `context`, a text or a list of texts. Other questions'
     documents fill the text, over again where they are few. An answer counts if it holds a reference.
     """
-    read: Callable[[], list[Asked]] = cache(lambda: _readable(path))
+    read: Callable[[], list[DocumentQuestion]] = cache(lambda: _readable(path))
 
     def write(rng: random.Random, index: int) -> Draft:
         asked = read()
         own = asked[rng.randrange(len(asked))]
         where = depths(rng, len(own.documents))
         needles = [(depth, _shown(text)) for depth, text in zip(where, own.documents, strict=True)]
-        hay = Hay(_others(asked, own, rng), join="\n\n")
+        hay = Haystack(_others(asked, own, rng), join="\n\n")
         text = f"\n\nQuestion: {own.question}\nAnswer:"
         question = Question(text, own.answers, stop=("\n",))
         return Draft(lambda n: _INTRO + hay.text(n, needles), (question,), {"row": own.name})
 
-    return Generated("qa", length, write, grade=found_any)
+    return GeneratedTask("qa", length, write, grade=found_any)
 
 
-def _readable(path: str) -> list[Asked]:
+def _readable(path: str) -> list[DocumentQuestion]:
     asked = read_asked(path)
     if len({text for each in asked for text in each.documents}) <= max(len({*each.documents}) for each in asked):
         raise DataError(f"{path} holds the documents of one question only, and others must fill the text; add rows")
     return asked
 
 
-def _others(asked: list[Asked], own: Asked, rng: random.Random) -> Iterator[str]:
+def _others(asked: list[DocumentQuestion], own: DocumentQuestion, rng: random.Random) -> Iterator[str]:
     texts = list(dict.fromkeys(text for each in asked for text in each.documents if text not in own.documents))
     rng.shuffle(texts)
     while True:

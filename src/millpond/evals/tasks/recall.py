@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Annotated
 
-from millpond.evals.english import keys, words
-from millpond.evals.generated import Draft, Generated, at_least, at_most
-from millpond.evals.hay import Hay, depths
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least, at_most
+from millpond.evals.data.haystack import Haystack, depths
+from millpond.evals.data.sentence_source import Source
+from millpond.evals.data.synthetic_english import keys, words
 from millpond.evals.sample import Question
-from millpond.evals.source import Source
 from millpond.evals.task import Task, task
 
 _INTRO = "Code words are hidden in the text below. Read it with care: you will be asked for them at the end.\n\n"
@@ -52,7 +52,7 @@ def _recall(name: str, length: int, pairs: int, times: int, questions: int, essa
         where = depths(rng, len(given))
         needles = [(d, f"The code word of {key} is {value}.") for d, (key, value) in zip(where, given, strict=True)]
         last = {key: (value, depth) for depth, (key, value) in zip(where, given, strict=True)}
-        asked, hay = rng.sample(names, questions), Hay(source.sentences(rng))
+        asked, hay = rng.sample(names, questions), Haystack(source.sentences(rng))
         texts = [f"the {latest}code word of {key}" for key in asked]
         asks = tuple(
             Question(f"\n\nWhat is {text} in the text above? {text.capitalize()} is", (last[key][0],))
@@ -62,4 +62,4 @@ def _recall(name: str, length: int, pairs: int, times: int, questions: int, essa
         return Draft(lambda n: intro + hay.text(n, needles), asks, facts)
 
     english = {"times": (times, 4), **source.english} if times > 1 else source.english
-    return Generated(name, length, write, {"pairs": pairs, "questions": questions}, english)
+    return GeneratedTask(name, length, write, {"pairs": pairs, "questions": questions}, english)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
-from millpond.evals.files import Row, read_rows
-from millpond.evals.from_file import FromFile
-from millpond.evals.generated import at_least
+from millpond.evals.data.data_files import DataRow, read_rows
+from millpond.evals.data.file_task import FileTask
+from millpond.evals.data.generated_task import at_least
+from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import string_match_all, string_match_part
-from millpond.evals.room import Room
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
@@ -68,13 +68,13 @@ def ruler(
     begins = question or family.question
     grade = _MATCHES[family.match if match == "task" else match]
 
-    def make(row: Row, room: Room) -> Sample:
+    def make(row: DataRow, room: TokenBudget) -> Sample:
         context, asked = _cut(row, begins)
         text = asked + (row.text("answer_prefix") if "answer_prefix" in row.fields else "")
         found = Question(text, row.texts("outputs"), max_new_tokens or family.new_tokens)
         return Sample(row.name, context, (found,), {"length": row.whole("length"), "task": name})
 
-    return FromFile("ruler", partial(_read, path, begins), make, lambda asked, answer: grade(asked.references, answer))
+    return FileTask("ruler", partial(_read, path, begins), make, lambda asked, answer: grade(asked.references, answer))
 
 
 def _name_of(path: str) -> str:
@@ -95,7 +95,7 @@ def _family(name: str, path: str) -> Family:
     return FAMILIES[_key(name)]
 
 
-def _read(path: str, begins: str) -> list[Row]:
+def _read(path: str, begins: str) -> list[DataRow]:
     """All rows, each checked, whichever of them will be drawn."""
     rows = read_rows(path)
     for row in rows:
@@ -109,7 +109,7 @@ def _read(path: str, begins: str) -> list[Row]:
     return rows
 
 
-def _cut(row: Row, begins: str) -> tuple[str, str]:
+def _cut(row: DataRow, begins: str) -> tuple[str, str]:
     """The prompt before its question, and from it on."""
     whole = row.words("input")
     place = whole.rfind(begins)

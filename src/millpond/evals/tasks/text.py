@@ -11,11 +11,11 @@ from typing import Annotated
 from transformers import PreTrainedTokenizerBase
 
 from millpond.errors import DataError, OptionError
-from millpond.evals.draw import stream
-from millpond.evals.files import read_text
-from millpond.evals.from_file import refuse_pond
-from millpond.evals.generated import at_least
-from millpond.evals.pieces import encode_pieces
+from millpond.evals.data.data_files import read_text
+from millpond.evals.data.file_task import refuse_pond
+from millpond.evals.data.generated_task import at_least
+from millpond.evals.data.random_streams import stream
+from millpond.evals.inspector.token_text import encode_pieces
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
 

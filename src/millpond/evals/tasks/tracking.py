@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Annotated
 
-from millpond.evals.draw import letters, number
-from millpond.evals.generated import Draft, Generated, at_least
-from millpond.evals.hay import Hay, depths
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least
+from millpond.evals.data.haystack import Haystack, depths
+from millpond.evals.data.random_streams import letters, number
+from millpond.evals.data.sentence_source import Source
 from millpond.evals.sample import Question
-from millpond.evals.source import Source
 from millpond.evals.task import Task, task
 
 _INTRO = "Assignments to variables are hidden in the text below. Follow them as they pass a value on.\n\n"
@@ -38,14 +38,14 @@ def tracking(
             holds = [value, *row[:-1]]
             steps = [f"VAR {name} = {held}." for name, held in zip(row, holds, strict=True)]
             needles += list(zip(depths(rng, hops + 1), steps, strict=True))
-        asked, hay = rng.randrange(n_chains), Hay(source.sentences(rng))
+        asked, hay = rng.randrange(n_chains), Haystack(source.sentences(rng))
         text = (
             f"\n\nWhich {hops + 1} variables hold the value {values[asked]}, directly or through other variables? "
             f"The variables are"
         )
         return Draft(lambda n: _INTRO + hay.text(n, needles), (Question(text, tuple(rows[asked])),))
 
-    return Generated("tracking", length, write, {"chains": chains, "hops": hops})
+    return GeneratedTask("tracking", length, write, {"chains": chains, "hops": hops})
 
 
 def _names(rng: random.Random, count: int) -> list[str]:

@@ -7,9 +7,9 @@ import random
 from typing import Annotated
 
 from millpond.errors import OptionError
-from millpond.evals.draw import letters
-from millpond.evals.english import ALL_WORDS, words
-from millpond.evals.generated import Draft, Generated, at_least
+from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least
+from millpond.evals.data.random_streams import letters
+from millpond.evals.data.synthetic_english import ALL_WORDS, words
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
 
@@ -45,7 +45,7 @@ def common_words(
         return Draft(context, (Question(text, tuple(top)),), most=len(rest))
 
     english = {"common": (common, 10), "often": (often, 0), "seldom": (seldom, 0)}
-    return Generated("common_words", length, write, english=english)
+    return GeneratedTask("common_words", length, write, english=english)
 
 
 @task("frequent_words", paper="arXiv:2404.06654")
@@ -77,4 +77,4 @@ def frequent_words(
         asked = "\n\nWhich three words occur most often in the coded text? The three most frequent words are"
         return Draft(context, (Question(asked, tuple(coded[:3])),))
 
-    return Generated("frequent_words", length, write, english={"alpha": (alpha, 2.0)})
+    return GeneratedTask("frequent_words", length, write, english={"alpha": (alpha, 2.0)})

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import Reduce
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
-from millpond.kernels.gpu.settle import LAST_INT, score, settle
+from millpond.kernels.gpu.score_and_store import LAST_INT, score, settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Evict, Signal
 
 HASH_SEED = 0xC2B2AE3D  #: factor of the seed in `victims.hash_priority`
 

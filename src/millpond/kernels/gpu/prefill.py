@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.gpu.common import (
     INF,
     LN_2,
@@ -29,7 +30,6 @@ from millpond.kernels.gpu.common import (
     on_its_device,
     rows_of,
 )
-from millpond.kernels.rules import Reduce
 
 
 @triton.jit

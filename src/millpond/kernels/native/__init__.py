@@ -12,14 +12,14 @@ from functools import cache
 import torch
 
 from millpond.kernels.native import library
+from millpond.kernels.native.abi import absolute_sums, newest_alike
 from millpond.kernels.native.admission import admit
-from millpond.kernels.native.calls import absolute_sums, newest_alike
-from millpond.kernels.native.huge import use_huge_pages
+from millpond.kernels.native.decoder_rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_
+from millpond.kernels.native.huge_pages import use_huge_pages
 from millpond.kernels.native.layers import Layers, Regions
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
-from millpond.kernels.native.rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_
 
 __all__ = [
     "Behind",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.native.calls import INT32, _flat, entry_point
+from millpond.kernels.native.abi import INT32, _flat, entry_point
 from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
 

@@ -9,11 +9,11 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from millpond.kernels.native.calls import INT32, decode_struct, entry_point
+from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.native.abi import INT32, decode_struct, entry_point
+from millpond.kernels.native.decoder_rows import Behind, Linears
 from millpond.kernels.native.ops import pool_numbers, rule_numbers
-from millpond.kernels.native.rows import Behind, Linears
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule
 
 COUNT = Struct("=q").pack
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.merge_rule import MergeRule
-from millpond.kernels.native.calls import DTYPES, INT32, _flat, _rows, entry_point
+from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.merge.rules import MergeRule
+from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point
 from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule
 
 #: the order of fields is that of csrc/args.hpp
 MERGE = Struct("=31q4d").pack

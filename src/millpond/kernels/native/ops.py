@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.native import calls, rows
+from millpond.kernels.decode_rules import DecodeRule, Reduce
+from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.reference import nothing_found
-from millpond.kernels.rules import DecodeRule, Reduce
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
@@ -32,11 +32,11 @@ LIBRARY.define(
     "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-LIBRARY.impl("decode", calls.decode, "CPU")
-LIBRARY.impl("prefill", calls.prefill, "CPU")
-LIBRARY.impl("write", calls.write, "CPU")
-LIBRARY.impl("read", calls.read, "CPU")
-LIBRARY.impl("linear", rows.linear, "CPU")
+LIBRARY.impl("decode", abi.decode, "CPU")
+LIBRARY.impl("prefill", abi.prefill, "CPU")
+LIBRARY.impl("write", abi.write, "CPU")
+LIBRARY.impl("read", abi.read, "CPU")
+LIBRARY.impl("linear", decoder_rows.linear, "CPU")
 
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
@@ -76,7 +76,7 @@ def _write_shapes(
 def _read_shapes(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n, dtype = table.shape[0], calls.TORCH_DTYPES[pool[4]]
+    n, dtype = table.shape[0], abi.TORCH_DTYPES[pool[4]]
     keys = bases.new_empty((n, width, pool[2]), dtype=dtype)
     values = bases.new_empty((n, width, pool[3]), dtype=dtype)
     positions = bases.new_empty((n, width), dtype=torch.int32)
@@ -91,7 +91,7 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def pool_numbers(pages: PageArrays) -> list[int]:
     """A pool as the schemas take it, where it lies apart."""
-    dtype = calls.DTYPES[pages.dtype]
+    dtype = abi.DTYPES[pages.dtype]
     return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
 
 
@@ -118,7 +118,7 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else calls.decode
+    call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
     result: tuple[Tensor, Tensor, Tensor] = call(
         q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
         pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay,
@@ -139,7 +139,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     members = torch.arange(len(q)) if members is None else members
     out, lse = nothing_found(q, pages.value_dim) if found is None else found
-    calls.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), scale, softcap)
+    abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), scale, softcap)
     return out, lse
 
 
@@ -158,7 +158,7 @@ def prefill(
     decay: float = 1.0,
     past_log_masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else calls.prefill
+    call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill
     out, lse, sums = call(
         q, k, v, q_pos, past_pos, past_log_masses, sink_logits, window, scale, softcap,
         -1 if colsum is None else int(colsum), decay,
@@ -180,7 +180,7 @@ def window_signal(
     log_masses: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    return calls.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, lse, window, scale, softcap, int(reduce))
+    return abi.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, lse, window, scale, softcap, int(reduce))
 
 
 def write(
@@ -195,19 +195,19 @@ def write(
     scores: Tensor | None = None,
     log_masses: Tensor | None = None,
 ) -> None:
-    call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else calls.write
+    call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write
     call(pages.bases, table, start, count, index, keys, values, positions, scores, log_masses, pool_numbers(pages))
 
 
 def read(
     pages: PageArrays, table: Tensor, lens: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else calls.read
+    call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read
     keys, values, positions, scores, log_masses = call(pages.bases, table, lens, width, pool_numbers(pages))
     return keys, values, positions, scores, log_masses if pages.masses else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else rows.linear
+    call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else decoder_rows.linear
     result: Tensor = call(x, weight, bias)
     return result

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.native import calls
+from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.native import abi
 from millpond.kernels.native.ops import pool_numbers, rule_numbers
 from millpond.kernels.packed import groups, reference
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule
 
 #: the order of fields is that of csrc/packed.hpp
 #: what mp_write_packed reports
@@ -69,7 +69,7 @@ def _struct(regions: PackedRegions) -> bytes:
     key_table, value_table = layout.tables
     return PACKED(
         pages.bases.data_ptr(), pages.bases.shape[1], pages.pages_per_arena, layout.slots, layout.key_dim,
-        layout.value_dim, calls.DTYPES[torch.bfloat16], int(pages.masses), layout.page_bytes,
+        layout.value_dim, abi.DTYPES[torch.bfloat16], int(pages.masses), layout.page_bytes,
         *_side(
             layout.key, layout.key_offsets, layout.key_dim, layout.slots, key_table,
             _float_rows(regions.key_scales, "key_scales"), _float_rows(regions.key_zeros, "key_zeros"),
@@ -108,7 +108,7 @@ def decode(
     window: int = 0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return calls.decode(
+    return abi.decode(
         q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
         pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay, _regions(packed),
     )  # fmt: skip
@@ -131,17 +131,17 @@ def write(
 ) -> None:
     if index.numel() == 0:
         return
-    start, count, index = calls._flat(start), calls._flat(count), calls._flat(index)
-    keys, values = calls._rows(keys), calls._rows(values)
+    start, count, index = abi._flat(start), abi._flat(count), abi._flat(index)
+    keys, values = abi._rows(keys), abi._rows(values)
     scores, log_masses = (t if t is None else t.float() for t in (scores, log_masses))
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    failed = calls.entry_point("mp_write_packed")(_regions(packed) + WRITE(
+    failed = abi.entry_point("mp_write_packed")(_regions(packed) + WRITE(
         start.data_ptr(), count.data_ptr(), index.data_ptr(), index.stride(0), index.shape[1], len(start),
         1 if packed.key_scales is None else len(packed.key_scales),
         keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
         0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
-        calls.DTYPES[keys.dtype], calls.DTYPES[values.dtype],
+        abi.DTYPES[keys.dtype], abi.DTYPES[values.dtype],
         *_row_strides(keys), *_row_strides(values), *_row_strides(positions), *_row_strides(scores),
         *_row_strides(log_masses), torch.get_num_threads(),
     ))  # fmt: skip

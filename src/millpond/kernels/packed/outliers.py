@@ -11,9 +11,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from millpond.kernels.packed.bit_tiles import split
 from millpond.kernels.packed.groups import to_half
 from millpond.kernels.packed.layout import LANES, MOST_NAMED, Side, groups_of
-from millpond.kernels.packed.tiles import split
 
 
 def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import reference as plain
-from millpond.kernels.packed import page, whole
+from millpond.kernels.decode_rules import DecodeRule, Signal
+from millpond.kernels.packed import bulk_write, side_codec
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.rules import DecodeRule, Signal
 
 #: Pages that `read` decodes at a time.
 READ_TOGETHER = 256
@@ -49,8 +49,8 @@ def write(
     log_masses: Tensor | None = None,
 ) -> None:
     pages = regions.pages
-    if whole.is_whole(regions, start, count):
-        whole.write(regions, start, count, index, keys, values, positions, scores, log_masses)
+    if bulk_write.is_whole(regions, start, count):
+        bulk_write.write(regions, start, count, index, keys, values, positions, scores, log_masses)
         return
     for r in range(regions.table.shape[0]):
         n, begin = int(count[r]), int(start[r])
@@ -65,12 +65,12 @@ def write(
             first = int(slots[mine][0]) % pages.slots
             own = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
-            for (side, offsets, dim, is_key), x in zip(page.sides(pages.layout), pair, strict=True):
-                new = page.encode(x[mine][None], side, whole.fixed_of(regions, own_head) if is_key else None)
+            for (side, offsets, dim, is_key), x in zip(side_codec.sides(pages.layout), pair, strict=True):
+                new = side_codec.encode(x[mine][None], side, bulk_write.fixed_of(regions, own_head) if is_key else None)
                 if own != slice(0, pages.slots):
-                    old = page.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
-                    new = page.replace_slots(old, new, side, first)
-                bytes_[offsets.codes : offsets.codes + offsets.size] = page.to_bytes(new, side, is_key)[0]
+                    old = side_codec.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
+                    new = side_codec.replace_slots(old, new, side, first)
+                bytes_[offsets.codes : offsets.codes + offsets.size] = side_codec.to_bytes(new, side, is_key)[0]
             chosen = row[mine]
             pages.positions[arena][at, own] = positions[r, chosen]
             pages.scores[arena][at, own] = 0.0 if scores is None else scores[r, chosen]
@@ -119,10 +119,10 @@ def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
     """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
     pages, found = regions.pages, []
     rows = _rows(pages.codes, ids)
-    for side, offsets, dim, is_key in page.sides(pages.layout):
-        fixed = whole.fixed_of(regions, r) if is_key else None
-        parts = page.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
-        found.append(page.decode(parts, side, fixed))
+    for side, offsets, dim, is_key in side_codec.sides(pages.layout):
+        fixed = bulk_write.fixed_of(regions, r) if is_key else None
+        parts = side_codec.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
+        found.append(side_codec.decode(parts, side, fixed))
     return found
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from millpond.kernels.dense import Dense, Norm, Projection, Rest
+from millpond.kernels.decoder_ops import DecoderOps, Norm, Projection, Rest
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D)) -> (N, n_heads * D): all strides, heads contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ class Block:
         return plain and len(self.qkv.parts) == 3
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, dense: Dense, rows: Tensor | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, dense: DecoderOps, rows: Tensor | None = None
     ) -> Tensor:
         """The rows x (N, width) behind the layer; with `rows` (n,) only these, though all take part in attention.
 
@@ -60,7 +60,7 @@ class Block:
         return self._behind_attention(x, seen, dense)
 
     def _heads(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: Dense
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: DecoderOps
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, turned: (N, heads, D) each."""
         if rotary is not None and len(self.qkv.parts) == 3 and self.q_norm is self.k_norm is None:
@@ -79,7 +79,7 @@ class Block:
         """What follows attention, where norms stand in front."""
         return Rest(self.out, self.up, self.down)
 
-    def _behind_attention(self, x: Tensor, seen: Tensor, dense: Dense) -> Tensor:
+    def _behind_attention(self, x: Tensor, seen: Tensor, dense: DecoderOps) -> Tensor:
         if self.parallel:
             return dense.added(seen, self.out, dense.added(dense.activated(x, self.up), self.down, x))
         if self.norms_behind is None:

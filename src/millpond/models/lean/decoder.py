@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional
 
-from millpond.kernels.dense import Norm, choose, in_one_call
+from millpond.kernels.decoder_ops import Norm, choose, in_one_call
 from millpond.kernels.linear import linear
 from millpond.kernels.native import Layers, Regions
 from millpond.models.lean.block import Attend, Block

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.dense import Norm, Projection
-from millpond.kernels.rows import Gate
+from millpond.kernels.decoder_ops import Norm, Projection
+from millpond.kernels.decoder_rows import GatedActivation
 
 
-def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
     """What some layers do to the same rows, fused: their parameters become views of one tensor.
 
     What the parameters hold does not change, and new values written into them are seen. Layers that lie behind each
@@ -31,7 +31,7 @@ def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | 
     return replace(found, whole=(_behind_each_other(weights), _behind_each_other(biases) if biases else None))
 
 
-def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
     """As `apart`, of layers that can be fused.
 
     Raises:
@@ -42,7 +42,7 @@ def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | N
     return apart(layers, norm, act)
 
 
-def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None) -> Projection:
+def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
     """What some layers do to the same rows, their weights where they are."""
     parts = tuple((layer.weight, layer.bias) for layer in layers)
     return Projection(parts, parts[0] if len(parts) == 1 else None, norm, act)

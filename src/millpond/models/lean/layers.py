@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.dense import Norm, Projection
-from millpond.kernels.rows import Gate
+from millpond.kernels.decoder_ops import Norm, Projection
+from millpond.kernels.decoder_rows import GatedActivation
 from millpond.models.lean.block import Block
 
 
@@ -17,7 +17,7 @@ class Take(Protocol):
     """How linear layers are taken: `fuse.together` or `fuse.apart`."""
 
     def __call__(
-        self, layers: Sequence[nn.Linear], norm: Norm | None = None, act: Gate | None = None
+        self, layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None
     ) -> Projection: ...
 
 
@@ -27,8 +27,8 @@ _OPT = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _ACTIVATIONS = {
-    "silu": Gate.SILU, "swish": Gate.SILU, "gelu": Gate.GELU, "gelu_pytorch_tanh": Gate.GELU_TANH,
-    "gelu_new": Gate.GELU_TANH, "gelu_fast": Gate.GELU_TANH, "relu": Gate.RELU,
+    "silu": GatedActivation.SILU, "swish": GatedActivation.SILU, "gelu": GatedActivation.GELU, "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
+    "gelu_new": GatedActivation.GELU_TANH, "gelu_fast": GatedActivation.GELU_TANH, "relu": GatedActivation.RELU,
 }  # fmt: skip
 #: Modules that do nothing to a model that does not train, or whose doing is known by name.
 _SILENT = ("act", "act_fn", "activation_fn", "post_attention_dropout", "post_mlp_dropout")
@@ -144,7 +144,7 @@ def _is_plain(weight: nn.Parameter | None) -> bool:
     return weight is None or (type(weight) is nn.Parameter and weight.is_contiguous())
 
 
-def _activation(name: Any) -> Gate:
+def _activation(name: Any) -> GatedActivation:
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"the activation {name!r} is not known")
     return _ACTIVATIONS[name]

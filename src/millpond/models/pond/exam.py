@@ -13,7 +13,7 @@ import numpy as np
 from millpond.errors import OptionError, unknown
 from millpond.models.pond import facts as f
 from millpond.models.pond import words as w
-from millpond.models.pond.facts import Asked, Facts, Words
+from millpond.models.pond.facts import FactQuestion, Facts, Words
 from millpond.models.pond.text import Filler, hide, stream
 from millpond.models.pond.words import BOS_ID
 
@@ -24,7 +24,7 @@ class Paper(NamedTuple):
     """One examination paper: a text, `<bos>` first, and questions about it."""
 
     text: np.ndarray  # (L,) word ids
-    asked: list[Asked]
+    asked: list[FactQuestion]
 
 
 def draw_paper(task: str, seed: int, index: int, length: int, knobs: Knobs | None = None) -> Paper:

@@ -38,7 +38,7 @@ ODDMENTS = 12  # plants that are not common
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FactQuestion:
     """A question: its words, `<is>` included, and those of its answer, `<eos>` included."""
 
     family: str
@@ -68,7 +68,7 @@ class Facts:
     """Threads of facts: each thread's facts keep their order in the text; and the questions that they answer."""
 
     threads: list[list[tuple[int, ...]]]
-    asked: list[Asked]
+    asked: list[FactQuestion]
 
     @property
     def size(self) -> int:
@@ -94,8 +94,8 @@ class Words:
         return [int(word) for word in self.rng.permutation(_IDS[group])[:count]]
 
 
-def _ask(family: str, mark: str, subject: list[int], answer: list[int]) -> Asked:
-    return Asked(family, (ID[mark], *subject, w.IS_ID), (*answer, w.EOS_ID))
+def _ask(family: str, mark: str, subject: list[int], answer: list[int]) -> FactQuestion:
+    return FactQuestion(family, (ID[mark], *subject, w.IS_ID), (*answer, w.EOS_ID))
 
 
 def pairs(draw: Words, count: int) -> Facts:

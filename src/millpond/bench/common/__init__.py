@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: machine, memory, stopwatch, report, peer processes."""

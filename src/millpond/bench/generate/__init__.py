@@ -1,0 +1,1 @@
+"""`bench generate`: decoding speed and memory through `generate()` beside other caches."""

@@ -1,0 +1,1 @@
+"""`bench kernels`: attention kernels beside the memory bandwidth."""

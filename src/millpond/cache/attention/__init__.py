@@ -1,0 +1,1 @@
+"""Attention of a layer over its pages: paged, and over the latents of MLA models."""

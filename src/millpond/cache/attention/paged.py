@@ -1,0 +1,107 @@
+"""Attention: how queries of one layer meet entries: many at once, one per sequence, and once more for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.shared_prefix import SharedPrefixRuns
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.sequence_state import SequenceState
+from millpond.cache.types import AttentionShape, Entries, PromptChunk
+from millpond.codec.rotate import rotate
+from millpond.kernels import ops, packed_ops
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
+
+
+class PagedAttention:
+    """The attention of one layer, to what is stored or as far as its `Focus` looks.
+
+    Attributes:
+        index: of the layer.
+        shape: what it does besides softmax(q k / sqrt d), as the last pass said.
+        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
+        outputs: see `View.outputs`. Set by whoever knows the model.
+    """
+
+    def __init__(self, index: int, companions: SequenceState) -> None:
+        self.index = index
+        self.shape = AttentionShape(1.0)
+        self.rope: RotaryEmbedding | None = None
+        self.outputs: Callable[[], Tensor] | None = None
+        self._companions = companions
+
+    def value_dim(self, v: Tensor) -> int:
+        """Numbers per output head."""
+        return v.shape[-1]
+
+    def chunk(
+        self, chunk: PromptChunk, reduce: Reduce | None, decay: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
+        sequence, q, q_pos, found, budget = chunk
+        focus = self._companions.focus
+        if focus is not None and not self.shape.window:
+            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
+        n_past = found.positions.shape[1] - len(q_pos)
+        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
+        return ops.prefill(
+            q, found.keys, found.values, q_pos, past,
+            colsum=reduce, decay=decay, past_log_masses=masses, **self.shape.kwargs,
+        )  # fmt: skip
+
+    def step(
+        self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
+        focus = self._companions.focus
+        if focus is not None and not self.shape.window:
+            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
+            if found is not None:
+                return found
+        runs = self.runs(table, rule, self.shape)
+        if runs is not None:
+            return self._two_phases(table, runs, q, k, v, q_pos)
+        plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.capacities, table.recent, q_pos, rule)
+        if table.sealed is None:
+            out, lse, _ = ops.decode(*plain, **self.shape.kwargs)
+        else:
+            out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
+        return out, lse
+
+    @staticmethod
+    def runs(table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
+        """What sequences begin with together, where a step reads it once for all of them."""
+        return table.shared_runs() if table.sealed is None and rule == KEEP_ALL and not shape.window else None
+
+    def _two_phases(
+        self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A step where nothing leaves and nothing is scored: what is a sequence's own, then what it shares."""
+        lens = table.lens - runs.taken
+        out, lse, _ = ops.decode(
+            q, k, v, table.pool.arrays, runs.own, lens, table.capacities, table.recent, q_pos, KEEP_ALL, **self.shape.kwargs
+        )
+        table.lens.copy_(lens + runs.taken)
+        out = runs.attend(q, out.contiguous(), lse, self.shape)
+        idle = (q_pos < 0)[:, None]
+        return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)
+
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
+        """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""
+        return ops.window_signal(
+            q, found.keys, q_pos, found.positions, reduce=reduce, log_masses=found.log_masses, **self.shape.kwargs
+        )
+
+    def keys(self, sequence: int, found: Entries) -> Tensor:
+        """(H, N, key_dim): the keys that queries meet."""
+        return found.keys
+
+    def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
+        """(H, N, dim): the keys or the values of candidates of a table, for a score that looks at them."""
+        stored = found.keys if part == "keys" else found.values
+        return rotate(stored) if table.is_hadamard_rotated else stored

@@ -1,0 +1,207 @@
+"""Stack: the caches of all layers for a batch of sequences, which move together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.swap.files import SwapFile, SwapFiles
+from millpond.cache.swap.pages import SwappedPages, copy_out, release_all, restore
+
+#: How many pages of each pool.
+Pages = dict[RefCountedPool[Any], int]
+
+
+class BatchCache:
+    """A batch of sequences that read or decode in step. Holds pages until it is cleared.
+
+    Args:
+        layers: one per layer, new ones. timeline: theirs. before_plan: called when the prompt is about to be planned.
+
+    Attributes:
+        reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+    """
+
+    def __init__(
+        self, cores: Sequence[LayerCache], timeline: PositionTracker, before_plan: Callable[[], None] = lambda: None
+    ) -> None:
+        self.layers = list(cores)
+        self.timeline = timeline
+        self._before_plan = before_plan
+        self._swapped: list[list[SwappedPages]] | None = None
+        self._file: SwapFile | None = None  # where the content of what is carried lies; None: in memory
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences held."""
+        return self.timeline.n_seq
+
+    @property
+    def reading(self) -> bool:
+        return self.layers[0].reading
+
+    @reading.setter
+    def reading(self, value: bool) -> None:
+        for core in self.layers:
+            core.reading = value
+
+    def settle(self) -> None:
+        """The prompt is complete: every layer plans what it keeps."""
+        self.reading = False
+        self._before_plan()
+        for core in self.layers:
+            core.settle()
+
+    def begin_with(self, tables: Sequence[PageTable]) -> None:
+        """Begin one sequence with the tokens of a prompt that these tables hold, one per layer."""
+        columns = int(tables[0].lengths()[0, 0])
+        for core, table in zip(self.layers, tables, strict=True):
+            core.begin_with(table, columns)
+        self.timeline.begin_with(columns)
+
+    # ------------------------------------------------------------------ the batch
+
+    def begin(self, ids: Tensor) -> None:
+        """A pass with these tokens (n_seq, columns) begins."""
+        self.timeline.begin_pass(ids)
+
+    def join(self, other: BatchCache) -> None:
+        """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
+        for core, joining in zip(self.layers, other.layers, strict=True):
+            core.join(joining)
+        self.timeline.join(other.timeline)
+        other.timeline.reset()
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences, in this order; of none, hold nothing."""
+        if sequences == list(range(self.n_seq)):
+            return
+        if not sequences:
+            self.clear()
+            return
+        for core in self.layers:
+            core.select(sequences)
+        self.timeline.select(sequences)
+
+    def part(self, sequences: list[int], into: BatchCache) -> None:
+        """Move some sequences to `into`, an empty stack of the same kind."""
+        for core, other in zip(self.layers, into.layers, strict=True):
+            core.lend(sequences, other)
+        into.timeline.join(self.timeline.copy(sequences))
+        self.select([s for s in range(self.n_seq) if s not in set(sequences)])
+
+    def clear(self) -> None:
+        """Give every page back and forget every sequence."""
+        for core in self.layers:
+            core.reset()
+        self.timeline.reset()
+        self._forget_swapped()
+
+    # ------------------------------------------------------------------ room
+
+    def pages_for_step(self) -> Pages:
+        """Most pages that the next decoding step may take of each pool."""
+        need: Counter[RefCountedPool[Any]] = Counter()
+        for core in self.layers:
+            need.update(core.pages_for_step())
+        return dict(need)
+
+    def pages_for(self, n_tokens: int) -> Pages:
+        """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
+        need: Counter[RefCountedPool[Any]] = Counter()
+        for core in self.layers:
+            if core.table is not None:
+                need[core.table.pool] += core.pages_for(n_tokens)
+        return dict(need)
+
+    # ------------------------------------------------------------------ out of the pool and back
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether the pages lie outside the pool."""
+        return self._swapped is not None
+
+    def swap_out(self, files: SwapFiles | None = None) -> None:
+        """Copy all pages to the host's memory, or to a file, and give them back.
+
+        Raises:
+            DataError: the file cannot be written; nothing was changed.
+        """
+        tables = self._tables()
+        content = [copy_out(table) for table in tables]
+        if files is not None:
+            self._file = files.write(content)
+            content = [[()] * len(parts) for parts in content]
+        self._swapped = [release_all(table, parts) for table, parts in zip(tables, content, strict=True)]
+
+    def swap_in(self) -> None:
+        """Take the pages in again. Ask `pages_to_swap_in` for room first.
+
+        Raises:
+            DataError: the file with them is gone or broken; they can only be forgotten.
+        """
+        assert self._swapped is not None, "pages come back that were carried out"
+        if self._file is not None:
+            self._swapped = [
+                [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
+                for parts, found in zip(self._swapped, self._file.read(), strict=True)
+            ]
+        for table, carried in zip(self._tables(), self._swapped, strict=True):
+            restore(table, carried)
+        self._forget_swapped()
+
+    def pages_to_swap_in(self) -> Pages:
+        """Pages of each pool that `swap_in` takes."""
+        need: Counter[RefCountedPool[Any]] = Counter()
+        for part in chain.from_iterable(self._swapped or []):
+            need[part.pool] += part.n_pages
+        return dict(need)
+
+    def _tables(self) -> list[PageTable]:
+        return [core.table for core in self.layers if core.table is not None]
+
+    def _forget_swapped(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+        self._swapped = self._file = None
+
+    # ------------------------------------------------------------------ figures
+
+    def held(self) -> np.ndarray:
+        """(n_layers, n_seq, n_kv_heads) entries held; heads that a layer lacks count 0."""
+        stored = [core.stored for core in self.layers]
+        heads = max((s.shape[1] for s in stored), default=0)
+        found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
+        for layer, entries in enumerate(stored):
+            found[layer, : entries.shape[0], : entries.shape[1]] = entries
+        return found
+
+    def kv_bytes(self, held: np.ndarray) -> np.ndarray:
+        """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
+        tables = [core.table for core in self.layers]
+        slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
+        if len(slots) == 1 and 0 not in slots:  # all at once: it is asked for at every step
+            page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
+            found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
+        else:
+            found = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
+        return found
+
+    def used_bytes(self, held: np.ndarray) -> np.ndarray:
+        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
+        tables = [table for core in self.layers if (table := core.table) is not None]
+        if not tables or any(table.sealed is not None for table in tables):
+            return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
+        slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
+        found: np.ndarray = slot_bytes @ held.sum(2)
+        return found

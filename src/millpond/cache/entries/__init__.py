@@ -1,0 +1,1 @@
+"""Operations on stored entries: reading, replacing, compacting, quantizing and scoring them."""

@@ -1,0 +1,206 @@
+"""Sealing: which entries of a region become codes, and when.
+
+The first tokens of a text (`codec.sinks`) and its newest entries (`codec.residual`) stay in plain pages. What lies
+between them is sealed a page at a time, oldest first, so that how a text was split into passes changes no code. While
+decoding, new entries gather in plain pages until another page is full.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.types import Entries, by_position
+from millpond.errors import PoolFullError
+from millpond.kernels import ops
+from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eviction import eviction_value
+from millpond.kernels.ops import PaddedEntries
+
+
+def before(sealed: QuantizedStore, sequence: int, plain: Entries) -> Entries:
+    """All entries of a sequence: the sealed ones as numbers, slot by slot, then the plain ones."""
+    return _behind(sealed.read(sequence), plain)._replace(n_sealed=sealed.width(sequence))
+
+
+def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, seal: bool) -> None:
+    """Hold exactly the kept candidates (H, N), and with `seal` as many of them as codes as the format wants.
+
+    Sealed entries that stay keep their codes, those that leave become tombstones; only what survives in a page that is
+    at least half dead is encoded again. Candidates of which none was sealed (a merge made them) replace everything. In
+    a format with tiers nothing leaves: what is not kept is sealed.
+    """
+    sealed = table.sealed
+    assert sealed is not None
+    n, rows = found.n_sealed, table.rows(sequence)
+    here = found.positions >= 0
+    loose = keep & here
+    if sealed.codec.tiered:
+        codes = here & ~keep
+        codes[:, :n], loose[:, :n] = False, False
+        _write(table, sealed, sequence, found, codes, loose)
+        return
+    if not n:
+        sealed.forget(sequence)
+    leave, stays = (here & ~keep)[:, :n], loose[:, :n].clone()
+    sparse = sealed.sparse(rows, leave)
+    column = torch.arange(n, device=loose.device)
+    loose[:, :n] &= torch.from_numpy(sparse).to(loose.device)[:, column // sealed.slots]
+    codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
+    _write(table, sealed, sequence, found, codes, loose & ~codes)
+    if n:
+        sealed.mark_evicted(rows, leave)
+        sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)[:, :n]))
+        sealed.drop_pages(rows, sparse)
+
+
+def quantize_due(table: PageTable, active: np.ndarray) -> None:
+    """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
+    sealed = table.sealed
+    if sealed is None or sealed.steps_until_check > 0 or sealed.codec.tiered:
+        return
+    lens, most = table.lengths(), max_unquantized(sealed)
+    sealed.steps_until_check = most - int(lens.max(initial=0))
+    due = np.flatnonzero(active & (lens >= most).any(1))
+    if not len(due) or _seal_first_pages(table, sealed, due):
+        return
+    for sequence in due.tolist():
+        rows, found = table.rows(sequence), _plain(table, sequence)
+        sparse = sealed.sparse(rows)
+        if sparse.any():
+            found = _behind(sealed.pages_of(rows, sparse), found)
+        here = found.positions >= 0
+        codes = _oldest(sealed, found.positions, here)
+        _write(table, sealed, sequence, found, codes, here & ~codes)
+        sealed.drop_pages(rows, sparse)
+
+
+def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.ndarray) -> bool:
+    """Seal what is due of some sequences (n,) where that is whole plain pages, the first of each region.
+
+    So it is where nothing left a region since it was last sealed. Then no entry is sorted or moved.
+
+    Returns:
+        False where it is not so of all of them; then nothing was done.
+    """
+    slots, codec = table.pool.slots, sealed.codec
+    rows = (sequences[:, None] * table.n_kv_heads + np.arange(table.n_kv_heads)).ravel()
+    if codec.sinks or sealed.slots % slots or sealed.n_evicted[rows].any():
+        return False
+    lens = table.lengths().ravel()[rows]
+    more = np.maximum(lens - codec.residual, 0) // sealed.slots * sealed.slots
+    chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
+    found = ops.read(table.pool.arrays, table.pages[chosen], table.lens[chosen], width)
+    positions = found.positions.cpu().numpy()
+    if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
+        return False
+    index = torch.arange(int(more.max()), dtype=torch.int32, device=chosen.device).expand(len(rows), -1).contiguous()
+    sealed.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, found)
+    table.drop_first(rows, more // slots)
+    return True
+
+
+def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray) -> None:
+    """After a decoding step at positions `at` (S,), -1 for none: what a page's worth of new entries puts beyond the
+    budget is sealed, the lowest by `rule` first."""
+    sealed = table.sealed
+    assert sealed is not None
+    over = table.lengths() - table.budgets()
+    for sequence in np.flatnonzero((at >= 0) & (over >= sealed.slots).any(1)).tolist():
+        found = _plain(table, sequence)
+        positions = found.positions
+        query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
+        value = eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
+        pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
+        value = value.masked_fill(pinned, torch.inf)
+        by_age = by_position(positions)
+        lowest = by_age.gather(1, value.gather(1, by_age).argsort(dim=1, stable=True))
+        places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)
+        place_of = torch.empty_like(lowest).scatter_(1, lowest, places)
+        keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence]).to(lowest.device)[:, None])
+        _write(table, sealed, sequence, found, (positions >= 0) & ~keep, keep)
+
+
+def _plain(table: PageTable, sequence: int) -> Entries:
+    rows, width = table.rows(sequence), int(table.lengths()[sequence].max())
+    return Entries(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+
+
+def max_unquantized(sealed: QuantizedStore) -> int:
+    """Plain entries of a region at which a page of them is sealed."""
+    return sealed.codec.sinks + sealed.codec.residual + sealed.slots
+
+
+def pages_due(table: PageTable) -> int:
+    """Most packed pages that the next decoding step may take."""
+    sealed = table.sealed
+    if sealed is None:
+        return 0
+    if sealed.steps_until_check > 0 and not sealed.codec.tiered:
+        return sealed.n_shared
+    slots, lens = sealed.slots, table.lengths().ravel()
+    if sealed.codec.tiered:
+        over = lens + 1 - table.budgets().ravel().astype(np.int64)
+        new = np.where(over >= slots, over // slots + 1, 0)
+    else:
+        loose = lens - sealed.codec.sinks - sealed.codec.residual
+        new = np.where(lens >= max_unquantized(sealed), loose // slots + 2 * sealed.n_evicted // slots + 1, 0)
+    return int(new.sum()) + sealed.n_shared
+
+
+def truncate(sealed: QuantizedStore, sequence: int, seen: int) -> np.ndarray:
+    """Let go of the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
+    rows = sealed.rows(sequence)
+    gone = sealed.positions(rows) >= seen
+    sealed.mark_evicted(rows, gone)
+    return gone.sum(1).cpu().numpy().astype(np.int32)
+
+
+def _behind(first: PaddedEntries, then: Entries) -> Entries:
+    """Two runs of entries as one, in float32: numbers of 16 bits would cost codes of eight some of theirs."""
+    if not first.positions.shape[1]:
+        return then
+    masses = None
+    if then.log_masses is not None and first.log_masses is not None:
+        masses = torch.cat([first.log_masses, then.log_masses], 1)
+    return Entries(
+        torch.cat([first.keys, then.keys.float()], 1),
+        torch.cat([first.values, then.values.float()], 1),
+        torch.cat([first.positions, then.positions], 1), torch.cat([first.scores, then.scores], 1), masses,
+    )  # fmt: skip
+
+
+def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor) -> Tensor:
+    """(H, N) bool: which of the `loose` entries are sealed now, the first and the newest of the text left out."""
+    codec, page = sealed.codec, sealed.slots
+    more = (loose.sum(1) - codec.sinks - codec.residual).clamp(min=0) // page * page
+    order = by_position(torch.where(loose, positions, -1))
+    sinks = (loose & (positions < codec.sinks)).sum(1)
+    column = torch.arange(order.shape[1], device=order.device)
+    chosen = (column >= sinks[:, None]) & (column < (sinks + more)[:, None])
+    return torch.zeros_like(loose).scatter_(1, order, chosen)
+
+
+def _write(table: PageTable, sealed: QuantizedStore, sequence: int, found: Entries, codes: Tensor, plain: Tensor) -> None:
+    """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones.
+
+    Codes are made of numbers as plain pages hold them, whether an entry ever lay in one or not.
+
+    Raises:
+        PoolFullError: the pool is full; nothing was changed.
+    """
+    dtype = table.pool.arrays.dtype
+    found = found._replace(keys=found.keys.to(dtype), values=found.values.to(dtype))
+    orders = [by_position(torch.where(chosen, found.positions, -1)) for chosen in (codes, plain)]
+    counts = [chosen.sum(1) for chosen in (codes, plain)]
+    rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
+    sealed.write(sequence, counts[0], rows[0], PaddedEntries(*found[:5]))
+    try:
+        write_fresh_pages(table, sequence, found, rows[1], counts[1])
+    except PoolFullError:
+        sealed.unwrite(sequence, counts[0])
+        raise

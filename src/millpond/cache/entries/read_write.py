@@ -1,0 +1,85 @@
+"""The entries of one sequence as a whole: read, put in order, joined by new ones, added to and written anew."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.cache.entries import quantize
+from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.types import Entries, by_position
+from millpond.kernels import ops
+from millpond.policy.view import columns_of
+
+
+def read(table: PageTable, sequence: int) -> Entries:
+    """All entries that a sequence holds, one row per KV head, padded at the end, in any order."""
+    rows = table.rows(sequence)
+    width = int(table.lengths()[sequence].max(initial=0))
+    plain = Entries(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+    return plain if table.sealed is None else quantize.before(table.sealed, sequence, plain)
+
+
+def in_order(found: Entries) -> ops.PaddedEntries:
+    """Entries in the order of their positions, padding at the end."""
+    order = by_position(found.positions)
+    return ops.PaddedEntries(
+        columns_of(found.keys, order), columns_of(found.values, order), columns_of(found.positions, order),
+        columns_of(found.scores, order), None if found.log_masses is None else columns_of(found.log_masses, order),
+    )  # fmt: skip
+
+
+def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor) -> Entries:
+    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), behind them."""
+    n_new = k.shape[1]
+    positions = q_pos.expand(k.shape[0], -1)
+    if not past.positions.shape[1]:
+        return Entries(k, v, positions, torch.zeros(positions.shape, device=k.device))
+    return Entries(
+        torch.cat([past.keys.to(k.dtype), k], 1),
+        torch.cat([past.values.to(v.dtype), v], 1),
+        torch.cat([past.positions, positions], 1),
+        F.pad(past.scores, (0, n_new)),
+        None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
+        past.n_sealed,
+    )
+
+
+def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
+    """Store all new entries behind the stored ones."""
+    rows = table.rows(sequence)
+    n_heads, n_new = k.shape[:2]
+    table.copy_on_write(whole=False)
+    start = table.lens[rows].clone()
+    after = table.lengths()[sequence] + n_new
+    table.reserve(sequence, after)
+    index = torch.arange(n_new, dtype=torch.int32, device=k.device).expand(n_heads, -1).contiguous()
+    count = torch.full((n_heads,), n_new, dtype=torch.int32, device=k.device)
+    ops.write(table.pool.arrays, table.pages[rows], start, count, index, k, v, q_pos.expand(n_heads, -1))
+    table.set_lengths(sequence, after)
+
+
+def keep_all(
+    table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Entries, *, last: bool
+) -> None:
+    """Store all new entries, as `append`; `found`: they behind the stored ones. `last`: see `rewrite`."""
+    if table.sealed is None or not (last or found.n_sealed):
+        append(table, sequence, k, v, q_pos)
+    else:
+        replace(table, sequence, found, found.positions >= 0, last=last)
+
+
+def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, last: bool = True) -> None:
+    """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages.
+
+    Where a table seals entries, what is sealed stays as it is, and more is sealed unless a plan is still to come
+    (`last` is False).
+    """
+    if table.sealed is not None:
+        quantize.replace(table, sequence, found, keep, seal=last)
+        return
+    order = by_position(torch.where(keep, found.positions, -1))
+    counts = keep.sum(1)
+    write_fresh_pages(table, sequence, found, order[:, : int(counts.max())], counts)

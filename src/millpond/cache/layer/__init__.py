@@ -1,0 +1,1 @@
+"""The cache of one layer: prefill, decode steps, drafts and latents."""

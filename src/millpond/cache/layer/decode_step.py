@@ -1,0 +1,155 @@
+"""Stepper: one token per sequence through a layer: room before attention, and what follows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.attention.paged import PagedAttention
+from millpond.cache.entries import quantize
+from millpond.cache.nan_check import NanCheck
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.planning.budget_growth import grow
+from millpond.cache.planning.head_competition import HeadCompetition
+from millpond.cache.planning.planner import Planner
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.sequence_state import SequenceState
+from millpond.cache.types import AttentionShape
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
+from millpond.kernels.native import Regions
+from millpond.policy.policy import Policy, on_sliding_layer
+
+
+class PendingStep(NamedTuple):
+    """A step that has room: what attention meets besides queries, keys and values, and what is needed behind it."""
+
+    table: PageTable
+    rule: DecodeRule
+    shape: AttentionShape
+    positions: np.ndarray  #: (S,) of the tokens, -1 where a sequence has none
+    q_pos: Tensor  #: the same where the entries lie
+    rivals: HeadCompetition | None  #: who competes in this step
+
+    def regions(self) -> Regions:
+        """What attention meets, for the native kernels."""
+        table, shape, sinks = self.table, self.shape, self.shape.sink_logits
+        return Regions(
+            table.pool.arrays, table.pages, table.lens, table.capacities, table.recent, self.q_pos, self.rule,
+            shape.scale, shape.softcap, shape.window, None if sinks is None else sinks.float().contiguous(),
+        )  # fmt: skip
+
+
+class DecodeStep:
+    """The steps of one layer.
+
+    Args:
+        index: of the layer. The others are the layer's own parts.
+    """
+
+    def __init__(
+        self, index: int, policy: Policy, timeline: PositionTracker, attention: PagedAttention, planner: Planner,
+        companions: SequenceState,
+    ) -> None:  # fmt: skip
+        self._index, self._policy, self._timeline = index, policy, timeline
+        self._attention, self._planner, self._companions = attention, planner, companions
+        self._rule: DecodeRule = policy.decode_rule(index)
+        self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
+        self._rivals = policy.decode_allocation
+        self._finite = NanCheck(index)
+
+    def open(self, window: int, tiered: bool) -> None:
+        """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`."""
+        self._rule = self._policy.decode_rule(self._index)
+        if window:
+            own = self._policy.plans_each_step or self._companions.headwise is not None
+            self._rule = self._rule if own else on_sliding_layer(self._rule)
+            self._companions.rolling = None  # the window hides the sinks, and no distance exceeds it
+        if tiered:
+            self._demotes = self._rule
+            self._rule = replace(self._rule, evict=Evict.NEVER)
+
+    def take_over(self, other: DecodeStep) -> None:
+        """Go on with a table that `other`, of the same layer and policy, has opened."""
+        self._rule, self._demotes = other._rule, other._demotes
+
+    def reset(self) -> None:
+        """Forget what was noticed."""
+        self._finite = NanCheck(self._index)
+
+    def pages(self, table: PageTable) -> dict[RefCountedPool[Any], int]:
+        """Most pages that the next step may take of each pool."""
+        always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
+        grows = always or self._policy.grows or bool(self._rivals.every)
+        need: dict[RefCountedPool[Any], int] = {table.pool: table.pages_for_step(grows, whole or not always)}
+        if table.sealed is not None:
+            need[table.sealed.pool] = quantize.pages_due(table)
+        return need
+
+    def plain(self, table: PageTable, shape: AttentionShape) -> bool:
+        """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
+        besides = (table.sealed, self._companions.rolling, self._companions.focus)
+        if type(self._attention) is not PagedAttention or self._policy.plans_each_step:
+            return False
+        return all(part is None for part in besides) and self._attention.runs(table, self._rule, shape) is None
+
+    def step(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, columns: int,
+        q_pos: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
+
+        Args:
+            positions: (S,) of the tokens, -1 where a sequence has none. columns: that the layer has seen before.
+            q_pos: positions on the device, if known.
+        """
+        newest, rolling = self.begin(table, positions, q.device, q_pos), self._companions.rolling
+        if rolling is not None:
+            q, k = rolling.step(table, q, k, positions)
+        out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
+        self.end(newest, lse, columns)
+        if self._policy.plans_each_step:
+            self._planner.stepped(table, q, newest.q_pos, positions)
+        return out
+
+    def begin(
+        self, table: PageTable, positions: np.ndarray, device: torch.device, q_pos: Tensor | None = None
+    ) -> PendingStep:
+        """Make room; arguments as for `step`.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        rule, always = self._rule, self._rule.evict is Evict.NEVER
+        if q_pos is None:
+            q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
+        quantize.quantize_due(table, positions >= 0)
+        table.copy_on_write(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
+        if self._policy.grows:
+            grow(table, positions, self._planner.budget)
+        rivals = HeadCompetition.of(table, self._rivals, positions)
+        (rivals or table).make_room(always)
+        return PendingStep(table, rule, self._attention.shape, positions, q_pos, rivals)
+
+    def end(self, step: PendingStep, lse: Tensor, columns: int) -> None:
+        """What attention changed is counted, looked at and followed up. lse: (S, Hq).
+
+        Raises:
+            NumericsError: attention is NaN.
+        """
+        table, rule, shape, positions, q_pos, rivals = step
+        always, headwise = rule.evict is Evict.NEVER, self._companions.headwise
+        table.stepped(always, positions >= 0)
+        if not always or headwise is not None or self._policy.plans_each_step:
+            self._finite.check(lse, columns)
+        if headwise is not None:
+            assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+            headwise.apply(table, self._timeline.tokens, positions, shape.window)
+        if rivals is not None:
+            rivals.compete(rule, q_pos, shape.window)
+        if self._demotes.evict is not Evict.NEVER:
+            quantize.demote_due(table, self._demotes, positions)

@@ -1,0 +1,139 @@
+"""Journal: take back draft tokens exactly, after entries have been evicted to make room for them.
+
+A pass that may be taken back holds tokens that are certain and then draft tokens. The certain ones are taken in as
+ever. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token
+by token, as it would have been without drafting. `crop` goes back to the kept state and repeats the accepted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.sequence_state import LayerSnapshot
+from millpond.cache.types import AttentionShape
+from millpond.errors import CacheMismatchError
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The state before a layer's draft tokens, and the tokens: q, k, v of shape (B, heads, draft, D)."""
+
+    state: LayerSnapshot
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    shape: AttentionShape
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def replay(self, core: LayerCache, n: int) -> list[Tensor]:
+        """Decode the first `n` tokens, one by one."""
+        outs = []
+        for column in range(n):
+            q, k, v = (t[:, :, column : column + 1] for t in (self.q, self.k, self.v))
+            outs.append(core.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
+        return outs
+
+
+@dataclass(slots=True)
+class DraftRollback:
+    """What is needed to take back the last pass, for all layers of one cache.
+
+    Attributes:
+        recording: set by `activate_past_recording`; off, passes are taken in as ever.
+        draft: how many of the next pass's last tokens may be taken back; None: all but the first.
+        truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
+    """
+
+    timeline: PositionTracker
+    truncatable: bool = False
+    recording: bool = False
+    draft: int | None = None
+    _drafts: dict[int, _Draft] = field(default_factory=dict)
+    _seen: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _columns: int = 0
+
+    def attend(
+        self, core: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
+    ) -> Tensor:
+        """`LayerCache.attend`, remembering what `crop` will need."""
+        self._discard(core.index)
+        length = q.shape[2]
+        draft = min(length - 1, length - 1 if self.draft is None else self.draft)
+        if not self.recording or self.truncatable or draft == 0:
+            return core.attend(q, k, v, mask, shape)
+        certain = length - draft
+        q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
+        out = core.attend(q_now, k_now, v_now, _until(mask, draft), shape)
+        self._columns = core.columns
+        self._seen = self.timeline.span_after(core.columns)
+        q, k, v = (t[:, :, certain:] for t in (q, k, v))
+        self._drafts[core.index] = _Draft(core.fork(), q, k, v, mask, shape)
+        return torch.cat([out, *self._drafts[core.index].replay(core, draft)], 2)
+
+    def crop(self, cores: list[LayerCache], n: int) -> None:
+        """Take back the last `n` tokens of every layer.
+
+        Raises:
+            CacheMismatchError: entries have been evicted and no recording covers these tokens.
+        """
+        if n:
+            self._check(cores, n)
+            if self._drafts:
+                self._take_back(cores, n)
+            else:
+                tokens = self.timeline.tokens_in_last(n)
+                self.timeline.rewind(self.timeline.columns - n, self.timeline.seen - tokens)
+                for core in cores:
+                    core.truncate(n, tokens)
+        self.settle()
+
+    def settle(self) -> None:
+        """What was drafted stays: it can be taken back no more."""
+        for draft in self._drafts.values():
+            draft.state.release()
+        self._drafts.clear()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.settle()
+        self.draft = None
+        self.recording = False
+
+    def _take_back(self, cores: list[LayerCache], n: int) -> None:
+        self.timeline.rewind(self._columns, self._seen)
+        for core in cores:
+            draft = self._drafts[core.index]
+            core.restore(draft.state)
+            draft.replay(core, draft.length - n)
+
+    def _check(self, cores: list[LayerCache], n: int) -> None:
+        if n > self.timeline.columns:
+            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.timeline.columns}")
+        for core in cores:
+            draft = self._drafts.get(core.index)
+            covered = core.truncatable if not self._drafts else draft is not None and n <= draft.length
+            if not covered:
+                raise CacheMismatchError(
+                    f"cannot take back {n} tokens: entries were evicted since and no recording covers them; call "
+                    "activate_past_recording() before the pass, as assisted generation does"
+                )
+
+    def _discard(self, index: int) -> None:
+        draft = self._drafts.pop(index, None)
+        if draft is not None:
+            draft.state.release()
+
+
+def _until(mask: Tensor | None, hidden: int) -> Tensor | None:
+    """The padding mask without its last `hidden` columns."""
+    return mask if mask is None or hidden == 0 else mask[:, :-hidden]

@@ -1,0 +1,113 @@
+"""PromptPages: where the entries of a prompt lie until its plan: in the dtype that the model computes in.
+
+Tokens of one pass attend to each other as the model made them. Where pages hold fewer bits, tokens of two passes would
+not, and where a prompt is cut would change the result. So a prompt that is planned at its end lies in pages of the
+model's own dtype until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from millpond.cache.entries import read_write
+from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.types import Entries
+from millpond.kernels import ops
+
+#: find(key_dim, value_dim, dtype that the model computes in, device) -> the pool of pages of this shape.
+FindPool = Callable[[int, int, torch.dtype, torch.device], PagePool]
+#: plan(table, sequence, entries): let the table hold what shall stay of the entries of a sequence, as they are stored.
+Plan = Callable[[PageTable, int, Entries], None]
+
+
+class PromptPages:
+    """The pools of one layer, and how tables move between them.
+
+    Args:
+        stored: of entries that were planned. reading: of those of a prompt that was not; None: the same.
+    """
+
+    def __init__(self, stored: FindPool, reading: FindPool | None) -> None:
+        self._stored = stored
+        self._reading = reading or stored
+
+    def pool(self, k: Tensor, v: Tensor, *, planned: bool) -> PagePool:
+        """The pool of new entries (..., key_dim) and (..., value_dim)."""
+        find = self._stored if planned else self._reading
+        return find(k.shape[-1], v.shape[-1], k.dtype, k.device)
+
+    def begin(self, table: PageTable, dtype: torch.dtype) -> PageTable:
+        """The table that takes more tokens of a prompt: another one where this one's pages hold fewer bits.
+
+        Args:
+            dtype: that the model computes in.
+
+        Raises:
+            PoolFullError: no room; nothing was changed.
+        """
+        arrays = table.pool.arrays
+        pool = self._reading(arrays.key_dim, arrays.value_dim, dtype, arrays.device)
+        if table.unplanned or pool is table.pool:
+            return table
+        into, lens = table.emptied(pool), table.lengths()
+        width = int(lens.max(initial=0))
+        found = ops.read(arrays, table.pages, table.lens, width)
+        index = torch.arange(width, dtype=torch.int32, device=arrays.device).expand(table.n_regions, -1).contiguous()
+        try:
+            for sequence in range(table.n_seq):
+                into.reserve(sequence, lens[sequence])
+        except BaseException:
+            _let_go(into)
+            raise
+        ops.write(pool.arrays, into.pages, torch.zeros_like(table.lens), table.lens.clone(), index, *found)
+        for sequence in range(table.n_seq):
+            into.set_lengths(sequence, lens[sequence])
+        _let_go(table)
+        return into
+
+    def end(self, table: PageTable, sequences: Sequence[int], plan: Plan) -> PageTable:
+        """The table behind the plans of `sequences`: another one where the prompt lay in pages of its own.
+
+        There every sequence is planned, since all move.
+
+        Raises:
+            PoolFullError: no room; what was not planned stays as it was.
+        """
+        into, planned = table, []
+        if table.unplanned:
+            arrays = table.pool.arrays
+            into = table.emptied(self._stored(arrays.key_dim, arrays.value_dim, arrays.dtype, arrays.device))
+            sequences = range(table.n_seq)
+        try:
+            for sequence in sequences:
+                plan(into, sequence, read_write.read(table, sequence))
+                planned.append(sequence)
+        except BaseException:
+            if into is not table:
+                for sequence in planned:  # less than it held, so there is room
+                    _copy(into, table, sequence)
+                _let_go(into)
+            raise
+        if into is not table:
+            _let_go(table)
+        return into
+
+
+def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
+    """Let a sequence hold in `target` the plain entries that it holds in `source`."""
+    rows, lens = source.rows(sequence), source.lengths()[sequence]
+    width = int(lens.max(initial=0))
+    found = Entries(*ops.read(source.pool.arrays, source.pages[rows], source.lens[rows], width))
+    index = torch.arange(width, device=source.lens.device).expand(len(lens), -1)
+    write_fresh_pages(target, sequence, found, index, torch.from_numpy(lens).to(source.lens.device))
+
+
+def _let_go(table: PageTable) -> None:
+    """Give the plain pages of a table back; another one goes on with what it has sealed."""
+    table.sealed = None
+    table.clear()

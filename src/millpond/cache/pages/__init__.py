@@ -1,0 +1,1 @@
+"""Memory of the cache: page pools, page tables, quantized pages, reference counts and limits."""

@@ -1,0 +1,52 @@
+"""Account: several page pools that together never hold more than one limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, RefCountedPool
+
+#: Arenas that the limit is cut into, so that pools of several shapes can share it.
+GRAIN = 64
+
+
+class MemoryLimit:
+    """Bytes that several pools share. What one of them has free at its end goes to another that needs it.
+
+    Args:
+        limit_bytes: most bytes of all buffers, free pages included; None for no limit.
+
+    Attributes:
+        pools: those that were made with this account.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.pools: list[RefCountedPool[Any]] = []
+
+    @property
+    def arena_bytes(self) -> int:
+        """The grain in which its pools take memory."""
+        return ARENA_BYTES if self.limit_bytes is None else min(ARENA_BYTES, self.limit_bytes // GRAIN)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of all pools, free pages included."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the pages in use, side arrays included."""
+        return sum(pool.n_live * pool.page_bytes for pool in self.pools)
+
+    def can_take(self, pages: Mapping[RefCountedPool[Any], int]) -> bool:
+        """Whether all these pages, of pools of this account, can be allocated."""
+        if self.limit_bytes is None:
+            return True
+        need = sum(pool.bytes_to_grow(pages.get(pool, 0)) for pool in self.pools)
+        if need and self.nbytes + need > self.limit_bytes:
+            for pool in self.pools:
+                if not pages.get(pool, 0):
+                    pool.trim()
+        return not need or self.nbytes + need <= self.limit_bytes

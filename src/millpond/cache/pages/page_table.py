@@ -1,0 +1,411 @@
+"""RegionTable: the page ids and lengths of every region (KV head of a sequence) of one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.page_lists import Mask, PageLists
+from millpond.cache.pages.pool import PageIds, PagePool
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.shared_prefix import SharedPrefixRuns
+from millpond.errors import PoolFullError
+from millpond.kernels.decode_rules import UNBOUNDED
+
+Ints = npt.NDArray[np.int32]
+
+
+class PageTable:
+    """Tables of `n_seq * n_kv_heads` regions over one pool.
+
+    The kernels read `pages`, `lens`, `capacities` and `recent` on the pool's device; the host keeps its own copy of each
+    (on the CPU the two are one memory), so that no step waits for a device.
+
+    Attributes:
+        pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
+        recent: (R,) int32 how many newest positions are protected.
+        head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
+        sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
+    """
+
+    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: QuantizedStore | None = None) -> None:
+        self.pool = pool
+        self.sealed = sealed
+        self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
+        n = n_seq * n_kv_heads
+        self._rows = PageLists(pool, n)
+        self._behind = False  # the device's lengths are newer than the host's
+        self._lens = np.zeros(n, dtype=np.int32)
+        self._capacities: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
+        self._recent: Ints = np.zeros(n, dtype=np.int32)
+        self._head_rules = np.zeros(n, dtype=np.int64)
+        self._slack = 0  # decoding steps until some region may need a page
+        self._runs: SharedPrefixRuns | None = None
+        self._runs_known = True
+        self._publish()
+
+    @classmethod
+    def of_pages(cls, pool: PagePool, pages: PageIds) -> PageTable:
+        """A table of one sequence that holds full pages (n_kv_heads, n), which others hold too."""
+        table = cls(pool, 1, len(pages))
+        table._rows = PageLists.of_held(pool, pages)
+        table._lens[:] = pages.shape[1] * pool.slots
+        table._publish()
+        return table
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def n_regions(self) -> int:
+        return len(self._rows.owned)
+
+    @property
+    def is_hadamard_rotated(self) -> bool:
+        """Whether keys and values are stored after a Hadamard rotation."""
+        return self.sealed is not None and self.sealed.codec.rotated
+
+    @property
+    def unplanned(self) -> bool:
+        """Whether its plain pages hold a prompt until its plan, which puts what stays into others."""
+        return self.pool.until_plan
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
+        return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def entries(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries held in both parts, on the host."""
+        return self.lengths() if self.sealed is None else self.lengths() + self.sealed.live
+
+    def budgeted(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) entries that count against the budget, on the host: a lower tier does not."""
+        tiered = self.sealed is not None and self.sealed.codec.tiered
+        return self.lengths() if tiered else self.entries()
+
+    def rows(self, sequence: int) -> slice:
+        """The regions of one sequence."""
+        return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
+
+    def held(self) -> PageIds:
+        """Page ids of all regions, a shared page once per holder."""
+        return self._rows.held()
+
+    def page_column(self, number: int) -> PageIds:
+        """(R,) the ids of one page of each region, the `number`-th."""
+        return self._rows.ids[:, number].copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables themselves."""
+        own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.capacities, self.recent))
+        return own if self.sealed is None else own + self.sealed.nbytes
+
+    def kv_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) bytes of keys and values in the pages that the entries of each sequence need."""
+        pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
+        own = pages * self.pool.kv_bytes_per_page
+        return own if self.sealed is None else own + self.sealed.kv_bytes()
+
+    def used_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
+        own = _slot_bytes(self.pool, self.lengths())
+        return own if self.sealed is None else own + _slot_bytes(self.sealed.pool, self.sealed.live)
+
+    # ------------------------------------------------------------------ budgets
+
+    def set_budget(self, sequence: int, caps: Ints, recent: Ints | int) -> None:
+        """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
+        rows = self.rows(sequence)
+        self._capacities[rows] = caps
+        self._recent[rows] = recent
+        self._slack = 0
+        self._publish(ids=False)
+
+    def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
+        """The rule of each head of a sequence, and how many newest entries some rules keep."""
+        rows = self.rows(sequence)
+        self._head_rules[rows] = kinds
+        self._recent[rows] = recent
+        self._publish(ids=False)
+
+    def budgets(self) -> Ints:
+        """(n_seq, n_kv_heads) entries that each head may hold, on the host."""
+        return self._capacities.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def rules(self) -> npt.NDArray[np.int64]:
+        """(n_seq, n_kv_heads) the rule of each head, on the host."""
+        return self._head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
+
+    def set_budgets(self, caps: Ints) -> None:
+        """How many entries each head may hold, (n_seq, n_kv_heads)."""
+        self._capacities[:] = caps.ravel()
+        self._slack = 0
+        self._publish(ids=False)
+
+    # ------------------------------------------------------------------ room
+
+    def reserve(self, sequence: int, lens: Ints) -> None:
+        """Give each head of a sequence the pages for `lens` entries, a run of neighbours per head.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        rows = self.rows(sequence)
+        self._rows.grow(np.arange(rows.start, rows.stop), self._more_pages(rows, lens))
+        self._publish(lens=False)
+
+    def make_room(self, grows_always: bool) -> None:
+        """Before a decoding step: a page for every region that may grow by one entry.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        if self._slack > 0:
+            return
+        growing = np.full(self.n_regions, True) if grows_always else self._lens < self._capacities
+        if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
+            growing |= self.sealed.live.ravel() > 0
+        spare = self._rows.owned * self.pool.slots - self._lens
+        needy = np.flatnonzero(growing & (spare == 0))
+        if len(needy):
+            self._rows.grow(needy, np.ones(len(needy), dtype=np.int64))
+            spare[needy] = self.pool.slots
+            self._publish(lens=False)
+        self._slack = int(spare[growing].min()) if growing.any() else 2**30
+
+    def pages_for_step(self, grows_always: bool, whole: bool) -> int:
+        """Most pages that the next decoding step may take: for regions that grow, and for copies of shared pages.
+
+        whole: the step writes to every page of a region, not only to its last.
+        """
+        if self._slack > 0 and not self._rows.may_share:
+            return 0
+        full = self._rows.owned * self.pool.slots == self._lens
+        growing = int((full if grows_always else full & (self._lens < self._capacities)).sum())
+        return growing + self._rows.n_shared(self._written(whole))
+
+    def pages_for(self, n_tokens: int, whole: bool) -> int:
+        """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
+
+        whole: all entries are written anew, not only the new ones.
+        """
+        need = int(self._more_pages(slice(None), self._lens + n_tokens).sum())
+        return need + self._rows.n_shared(self._written(whole))
+
+    def pages_to_renew(self, most: int) -> int:
+        """Pages that it takes to write all entries anew, at most `most` pages of them: those held alone go before."""
+        shared = self._rows.n_shared()
+        return min(shared, max(0, most - (len(self._rows.held()) - shared)))
+
+    def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
+        """After a decoding step: follow on the host what the kernel did to the lengths."""
+        self._slack -= 1
+        if self.sealed is not None:
+            self.sealed.stepped(not grows_always)
+            self._behind = not grows_always and self.lens.device.type != "cpu"
+        if self._behind:
+            return  # which regions grew depends on where their victims lay, which the host asks for when it must
+        if self.lens.device.type != "cpu":
+            grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._capacities))
+            self._lens += grew.astype(np.int32)
+
+    def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
+        """After regions of the sequences that are `due` (S,) went back to their caps from `before` (R,) entries.
+
+        Pages beyond them return to the pool.
+        """
+        gone = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._capacities, 0), 0)
+        if self.lens.device.type != "cpu":
+            self._lens -= gone
+        keep = -(-self._lens // self.pool.slots)
+        spare = np.flatnonzero((self._rows.owned > keep) & (gone > 0))
+        if len(spare):
+            self._rows.cut(spare, keep[spare])
+            self._slack = 0
+        else:
+            self._slack += int(gone.min())
+
+    def set_lengths(self, sequence: int, lens: Ints) -> None:
+        """Entries now held by each head of a sequence; pages beyond them return to the pool."""
+        rows = self.rows(sequence)
+        self._lens[rows] = lens
+        self._rows.cut(rows, -(-lens // self.pool.slots))
+        self._slack = 0
+        if self.sealed is not None:
+            self.sealed.steps_until_check = 0
+        self._publish(ids=False)
+
+    def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
+        self._rows.drop(rows, self._rows.columns < pages[:, None])
+        self._lens[rows] -= (pages * self.pool.slots).astype(np.int32)
+        self._slack = 0
+        self._publish()
+
+    def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
+        """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
+        regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
+        self._lens[regions] = lens.ravel()
+        if self.lens.device.type != "cpu":
+            self._publish(ids=False)
+        self.trim()
+
+    def trim(self) -> None:
+        """Give back the pages that no entry needs, after lengths fell."""
+        slots = self.pool.slots
+        spare = np.flatnonzero(self._lens <= (self._rows.owned - 1) * slots)
+        if len(spare):
+            self._rows.cut(spare, -(-self._lens[spare] // slots))
+            self._slack = 0
+
+    def renew(self, sequence: int, lens: Ints) -> None:
+        """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be written anew.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        rows = self.rows(sequence)
+        need = int((-(-lens // self.pool.slots)).sum())
+        freed = int((self.pool.refs(self._rows.held(rows)) == 1).sum())
+        if not self.pool.can_allocate(need - freed):
+            raise PoolFullError(
+                f"the page pool is full: {need} pages are needed for a sequence that frees {freed}, "
+                f"{self.pool.n_live} of at most {self.pool.max_pages} are in use; what is cached stays readable. "
+                "Raise memory_limit or lower the budget"
+            )
+        self._rows.cut(rows, 0)
+        self._lens[rows] = 0
+        self.reserve(sequence, lens)
+
+    # ------------------------------------------------------------------ sharing
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
+        regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
+        self._rows.select(regions)
+        self._lens, self._capacities, self._recent = self._lens[regions], self._capacities[regions], self._recent[regions]
+        self._head_rules = self._head_rules[regions]
+        self.n_seq = len(sequences)
+        if self.sealed is not None:
+            self.sealed.select(sequences)
+        self._slack = 0
+        self._publish()
+
+    def join(self, other: PageTable) -> None:
+        """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
+        assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
+        self._rows.join(other._rows)
+        for name in ("_lens", "_caps", "_recent", "_kinds"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        self.n_seq += other.n_seq
+        if self.sealed is not None and other.sealed is not None:
+            self.sealed.join(other.sealed)
+        self._slack = 0
+        other.clear()
+        self._publish()
+
+    def fork(self) -> PageTable:
+        """Another table of the same entries: pages are shared until one of the two writes."""
+        other = PageTable(self.pool, self.n_seq, self.n_kv_heads, None if self.sealed is None else self.sealed.fork())
+        other._rows = self._rows.fork()
+        other._lens, other._capacities, other._recent = self._lens.copy(), self._capacities.copy(), self._recent.copy()
+        other._head_rules = self._head_rules.copy()
+        other._publish()
+        return other
+
+    def share(self) -> None:
+        """Somebody else holds some of these pages too, from now on."""
+        self._rows.may_share = True
+
+    def copy_on_write(self, whole: bool) -> None:
+        """Before a write: copy the shared pages that will be written, all of a region's or only its last.
+
+        Raises:
+            PoolFullError: no room for the copies; nothing was changed.
+        """
+        if whole and self.sealed is not None:
+            self.sealed.copy_on_write()
+        if self._rows.may_share and self._rows.copy_on_write(self._written(whole)):
+            self._publish(lens=False)
+
+    def shared_runs(self) -> SharedPrefixRuns | None:
+        """The runs of full pages that sequences begin with together; None where none is worth a look."""
+        if not self._rows.may_share or self.n_seq < 2:
+            return None
+        if not self._runs_known:
+            by_sequence = (self.n_seq, self.n_kv_heads, -1)
+            full = (self._lens // self.pool.slots).reshape(by_sequence).min((1, 2))
+            self._runs = SharedPrefixRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
+            self._runs_known = True
+        return self._runs
+
+    def emptied(self, pool: PagePool) -> PageTable:
+        """A table of the same sequences, budgets and codes over another pool, without plain entries."""
+        other = PageTable(pool, self.n_seq, self.n_kv_heads, self.sealed)
+        other._capacities, other._recent, other._head_rules = self._capacities.copy(), self._recent.copy(), self._head_rules.copy()
+        other._publish()
+        return other
+
+    def release_all(self) -> npt.NDArray[np.int64]:
+        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        return self._rows.release_all()
+
+    def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `release_all` told."""
+        self._rows.restore(ids, owned)
+        self._slack = 0
+        self._publish()
+
+    def clear(self) -> None:
+        """Give every page back."""
+        if self.sealed is not None:
+            self.sealed.clear()
+        self._rows.clear()
+        self._lens[:] = 0
+        self._slack = 0
+        self._publish()
+
+    # ------------------------------------------------------------------ internal
+
+    @property
+    def _lens(self) -> Ints:
+        """(R,) the lengths, on the host."""
+        if self._behind:
+            self._host_lens[:], self._behind = self.lens.cpu().numpy(), False
+        return self._host_lens
+
+    @_lens.setter
+    def _lens(self, lens: Ints) -> None:
+        self._host_lens: Ints = lens
+
+    def _more_pages(self, rows: slice, lens: Ints) -> npt.NDArray[np.int64]:
+        """(n,) pages that some regions lack for `lens` entries."""
+        more: npt.NDArray[np.int64] = np.maximum(-(-lens // self.pool.slots) - self._rows.owned[rows], 0)
+        return more
+
+    def _written(self, whole: bool) -> Mask | None:
+        """(R, n) which pages a step writes to: None for all, or the one that takes the next entry."""
+        return None if whole else self._rows.columns == (self._lens // self.pool.slots)[:, None]
+
+    def _publish(self, ids: bool = True, lens: bool = True) -> None:
+        """Make the host's numbers visible to the kernels."""
+        device = self.pool.arrays.device
+        if ids:
+            self.pages: Tensor = torch.from_numpy(self._rows.ids).to(device)
+            self._runs_known = False
+        if lens:
+            self.lens: Tensor = torch.from_numpy(self._lens).to(device)
+            self.capacities: Tensor = torch.from_numpy(self._capacities).to(device)
+            self.recent: Tensor = torch.from_numpy(self._recent).to(device)
+            self.head_rules: Tensor = torch.from_numpy(self._head_rules).to(device)
+
+
+def _slot_bytes(pool: RefCountedPool[Any], entries: Ints) -> npt.NDArray[np.int64]:
+    """(n_seq,) bytes of keys and values in the slots of entries (n_seq, n_kv_heads)."""
+    found: npt.NDArray[np.int64] = entries.sum(1).astype(np.int64) * pool.kv_bytes_per_page // pool.slots
+    return found

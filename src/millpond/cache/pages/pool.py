@@ -1,0 +1,71 @@
+"""PagePool: pages of numbers as they are; see `RefCountedPool`."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, PageIds, RefCountedPool, pages_per_arena
+from millpond.errors import OptionError
+from millpond.kernels import ops
+from millpond.kernels.pages import PageArrays
+
+__all__ = ["DEFAULT_SLOTS", "PageIds", "PagePool", "check_slots"]
+
+#: Slots per page. Measured: see docs/explanation/page-size.md.
+DEFAULT_SLOTS = 32
+
+
+class PagePool(RefCountedPool[PageArrays]):
+    """Fixed-size pages of `slots` entries of one KV head.
+
+    Args:
+        key_dim, value_dim: numbers per key and value. dtype: how they are stored.
+        slots: entries per page, a power of two.
+        limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
+        masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
+        account: the limit of several pools together, in place of `limit_bytes`.
+        until_plan: entries of a prompt lie here until its plan puts what stays into another pool.
+
+    Raises:
+        OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.
+    """
+
+    def __init__(
+        self,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        slots: int = DEFAULT_SLOTS,
+        limit_bytes: int | None = None,
+        masses: bool = False,
+        account: Limit | None = None,
+        until_plan: bool = False,
+    ) -> None:
+        check_slots(slots)
+        kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
+        page_bytes = kv_bytes + slots * side_bytes(masses)
+        arena_bytes = ARENA_BYTES if account is None else account.arena_bytes
+        n_pages = pages_per_arena(page_bytes, arena_bytes)
+        arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
+        super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
+        self.until_plan = until_plan
+
+    def _copy(self, source: PageIds, target: PageIds) -> None:
+        there = self.arrays.device
+        ops.copy_pages(self.arrays, *(torch.from_numpy(ids).to(there).long() for ids in (source, target)))
+
+
+def side_bytes(masses: bool) -> int:
+    """Bytes beside the key and value of a slot: position int32, score float32 and, if any, log mass float32."""
+    return 12 if masses else 8
+
+
+def check_slots(slots: int) -> None:
+    """
+    Raises:
+        OptionError: `slots` is not a whole number, or not a power of two.
+    """
+    if not isinstance(slots, int) or slots < 1 or slots & (slots - 1):
+        raise OptionError(f"page_slots={slots} must be a power of two")

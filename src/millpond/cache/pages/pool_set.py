@@ -1,0 +1,121 @@
+"""Pools: the page pools of caches of one kind, one per shape and format of entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.pages.prompt_statistics import kept_dim
+from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.rope_tables import RopeTables
+from millpond.codec import Codec
+from millpond.codec.channels import MULTIPLE
+from millpond.errors import OptionError
+
+
+class PoolSet:
+    """Makes pools as the layers ask for them.
+
+    Args:
+        storage: of all entries: a dtype, a codec, or None for what the model computes.
+        slots: entries per plain page. account: the limit of all pools together.
+        masses: whether entries carry a mass. ropes: of the layers, for a codec that stores keys before RoPE.
+    """
+
+    def __init__(
+        self,
+        storage: torch.dtype | Codec | None,
+        slots: int,
+        account: MemoryLimit,
+        *,
+        masses: bool,
+        ropes: RopeTables | None = None,
+    ) -> None:
+        self.codec = storage if isinstance(storage, Codec) else None
+        self._dtype = storage if isinstance(storage, torch.dtype) else None
+        self._slots, self._account, self._masses = slots, account, masses
+        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._ropes = ropes
+        self._packed: dict[tuple[int, int, int, torch.device], QuantizedPool] = {}
+
+    @property
+    def format(self) -> str | torch.dtype | None:
+        """How entries are stored, by name: what other pools of this format hold of the same tokens is the same."""
+        return self._dtype if self.codec is None else self.codec.name
+
+    def __iter__(self) -> Iterator[RefCountedPool[Any]]:
+        return iter([*self._plain.values(), *self._packed.values()])
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._packed)
+
+    def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
+        """The pool of plain pages of one shape, of 16 bits per number where codes lie beside them."""
+        return self._of(key_dim, value_dim, self._stored(dtype), device, until_plan=False)
+
+    def reading(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
+        """The pool of the plain pages of a prompt until its plan, of numbers as the model computes them, in `dtype`.
+
+        It is that of `plain` where such a page holds them as they are.
+        """
+        stored = self._stored(dtype)
+        exact = torch.promote_types(stored, dtype) == stored
+        return self._of(key_dim, value_dim, stored if exact else dtype, device, until_plan=not exact)
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        if self._dtype is not None or self.codec is None:
+            return self._dtype or dtype
+        return dtype if dtype is torch.float16 else torch.bfloat16
+
+    def _of(
+        self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, *, until_plan: bool
+    ) -> PagePool:
+        key = (key_dim, value_dim, dtype, device)
+        if key not in self._plain:
+            self._plain[key] = PagePool(
+                *key, slots=self._slots, masses=self._masses, account=self._account, until_plan=until_plan
+            )
+        return self._plain[key]
+
+    def sealed(
+        self, layer: int, n_seq: int, n_kv_heads: int, key_dim: int, value_dim: int, device: torch.device
+    ) -> QuantizedStore:
+        """The packed part of the table of one layer.
+
+        Raises:
+            OptionError: see `packed`.
+        """
+        assert self.codec is not None, "only a codec has packed pages"
+        known = self.codec.calibration
+        return QuantizedStore(
+            self.codec, self.packed(layer, key_dim, value_dim, device), n_seq, n_kv_heads, key_dim,
+            fixed=None if known is None else known.key_range(layer),
+            rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
+        )  # fmt: skip
+
+    def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> QuantizedPool:
+        """The pool of packed pages of one shape; of one layer, where layers have tables of their own.
+
+        Raises:
+            OptionError: a head_dim that the format's groups do not divide.
+        """
+        codec = self.codec
+        assert codec is not None, "only a codec has packed pages"
+        tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
+        own = (0 if tables is None else layer, key_dim, value_dim, device)
+        if own not in self._packed:
+            kept = kept_dim(codec, key_dim)
+            if codec.prune and kept == key_dim:
+                raise OptionError(
+                    f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
+                    f"head_dim={key_dim} is less; use a codec that drops none"
+                )
+            layout = codec.layout(kept, value_dim, tables=tables)
+            self._packed[own] = QuantizedPool(layout, device, masses=self._masses, account=self._account)
+        return self._packed[own]

@@ -1,0 +1,392 @@
+"""Sealed: the packed part of a table's regions: entries as codes, in pages of a pool of their own.
+
+What is sealed is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in its
+slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.page_lists import PageLists, Rows
+from millpond.cache.pages.prompt_statistics import PromptStatistics
+from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.pages.ref_counted_pool import PageIds
+from millpond.cache.pages.rope_tables import GrowingRope
+from millpond.cache.per_sequence import PerSequence
+from millpond.codec.spec import Codec
+from millpond.kernels import packed_ops, reference
+from millpond.kernels.ops import PaddedEntries
+from millpond.kernels.packed.regions import PackedRegions
+
+Ints = npt.NDArray[np.int32]
+
+
+class QuantizedStore:
+    """The packed part of `n_seq * n_kv_heads` regions.
+
+    The host keeps the books, and the kernels read a copy of them on the pool's device (on the CPU the two are one
+    memory). A decoding step on another device may bury entries that the host learns of when it next asks.
+
+    Attributes:
+        codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
+        lens: (R,) slots in use, tombstones included.
+        steps_until_check: decoding steps in which no page falls due to be sealed; 0: somebody has to look. Who changes the plain
+            lengths by anything but a step sets it to 0.
+
+    Args:
+        fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        pool: QuantizedPool,
+        n_seq: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        fixed: tuple[Tensor, Tensor] | None = None,
+        rope: GrowingRope | None = None,
+    ) -> None:
+        self.codec, self.pool, self.head_dim = codec, pool, head_dim
+        device = pool.arrays.device
+        self._fixed = None if fixed is None else (fixed[0].to(device), fixed[1].to(device))
+        self._rope, self._device = rope, device
+        self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
+        n = n_seq * n_kv_heads
+        self.lens: Ints = np.zeros(n, dtype=np.int32)
+        self._dead: Ints = np.zeros(n, dtype=np.int32)
+        self._behind = False  # the device has buried more than `_dead` counts
+        self._pages = PageLists(pool, n)
+        kept = pool.arrays.layout.key_dim
+        self._channels = torch.zeros(n, kept, dtype=torch.int32, device=device) if codec.prune else None
+        self._balance = torch.ones(n, kept, device=device) if codec.balanced else None
+        self._traits: PerSequence[PromptStatistics] = PerSequence()
+        self._decided: PerSequence[bool] = PerSequence()
+        self.steps_until_check = 0
+        self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def slots(self) -> int:
+        """Entries of a page."""
+        return self.pool.slots
+
+    @property
+    def n_evicted(self) -> Ints:
+        """(R,) tombstones, which the decode kernel counts too."""
+        if self._behind and self._view is not None:
+            self._dead[:] = self._view.dead.cpu().numpy()
+        self._behind = False
+        return self._dead
+
+    @property
+    def live(self) -> Ints:
+        """(n_seq, n_kv_heads) entries held."""
+        return (self.lens - self.n_evicted).reshape(self.n_seq, self.n_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables themselves."""
+        beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
+        return self._pages.ids.nbytes + self.lens.nbytes + self.n_evicted.nbytes + beside
+
+    def kv_bytes(self) -> npt.NDArray[np.int64]:
+        """(n_seq,) bytes of keys and values in the pages of each sequence."""
+        pages: npt.NDArray[np.int64] = self._pages.owned.reshape(self.n_seq, self.n_kv_heads).sum(1)
+        return pages * self.pool.kv_bytes_per_page
+
+    def rows(self, sequence: int) -> slice:
+        """The regions of one sequence."""
+        return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
+
+    def regions(self, rows: Rows | None = None) -> PackedRegions:
+        """What the kernels see of some regions; None: of all."""
+        rope = None if self._rope is None else self._rope.tables
+        if self._view is None or self._view.rope is not rope:
+            ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.n_evicted))
+            scales, zeros = self._fixed or (None, None)
+            self._view = PackedRegions(
+                self.pool.arrays, ids, lens, dead, self._channels, self._balance, scales, zeros, rope
+            )
+        return self._view if rows is None else self._view.part(rows)
+
+    def held(self) -> PageIds:
+        """Page ids of all regions, a shared page once per holder."""
+        return self._pages.held()
+
+    def held_by(self, row: int) -> PageIds:
+        """Page ids of one region, in the order of its slots."""
+        return self._pages.held(slice(row, row + 1))
+
+    @property
+    def n_shared(self) -> int:
+        """Pages that a write copies first, because others hold them too."""
+        return self._pages.n_shared()
+
+    def width(self, sequence: int) -> int:
+        """Slots of the longest region of a sequence."""
+        return int(self.lens[self.rows(sequence)].max(initial=0))
+
+    def read(self, sequence: int) -> PaddedEntries:
+        """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
+        return packed_ops.read(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
+
+    def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
+        width = int(self.lens[rows].max(initial=0))
+        slot = torch.arange(max(width, self.slots), device=self._device)
+        used = slot[:width] < self._there(self.lens[rows])[:, None]
+        pages = self._there(self._pages.ids[rows, : -(-width // self.slots)]).long()
+        ids = (pages[:, :, None] * self.slots + slot[: self.slots]).flatten(1)[:, :width]
+        return torch.where(used, ids, 0), used
+
+    def positions(self, rows: Rows) -> Tensor:
+        """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
+        ids, used = self.slot_ids(rows)
+        return torch.where(used, reference.gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
+
+    def scores(self, rows: Rows) -> Tensor:
+        """(n, width) float32: the accumulators of some regions."""
+        ids, _ = self.slot_ids(rows)
+        return reference.gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
+
+    # ------------------------------------------------------------------ writing
+
+    def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
+        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are sealed."""
+        if (self._channels is None and self._balance is None) or sequence in self._decided:
+            return
+        new, before = PromptStatistics.of(q, k), self._traits.get(sequence)
+        self._traits[sequence] = new if before is None else before.merge(new)
+
+    def write(self, sequence: int, count: Tensor, index: Tensor, found: PaddedEntries) -> None:
+        """Seal rows index (H, width) of `found`, count (H,) of each head, behind what is sealed.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+            NumericsError: a number that the format cannot hold.
+        """
+        self.write_all(np.array([sequence]), count, index.int().contiguous(), found)
+
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, found: PaddedEntries) -> None:
+        """The same of several sequences: count (n,), index (n, width) int32 and `found` of their regions, in order."""
+        more = count.cpu().numpy().astype(np.int32)
+        if not more.any():
+            return
+        self.copy_on_write()
+        for sequence in sequences.tolist():
+            self._decide(sequence)
+        rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
+        self._reserve(rows, self.lens[rows] + more)
+        if self._rope is not None:
+            self._rope.reach(int(found.positions.max()) + 1)
+        start = self._there(self.lens[rows])
+        packed_ops.write(
+            self.regions(rows), start, count.int(), index, found.keys, found.values, found.positions, found.scores,
+            found.log_masses,
+        )  # fmt: skip
+        self.lens[rows] += more
+        self._changed()
+
+    def unwrite(self, sequence: int, count: Tensor) -> None:
+        """Undo a `write` of count (H,) entries: nothing else was written since."""
+        rows = self.rows(sequence)
+        self.lens[rows] -= count.cpu().numpy().astype(np.int32)
+        self._pages.cut(rows, -(-self.lens[rows] // self.slots))
+        self._changed()
+
+    def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
+        """Make tombstones of the entries in some of the first slots, leave (n, <= width) bool, of some regions."""
+        if not bool(leave.any()):
+            return
+        self.copy_on_write()
+        ids, _ = self.slot_ids(rows)
+        target = ids[:, : leave.shape[1]][leave]
+        reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
+        self.n_evicted[rows] += leave.sum(1).cpu().numpy().astype(np.int32)
+        self._changed()
+
+    def rescore(self, rows: Rows, scores: Tensor, where: Tensor) -> None:
+        """Give entries in some of the first slots, where (n, <= width) bool, new accumulators, of the same shape."""
+        if bool(where.any()):
+            self.copy_on_write()
+            ids = self.slot_ids(rows)[0][:, : where.shape[1]]
+            reference.scatter(self.pool.arrays.scores, ids[where], scores[where].float())
+
+    def sparse(self, rows: slice, leaving: Tensor | None = None) -> npt.NDArray[np.bool_]:
+        """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.
+
+        leaving: (n, width) bool, slots that count as dead.
+        """
+        slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
+        if leaving is None and not self.n_evicted[rows].any():
+            return np.zeros((rows.stop - rows.start, n_pages), dtype=bool)
+        gone = self.positions(rows) < 0
+        gone = gone if leaving is None else gone | leaving
+        dead = torch.nn.functional.pad(gone, (0, n_pages * slots - gone.shape[1]))
+        counts = dead.view(len(gone), n_pages, slots).sum(2).cpu().numpy()
+        full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
+        found: npt.NDArray[np.bool_] = full & (2 * counts >= slots)
+        return found
+
+    def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> PaddedEntries:
+        """The entries of the `chosen` pages (n, pages) of some regions as numbers, in the order of their slots."""
+        most = int(chosen.sum(1).max(initial=0))
+        some = np.zeros((len(chosen), max(most, 1)), dtype=np.int32)
+        lens = np.zeros(len(chosen), dtype=np.int32)
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            columns = np.flatnonzero(chosen[r])
+            some[r, : len(columns)] = self._pages.ids[rows.start + r, columns]
+            lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
+        regions = self.regions(rows)
+        part = replace(regions, table=self._there(some), lens=self._there(lens))
+        return packed_ops.read(part, int(lens.max(initial=0)), self.head_dim)
+
+    def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
+        """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
+        if not chosen.any():
+            return
+        positions = self.positions(rows).cpu().numpy()
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            row, columns = rows.start + r, np.flatnonzero(chosen[r])
+            for column in columns.tolist():
+                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
+                self.n_evicted[row] -= int((positions[r, part] < 0).sum())
+            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
+        self._pages.drop(rows, chosen)
+        self._changed()
+
+    def forget(self, sequence: int) -> None:
+        """Give back all pages of a sequence."""
+        rows = self.rows(sequence)
+        self._pages.cut(rows, 0)
+        self.lens[rows], self.n_evicted[rows] = 0, 0
+        self._changed()
+
+    def stepped(self, buries: bool) -> None:
+        """After a decoding step, which may have buried entries."""
+        self.steps_until_check -= 1
+        self._behind |= buries and self._device.type != "cpu"
+
+    # ------------------------------------------------------------------ sharing
+
+    def select(self, sequences: list[int]) -> None:
+        """Become the given sequences, in this order; one may be named many times: pages are shared."""
+        regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
+        self._pages.select(regions)
+        self.lens, self._dead = self.lens[regions], self.n_evicted[regions]
+        chosen = self._there(regions)
+        self._channels, self._balance = (None if t is None else t[chosen] for t in (self._channels, self._balance))
+        self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
+        self.n_seq, self.steps_until_check = len(sequences), 0
+        self._changed()
+
+    def fork(self) -> QuantizedStore:
+        """The same entries once more: pages are shared until one of the two writes."""
+        other = QuantizedStore(
+            self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope
+        )
+        other._pages = self._pages.fork()
+        other.lens, other._dead = self.lens.copy(), self.n_evicted.copy()
+        other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
+        other._traits, other._decided = self._traits.copy(), self._decided.copy()
+        return other
+
+    def copy_on_write(self) -> None:
+        """Before a write, and before a step that writes scores or tombstones: copy every shared page.
+
+        Raises:
+            PoolFullError: no room for the copies; nothing was changed.
+        """
+        if self._pages.may_share and self._pages.copy_on_write():
+            self._changed()
+
+    def clear(self) -> None:
+        """Give every page back."""
+        self._pages.clear()
+        self.lens[:], self.n_evicted[:] = 0, 0
+        self._changed()
+
+    def join(self, other: QuantizedStore) -> None:
+        """Take over the sequences of another packed part of this pool, behind these; it holds nothing afterwards."""
+        self._pages.join(other._pages)
+        self._dead = np.concatenate([self.n_evicted, other.n_evicted])
+        self.lens = np.concatenate([self.lens, other.lens])
+        for name in ("_channels", "_balance"):
+            if getattr(self, name) is not None:
+                setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        self._traits.join(other._traits, self.n_seq)
+        self._decided.join(other._decided, self.n_seq)
+        self.n_seq, self.steps_until_check = self.n_seq + other.n_seq, 0
+        self._changed()
+        other.clear()
+
+    def release_all(self) -> npt.NDArray[np.int64]:
+        """Give every page back and keep the rest, until pages with the same content come; returns pages per region."""
+        return self._pages.release_all()
+
+    def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `release_all` told."""
+        self._pages.restore(ids, owned)
+        self._changed()
+
+    def numbers(self) -> dict[str, Tensor]:
+        """All about the pages but what lies in them, for `adopt`."""
+        counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.n_evicted}
+        found = {name: torch.from_numpy(n) for name, n in counts.items()}
+        reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
+        sides = {"channels": self._channels, "balance": self._balance, "reach": reach}
+        return {name: t.clone() for name, t in (found | sides).items() if t is not None}
+
+    def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
+        """Become what gave these `numbers` of one sequence, in fresh pages; returns them in the order of `held`.
+
+        Raises:
+            PoolFullError: there is no room.
+        """
+        owned = numbers["owned"].cpu().numpy()
+        self._reserve(np.arange(len(owned)), (owned * self.slots).astype(np.int32))
+        self.lens, self._dead = (numbers[name].cpu().numpy().astype(np.int32) for name in ("lens", "dead"))
+        self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
+        self._decided[0] = True
+        self._changed()
+        if self._rope is not None:
+            self._rope.reach(int(numbers["reach"]))
+        return self.held()
+
+    # ------------------------------------------------------------------ internal
+
+    def _there(self, numbers: npt.NDArray[Any]) -> Tensor:
+        """Numbers as the kernels read them, on the pool's device."""
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _changed(self) -> None:
+        """The host's books are new: what the kernels see of them is made again when it is asked for."""
+        _ = self.n_evicted  # what the kernels have done to theirs is not lost
+        self._view = None
+
+    def _decide(self, sequence: int) -> None:
+        """Fix the channels and the balance of a sequence by what its prompt has shown."""
+        if (self._channels is None and self._balance is None) or sequence in self._decided:
+            return
+        self._decided[sequence] = True
+        traits = self._traits.pop(sequence)
+        rows, channels, balance = self.rows(sequence), traits.channels(self.codec), traits.balance(self.codec)
+        if self._channels is not None and channels is not None:
+            self._channels[rows] = channels
+            balance = None if balance is None else balance.gather(1, channels.long())
+        if self._balance is not None and balance is not None:
+            self._balance[rows] = balance
+
+    def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
+        self._pages.grow(rows, np.maximum(-(-lens // self.slots) - self._pages.owned[rows], 0))
+        self._changed()

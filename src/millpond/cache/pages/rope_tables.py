@@ -1,0 +1,53 @@
+"""Ropes: the rotations of a model's keys as tables, which grow with the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.kernels.packed.rope import Rope
+
+#: Positions of the first tables.
+FIRST = 1024
+
+
+class GrowingRope:
+    """The tables of one rotation of keys of `dim` channels on a device, shared by all layers there that turn alike."""
+
+    def __init__(self, rotation: RotaryEmbedding, dim: int, device: torch.device) -> None:
+        self._rotation, self._dim, self._device = rotation, dim, device
+        self.tables = Rope.of(self._turn, dim, FIRST, device)
+
+    def reach(self, positions: int) -> None:
+        """Let the tables know that many positions."""
+        if positions > self.tables.positions:
+            self.tables = Rope.of(self._turn, self._dim, max(positions, 2 * self.tables.positions), self._device)
+
+    @torch.inference_mode(False)
+    def _turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return self._rotation.rotate(keys, positions)
+
+
+class RopeTables:
+    """The tables of all layers.
+
+    Args:
+        rotations: of each layer, None for one whose keys have no rotary position.
+    """
+
+    def __init__(self, rotations: Sequence[RotaryEmbedding | None]) -> None:
+        self._rotations = rotations
+        self._made: dict[tuple[int, int, torch.device], GrowingRope] = {}
+
+    def of(self, layer: int, key_dim: int, device: torch.device) -> GrowingRope | None:
+        """The tables of one layer on its device; None where keys are not turned."""
+        rotation = self._rotations[layer]
+        if rotation is None:
+            return None
+        key = (id(rotation), key_dim, device)
+        if key not in self._made:
+            self._made[key] = GrowingRope(rotation, key_dim, device)
+        return self._made[key]

@@ -1,0 +1,1 @@
+"""Eviction plans carried to the pages: head budgets, merging and what a policy sees."""

@@ -1,0 +1,84 @@
+"""Rivals: the heads of a full layer compete for its budget in a decoding step, and memory follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.entries.slot_view import SlotView
+from millpond.cache.pages.page_table import PageTable
+from millpond.errors import PoolFullError
+from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eviction import INF, eviction_value
+from millpond.policy.allocation.heads import HeadAllocation, lowest_scored
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCompetition:
+    """The sequences of one layer whose heads compete in this step.
+
+    In such a step the kernel evicts nothing. Then as many entries leave as came in, the lowest of all heads
+    together, and what each head holds is what it may hold from now on. Whether a step is one depends on the
+    sequence's own position alone, so that the batch changes nothing.
+    """
+
+    table: PageTable
+    heads: HeadAllocation
+    sequences: np.ndarray
+
+    @classmethod
+    def of(cls, table: PageTable, heads: HeadAllocation, positions: np.ndarray) -> HeadCompetition | None:
+        """Who competes when the tokens at `positions` (S,), -1 for none, come in; None for nobody."""
+        if not heads.every or table.n_kv_heads == 1:
+            return None
+        due = (positions >= 0) & ((positions + 1) % heads.every == 0)
+        if not due.any():
+            return None
+        due &= (table.entries() == table.budgets()).all(1)
+        return cls(table, heads, np.flatnonzero(due)) if due.any() else None
+
+    def make_room(self, grows_always: bool) -> None:
+        """Before the step: a page for every region that may grow, those that compete included.
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        before = self.table.budgets()
+        raised = before.copy()
+        raised[self.sequences] += 1
+        self.table.set_budgets(raised)
+        try:
+            self.table.make_room(grows_always)
+        except PoolFullError:
+            self.table.set_budgets(before)
+            raise
+
+    def compete(self, rule: DecodeRule, q_pos: Tensor, window: int) -> None:
+        """After the step: the lowest entries of all heads leave. q_pos (S,): positions of the new tokens."""
+        table, n_heads = self.table, self.table.n_kv_heads
+        rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
+        slots = SlotView.of(table, rows)
+        positions, valid = slots.positions, slots.valid
+        query = q_pos[torch.from_numpy(self.sequences).to(q_pos.device)].repeat_interleave(n_heads)[:, None]
+        value = eviction_value(rule, slots.scores, positions, query, n_heads)
+        if window:
+            value = value.masked_fill(query + 1 - positions >= window, -INF)
+        recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
+        pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
+        caps = table.budgets()
+        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(value.device)
+        floor = self.heads.floor(pinned.sum(1), budget.repeat_interleave(n_heads))
+        spare = (valid.sum(1) - floor).clamp(min=0)
+        by_head = (len(self.sequences), n_heads, -1)
+        leave = lowest_scored(
+            value.view(by_head), positions.view(by_head), (valid & ~pinned).view(by_head), spare.view(by_head[:2]),
+            n_heads,
+        ).flatten(0, 1)  # fmt: skip
+        lengths = slots.evict(leave).reshape(by_head[:2])
+        caps[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
+        for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
+            table.set_lengths(sequence, lens)
+        table.set_budgets(caps)

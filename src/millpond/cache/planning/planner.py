@@ -1,0 +1,223 @@
+"""Planner: when one layer plans, under which budget, and how a plan is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.attention.paged import PagedAttention
+from millpond.cache.entries import read_write
+from millpond.cache.layer.prompt_pages import PromptPages
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.planning.step_merge import StepMerger
+from millpond.cache.planning.views import ViewBuilder
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.reconstruction import ReconstructionProbe
+from millpond.cache.state.sequence_state import SequenceState
+from millpond.cache.types import Entries, PromptChunk, by_position
+from millpond.codec.rotate import rotate
+from millpond.errors import OptionError
+from millpond.kernels.decode_rules import UNBOUNDED
+from millpond.policy.merging.protocol import Merged
+from millpond.policy.policy import REDUCE, EvictionPlan, Policy, with_rest
+from millpond.policy.step_merge import slot_plan
+from millpond.policy.variants.head_rules import NestedPlan
+from millpond.policy.view import View
+
+
+class Planner:
+    """The plans of one layer's sequences: what they need is gathered, what they leave is kept for the next.
+
+    Args:
+        entries, timeline: see `LayerCache`.
+
+    Attributes:
+        views: what the policy sees.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        entries: Callable[[PageTable, int, int], int],
+        timeline: PositionTracker,
+        attention: PagedAttention,
+        companions: SequenceState,
+    ) -> None:
+        self.views = ViewBuilder(policy, timeline, attention, companions)
+        self._policy = policy
+        self._entries = entries
+        self._attention = attention
+        self._companions = companions
+        slots = slot_plan(policy, attention.index)
+        self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, companions)
+
+    # ------------------------------------------------------------------ budgets
+
+    def budget(self, table: PageTable, sequence: int, seen: int) -> int:
+        """Entries per KV head that a sequence of `seen` tokens may keep."""
+        budget, window = self._entries(table, sequence, seen), self._attention.shape.window
+        return min(budget, window) if window else budget
+
+    def set_budget(self, table: PageTable, sequence: int, budget: int, caps: Tensor | None = None) -> None:
+        """Hold a sequence to `budget` entries per KV head from now on, or to `caps` (H,) of each."""
+        numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
+        if self._attention.shape.window:
+            numbers = np.minimum(numbers, self._attention.shape.window)
+        newest = self._policy.newest(self._attention.index, torch.from_numpy(numbers), budget).numpy()
+        table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
+
+    def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
+        """Whether all is kept, or the budget holds all that a sliding window shows."""
+        window = self._attention.shape.window
+        return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
+
+    # ------------------------------------------------------------------ what comes before a plan
+
+    def add_chunk(
+        self,
+        table: PageTable,
+        chunk: PromptChunk,
+        lse: Tensor,
+        sums: Tensor | None,
+        *,
+        defer: bool = False,
+    ) -> None:
+        """Plan with the tokens of one pass, or `defer` the plan to `run_deferred` and hold all of them until then.
+
+        Args:
+            lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
+        """
+        sequence, q, q_pos, found, _ = chunk
+        self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
+        if self._companions.headwise is not None:
+            self._companions.headwise.remember(sequence, q, lse, q_pos)
+        if sums is not None:
+            found = found._replace(scores=found.scores * self._policy.decay ** len(q_pos) + sums)
+        seen = int(q_pos[-1]) + 1
+        if sequence not in self._companions.pending:
+            self._companions.turns[sequence] = int(q_pos[0])
+        if defer:
+            self._companions.pending[sequence] = seen
+            if sums is None:  # nothing but the new entries changes
+                n_new = len(q_pos)
+                read_write.append(table, sequence, found.keys[:, -n_new:], found.values[:, -n_new:], q_pos)
+            else:
+                read_write.replace(table, sequence, found, found.positions >= 0, last=False)
+        else:
+            self.plan(table, sequence, found, seen)
+
+    def run_deferred(self, table: PageTable, pages: PromptPages, found: ReconstructionProbe | None = None) -> PageTable:
+        """Plan what waits for the end of the prompt; scores rise to what was `found`.
+
+        Returns:
+            The table that holds it from now on.
+        """
+        pending = self._companions.pending
+        if pending and found is None and self._policy.repeats_prompt:
+            raise OptionError(
+                "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
+                "with it"
+            )
+
+        def plan(into: PageTable, sequence: int, entries: Entries) -> None:
+            seen = pending.get(sequence)
+            if seen is None:
+                return read_write.replace(into, sequence, entries, entries.positions >= 0)
+            if found is not None:
+                seen_again = found.at(sequence, entries.positions)
+                entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
+            self.plan(into, sequence, entries, seen)
+
+        into = pages.end(table, sorted(pending), plan)
+        pending.clear()
+        return into
+
+    def stepped(self, table: PageTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
+        """After a step, evict or merge what the decode kernel could not: sequences go back to the budget of their plan.
+
+        `plan_every` entries may gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,); `positions` (S,): the same
+        on the host, -1 where a sequence had no token.
+        """
+        active = positions >= 0
+        merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
+        if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
+            for s in np.flatnonzero(active).tolist():
+                self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
+        caps = table.budgets().astype(np.int64)
+        due = active & (table.budgeted() - caps >= self._together(table)).any(1)
+        if merger is not None:
+            if due.any():
+                merger.merge(table, q_pos, due)
+            return
+        for s in np.flatnonzero(due).tolist():
+            budget = int(caps[s].sum()) // table.n_kv_heads
+            self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
+
+    def _together(self, table: PageTable) -> int:
+        """How many entries beyond the budget a plan while decoding waits for: a page of them where it demotes."""
+        sealed = table.sealed
+        return self._policy.plan_every if sealed is None or not sealed.codec.tiered else sealed.slots
+
+    # ------------------------------------------------------------------ plan and apply
+
+    def plan(self, table: PageTable, sequence: int, found: Entries, seen: int, budget: int | None = None) -> None:
+        """Choose what stays of one sequence and make it so; without a `budget` under that of `seen` tokens."""
+        alive = found.positions >= 0
+        window = self._attention.shape.window
+        if window:  # what no later query can see
+            alive &= seen - found.positions < window
+        plan: EvictionPlan | None = None
+        known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
+        visible = min(seen, window) if window else seen
+        once, bounded = self._policy.once, self._policy.bounded
+        most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
+        counts = alive.sum(1)
+        done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
+        if done or (not known and self._nothing_to_choose(table, sequence, seen)):
+            read_write.replace(table, sequence, found, alive)
+            self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
+        else:
+            budget = self.budget(table, sequence, seen) if budget is None else budget
+            plan = self._choose(table, sequence, found, alive, seen, budget)
+            self.set_budget(table, sequence, budget, plan.caps)
+        if self._companions.headwise is not None:
+            assert plan is None or isinstance(plan, NestedPlan)
+            self._companions.headwise.settle(table, sequence, plan)
+
+    def _choose(
+        self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int
+    ) -> EvictionPlan:
+        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps."""
+        found = self.views.signal(sequence, found)
+        if table.sealed is not None and table.sealed.codec.tiered:
+            alive = alive.clone()
+            alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
+        positions = torch.where(alive, found.positions, -1)
+        order = by_position(positions)
+        view = self.views.of(table, sequence, found, positions, order, seen)
+        plan = self._policy.plan(view, budget)
+        if plan.standing is not None:
+            found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))
+        if plan.merged is None:
+            read_write.replace(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
+        else:
+            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep)
+        return plan
+
+    def _hold_merged(self, table: PageTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor) -> None:
+        """Hold what a plan has merged, in fresh pages."""
+        masses = merged.log_masses if self._policy.mass_bias else None
+        keys, values = (rotate(t) if table.is_hadamard_rotated else t for t in (merged.keys, merged.values))
+        found = Entries(keys, values, positions, merged.scores, masses)
+        read_write.replace(table, sequence, found, keep)
+        if merged.memory is not None:
+            self._companions.memories[sequence] = merged.memory
+
+    def measure(self, table: PageTable, sequence: int, of: Callable[[View], float]) -> float:
+        """A number `of` one sequence as a plan would see it now."""
+        found = self.views.signal(sequence, read_write.read(table, sequence))
+        order = by_position(found.positions)
+        return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))

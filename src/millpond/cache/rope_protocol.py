@@ -1,0 +1,15 @@
+"""Rotation: what the cache asks of a model's rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RotaryEmbedding(Protocol):
+    """The rotary embedding of a model."""
+
+    def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        """Keys or queries (B, H, n, D), rotated to (or back from) positions (B, n), in float32 or wider."""
+        ...

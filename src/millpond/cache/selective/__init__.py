@@ -1,0 +1,1 @@
+"""Selective attention: everything is stored, and each query reads part of it (InfLLM, MInference)."""

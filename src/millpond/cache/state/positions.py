@@ -1,0 +1,234 @@
+"""Timeline: which token of each sequence a forward pass holds, counted once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.state.token_ids import TokenIds
+from millpond.errors import CacheMismatchError
+
+#: Parts of one pass (draft tokens) that are remembered.
+MAX_PARTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSpan:
+    """The new tokens of one forward pass.
+
+    Attributes:
+        start: columns (pads included) before this pass. length: columns of this pass.
+        before, after: (S,) real tokens of each sequence before and after this pass.
+        valid: (S, length) bool on the host, or None if no column is a pad.
+        q_pos: (S,) int32 on the device for a pass of one column: each new token's position, -1 for a pad.
+        begun: whether every sequence had tokens before this pass.
+    """
+
+    start: int
+    length: int
+    before: npt.NDArray[np.int64]
+    after: npt.NDArray[np.int64]
+    valid: npt.NDArray[np.bool_] | None
+    device: torch.device
+    q_pos: Tensor | None
+    begun: bool
+
+    @property
+    def decoding(self) -> npt.NDArray[np.bool_]:
+        """(S,) whether this pass brings the sequence its next token, and only that."""
+        brings_one: npt.NDArray[np.bool_] = self.after == self.before + 1
+        return brings_one & (self.before > 0)
+
+    def first_columns(self) -> npt.NDArray[np.int64]:
+        """(S,) the first column with a token of the sequence; 0 where there is none."""
+        return np.zeros(len(self.before), dtype=np.int64) if self.valid is None else self.valid.argmax(1)
+
+    def columns(self, sequence: int) -> slice | Tensor:
+        """The columns of this pass that hold tokens of `sequence`."""
+        if self.valid is None:
+            return slice(0, self.length)
+        here = np.flatnonzero(self.valid[sequence])
+        if len(here) == 0:
+            return slice(0, 0)
+        if here[-1] - here[0] + 1 == len(here):
+            return slice(int(here[0]), int(here[-1]) + 1)
+        return torch.from_numpy(here).to(self.device)
+
+    def positions(self, sequence: int) -> Tensor:
+        """(n,) int32: positions of the tokens in `columns(sequence)`."""
+        return torch.arange(
+            int(self.before[sequence]), int(self.after[sequence]), dtype=torch.int32, device=self.device
+        )
+
+    def grid(self) -> Tensor:
+        """(S, length) int32: the position of each token of this pass, -1 for pads."""
+        valid = np.ones((len(self.before), self.length), dtype=bool) if self.valid is None else self.valid
+        positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
+        return torch.from_numpy(positions.astype(np.int32)).to(self.device)
+
+    def token(self, column: int) -> npt.NDArray[np.int64]:
+        """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
+        if self.valid is None:
+            return self.before + column if column else self.before
+        return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
+
+
+class PositionTracker:
+    """Real tokens seen per sequence, and columns (pads included) seen by the whole batch."""
+
+    def __init__(self) -> None:
+        self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
+        self.columns = 0
+        self.tokens: TokenIds | None = None  # set where a policy looks at them
+        self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be taken in in parts
+        self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences in the batch, 0 before the first pass."""
+        return len(self.seen)
+
+    def begin_pass(self, ids: Tensor | None = None) -> None:
+        """A forward pass begins: no layer may take the parts of an earlier one for its own.
+
+        ids: (S, columns) of its tokens, if they are known.
+        """
+        self._spans.clear()
+        if self.tokens is not None:
+            self.tokens.expect(ids, self.columns)
+
+    def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
+        """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
+
+        Args:
+            mask: (n_seq, >= length) bool, the newest `length` columns tell tokens (True) from pads; None: no pads.
+
+        Raises:
+            CacheMismatchError: another batch size, layers that are out of step, or a mask that hides earlier tokens.
+        """
+        known = self._spans.get((start, length))
+        if known is not None:
+            return known
+        if start != self.columns:
+            raise CacheMismatchError(
+                f"a layer has seen {start} tokens where the cache has seen {self.columns}: was a forward pass "
+                "interrupted, or the cache used by two models? Call reset() and run the prompt again"
+            )
+        if self.n_seq == 0:
+            self.seen = np.zeros(n_seq, dtype=np.int64)
+            self.origin = np.arange(n_seq)
+        if self.n_seq != n_seq:
+            raise CacheMismatchError(
+                f"a batch of {n_seq} sequences met a cache of {self.n_seq}; call reset() before another prompt"
+            )
+        span = self._open(start, length, mask, device)
+        if self.tokens is not None:
+            self.tokens.take(start, span.grid(), int(span.after.max()))
+        if len(self._spans) >= MAX_PARTS:
+            self._spans.pop(next(iter(self._spans)))
+        self._spans[start, length] = span
+        self.seen = span.after
+        self.columns = start + length
+        return span
+
+    def span_after(self, columns: int) -> npt.NDArray[np.int64]:
+        """(S,) real tokens seen when `columns` columns had been taken in, for a boundary inside the running pass."""
+        return next(s.after for s in reversed(self._spans.values()) if s.start + s.length == columns)
+
+    def _open(self, start: int, length: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
+        valid = None if mask is None else mask[:, -length:].bool().cpu().numpy()
+        if valid is not None and valid.all():
+            valid = None
+        added = length if valid is None else valid.sum(1)
+        after = self.seen + added
+        if mask is not None and mask.shape[1] == start + length > length:
+            _check_past(mask.sum(1).cpu().numpy(), after)
+        if valid is not None:
+            self._padded.append((start, valid))
+        q_pos = None
+        if length == 1:
+            here = self.seen if valid is None else np.where(valid[:, 0], self.seen, -1)
+            q_pos = torch.from_numpy(here.astype(np.int32)).to(device)
+        return ForwardSpan(start, length, self.seen, after, valid, device, q_pos, bool((self.seen > 0).all()))
+
+    def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:
+        """(S,) real tokens among the newest `columns`."""
+        tokens = np.full(self.n_seq, columns, dtype=np.int64)
+        for start, valid in self._padded:
+            tokens -= (~valid[:, max(self.columns - columns - start, 0) :]).sum(1)
+        return tokens
+
+    def mask(self) -> Tensor:
+        """(S, columns) bool: tokens (True) and pads of all columns so far."""
+        shown = torch.ones(self.n_seq, self.columns, dtype=torch.bool)
+        for start, valid in self._padded:
+            shown[:, start : start + valid.shape[1]] = torch.from_numpy(valid)
+        return shown
+
+    def rewind(self, columns: int, seen: npt.NDArray[np.int64]) -> None:
+        """Go back to an earlier state."""
+        self.columns, self.seen = columns, seen.copy()
+        self._padded = [(start, valid[:, : columns - start]) for start, valid in self._padded if start < columns]
+        self._spans.clear()
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice or re-ordering of sequences."""
+        self.seen, self.origin = self.seen[sequences], self.origin[sequences]
+        self._padded = [(start, valid[sequences]) for start, valid in self._padded]
+        if self.tokens is not None:
+            self.tokens.select(sequences)
+        self._spans.clear()
+
+    def begin_with(self, columns: int) -> None:
+        """One sequence, of which so many tokens were seen before."""
+        self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
+        self.columns = columns
+
+    def become(self, other: PositionTracker) -> None:
+        """Stand where `other` stands, between two passes."""
+        self.rewind(0, other.seen)
+        self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
+        if other.tokens is not None:
+            self.tokens = other.tokens.copy(list(range(other.n_seq)))
+
+    def copy(self, sequences: list[int]) -> PositionTracker:
+        """A timeline of some sequences alone, without the pads of their passes."""
+        other = PositionTracker()
+        other.seen, other.origin = self.seen[sequences], self.origin[sequences]
+        if self.tokens is not None:
+            other.tokens = self.tokens.copy(sequences)
+        return other
+
+    def join(self, other: PositionTracker) -> None:
+        """Take over the sequences of `other`, behind these. What was a pad in either is no longer known."""
+        self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
+        if self.tokens is not None:
+            assert other.tokens is not None, "batches that are joined keep the same things"
+            self.tokens.join(other.tokens)
+        self._padded = []
+        self._spans.clear()
+
+    def adopt(self, ids: Tensor) -> None:
+        """Stand behind one text of these ids (1, n), as if it had been read."""
+        self.begin_pass(ids)
+        self.span(0, ids.shape[1], 1, None, ids.device)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rewind(0, np.zeros(0, dtype=np.int64))
+        if self.tokens is not None:
+            self.tokens.reset()
+
+
+def _check_past(shown: npt.NDArray[np.int64], seen: npt.NDArray[np.int64]) -> None:
+    """Compare the tokens that a mask shows with those that went in, both (S,)."""
+    for sequence in np.flatnonzero(shown != seen)[:1]:
+        raise CacheMismatchError(
+            f"the attention mask shows {shown[sequence]} tokens of sequence {sequence} where the cache has taken in "
+            f"{seen[sequence]}: pass the mask of the earlier passes, extended; what is stored cannot be hidden later"
+        )

@@ -1,0 +1,188 @@
+"""Rolling: cache-relative positions by exact rotation (StreamingLLM's position rule, for keys stored after RoPE).
+
+Attention sees distances only. Recent entries and the query already have the right distances to each other; only the
+sinks lie too far back once entries between them and the recent ones have left. So before each pass the sinks, kept
+unrotated beside the pages, are rotated to lie right before the oldest recent entry. To keep angles small in endless
+text, all frames move back by a whole number of positions now and then, and the stored keys are rotated by that much.
+While a sequence is decoded its sinks move by one place at each step, so their keys at the next places are made at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.entries.compaction import SlotWriter, slots_of
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.kernels import ops
+
+#: Positions after which the frame moves back; angles in float32 stay accurate to about 1e-3 up to here.
+EPOCH = 8192
+#: Places for which the sinks' keys are made at once.
+AHEAD = 32
+
+
+class Rerotation:
+    """The sinks and the frame of one layer.
+
+    Frame position of an entry = its position - base of its sequence; sinks excepted, which lie right before the
+    oldest recent entry.
+
+    Args:
+        rotation: the model's. sinks: how many first positions stay.
+    """
+
+    def __init__(self, rotation: RotaryEmbedding, sinks: int) -> None:
+        self._rotation = rotation
+        self._sinks = sinks
+        self._base: np.ndarray = np.zeros(0, dtype=np.int64)
+        self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
+        self._ready: Tensor | None = None  # (AHEAD, S, H, sinks, key_dim): at as many places in a row
+        self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
+        self._placed: tuple[Tensor, list[int], SlotWriter] | None = None  # page ids, sequences, and where their sinks lie
+
+    def copy(self, sequences: list[int] | None = None) -> Rerotation:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        other = Rerotation(self._rotation, self._sinks)
+        if sequences == [] or self._keys is None:
+            return other
+        chosen = list(range(len(self._base))) if sequences is None else sequences
+        other._base, other._keys = self._base[chosen], self._keys[chosen]
+        return other
+
+    def join(self, other: Rerotation, n_seq: int) -> None:
+        """Take over the sequences of `other`, behind the `n_seq` of this batch; both have seen their prompts."""
+        assert self._keys is not None, "a sequence joins others when its prompt was read"
+        assert other._keys is not None, "a sequence joins others when its prompt was read"
+        assert len(self._base) == n_seq, "one frame per sequence"
+        self._base = np.concatenate([self._base, other._base])
+        self._keys = torch.cat([self._keys, other._keys])
+        self._ready = None  # opened anew, for all
+
+    def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
+
+        positions (S,): of the new tokens, -1 where a sequence has none.
+        """
+        self._open(table, k)
+        if (positions - self._base).max() >= EPOCH:
+            for sequence in np.flatnonzero(positions - self._base >= self._epoch(table)):
+                self._rebase(table, int(sequence), int(positions[sequence]))
+        if positions.min() < self._sinks:
+            self._capture(k[:, :, None], positions[:, None])
+        self._place(table, positions)
+        if not self._base.any():
+            return q, k
+        heads = torch.cat([q, k], 1)[:, :, None]
+        framed = self._to_frame(heads, positions[:, None], self._base[:, None])[:, :, 0]
+        return framed[:, : q.shape[1]], framed[:, q.shape[1] :]
+
+    def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Before a pass of many tokens of one sequence: the same for queries and keys (heads, Q, D)."""
+        self._open(table, k)
+        positions = q_pos.cpu().numpy().astype(np.int64)
+        if positions[0] - self._base[sequence] >= self._epoch(table):
+            self._rebase(table, sequence, int(positions[0]))
+        self._capture(k[None], positions[None], sequence)
+        self._place(table, np.where(np.arange(table.n_seq) == sequence, positions[0], -1))
+        base = self._base[sequence]
+        if base == 0:
+            return q, k
+        q, k = (self._to_frame(t[None], positions[None], np.array([[base]]))[0] for t in (q, k))
+        return q, k
+
+    # ------------------------------------------------------------------ internal
+
+    def _open(self, table: PageTable, k: Tensor) -> None:
+        if len(self._base) != table.n_seq:
+            self._base = np.zeros(table.n_seq, dtype=np.int64)
+        if self._keys is None:
+            shape = (table.n_seq, table.n_kv_heads, self._sinks, k.shape[-1])
+            self._keys = torch.zeros(shape, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+        if self._ready is None or self._ready.dtype != table.pool.arrays.dtype:
+            self._ready = torch.zeros(AHEAD, *self._keys.shape, dtype=table.pool.arrays.dtype, device=k.device)
+            self._ready_from = np.full(table.n_seq, -AHEAD)
+
+    def _epoch(self, table: PageTable) -> int:
+        return max(EPOCH, 2 * int(table.lengths().max(initial=0)))
+
+    def _to_frame(self, x: Tensor, positions: np.ndarray, base: np.ndarray) -> Tensor:
+        """Rotate x (B, H, n, D) from `positions` (B, n) to positions - base."""
+        here = torch.from_numpy(np.maximum(positions, 0)).to(x.device)
+        there = torch.from_numpy(np.maximum(positions - base, 0)).to(x.device)
+        return self._rotation.rotate(self._rotation.rotate(x, here, inverse=True), there).to(x.dtype)
+
+    def _capture(self, k: Tensor, positions: np.ndarray, sequence: int | None = None) -> None:
+        """Remember the sinks among new keys (B, H, n, D), unrotated."""
+        assert self._keys is not None
+        for b, row in enumerate(positions):
+            for column in np.flatnonzero((row >= 0) & (row < self._sinks)):
+                place = int(row[column])
+                key = k[b : b + 1, :, column : column + 1]
+                at = torch.tensor([[place]], device=k.device)
+                target = b if sequence is None else sequence
+                unrotated = self._rotation.rotate(key, at, inverse=True)[0, :, 0]
+                self._keys[target, :, place] = unrotated.to(self._keys.dtype)
+                self._ready_from[target] = -AHEAD  # made of other sinks
+
+    def _place(self, table: PageTable, positions: np.ndarray) -> None:
+        """Put the sinks' keys where they belong before queries at `positions` (S,), -1 for none."""
+        held = table.lengths()[:, 0]
+        first = positions - held  # where the first sink belongs, in the text
+        moved = np.flatnonzero((held > self._sinks) & (first > 0))
+        if self._sinks and len(moved):
+            keys = self._at(moved, (first - self._base)[moved])
+            self._places(table, moved.tolist()).put(table.pool.arrays.keys, keys.flatten(0, 2))
+
+    def _places(self, table: PageTable, sequences: list[int]) -> SlotWriter:
+        """Where the sinks of some sequences lie: they came first and never left, so in the first slots."""
+        placed = self._placed
+        if placed is None or placed[0] is not table.pages or placed[1] != sequences:
+            ids, _ = slots_of(table, table.pages, torch.full_like(table.lens, self._sinks), self._sinks)
+            chosen = ids.view(table.n_seq, -1)[sequences].flatten()
+            placed = self._placed = table.pages, sequences, SlotWriter(table.pool.arrays.keys, chosen)
+        return placed[2]
+
+    def _at(self, sequences: np.ndarray, first: np.ndarray) -> Tensor:
+        """(n, H, sinks, key_dim): the sinks of some sequences (n,), at the places `first` (n,) and behind."""
+        assert self._ready is not None
+        place = first - self._ready_from[sequences]
+        missing = (place < 0) | (place >= AHEAD)
+        if missing.any():
+            self._make_ready(sequences[missing].tolist(), first[missing])
+            place[missing] = 0
+        which = torch.from_numpy(place * self._ready.shape[1] + sequences).to(self._ready.device)
+        return self._ready.flatten(0, 1).index_select(0, which)
+
+    def _make_ready(self, sequences: list[int], first: np.ndarray) -> None:
+        """Rotate the sinks of some sequences to `first` (n,) and to the AHEAD - 1 places after it."""
+        assert self._keys is not None
+        assert self._ready is not None
+        keys = self._keys[sequences][:, :, None].expand(-1, -1, AHEAD, -1, -1)  # (n, H, AHEAD, sinks, key_dim)
+        frames = first[:, None, None] + np.arange(AHEAD)[:, None] + np.arange(self._sinks)
+        places = torch.from_numpy(frames.reshape(len(first), -1)).to(keys.device)
+        turned = self._rotation.rotate(keys.flatten(2, 3), places)
+        self._ready[:, sequences] = turned.view(keys.shape).permute(2, 0, 1, 3, 4).to(self._ready.dtype)
+        self._ready_from[sequences] = first
+
+    def _rebase(self, table: PageTable, sequence: int, position: int) -> None:
+        """Move a sequence's frame so that its oldest recent entry lies right behind the sinks."""
+        table.copy_on_write(whole=True)
+        rows = table.rows(sequence)
+        width = int(table.lengths()[sequence].max(initial=0))
+        oldest_recent = position - (width - self._sinks)
+        base = max(0, oldest_recent - self._sinks)
+        dense = ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width)
+        at = dense.positions[:, None].long()  # (H, 1, n): each head is a batch row of its own
+        old, new = ((at - b).clamp(min=0) for b in (int(self._base[sequence]), base))
+        raw = self._rotation.rotate(dense.keys[:, None], old[:, 0], inverse=True)
+        keys = self._rotation.rotate(raw, new[:, 0])[:, 0]
+        index = torch.arange(width, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()
+        lens = table.lens[rows]
+        ops.write(
+            table.pool.arrays, table.pages[rows], torch.zeros_like(lens), lens, index,
+            keys, dense.values, dense.positions, dense.scores,
+        )  # fmt: skip
+        self._base[sequence] = base

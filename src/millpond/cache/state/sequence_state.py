@@ -1,0 +1,98 @@
+"""Companions: what a layer remembers of its sequences beside their entries; and the layer's state at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.per_sequence import PerSequence
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.selective.protocol import SelectiveAttention, focus_of
+from millpond.cache.state.head_rules import HeadRuleState
+from millpond.cache.state.query_buffer import QueryBuffer
+from millpond.cache.state.rerotation import Rerotation
+from millpond.policy.policy import Policy
+from millpond.policy.variants.head_rules import HeadRulesPolicy
+
+
+class StatePart(Protocol):
+    """One thing that is remembered of the sequences of a layer."""
+
+    def copy(self, sequences: list[int] | None = None) -> StatePart:
+        """A copy that changes on its own, of the given sequences in this order, or of all; of none: as at first."""
+        ...
+
+    def join(self, other: Any, n_seq: int) -> None:
+        """Take over the sequences of `other`, of the same kind and layer, behind the `n_seq` of this batch."""
+        ...
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """All that one layer remembers, shared by its parts; None for what its policy does without.
+
+    Attributes:
+        queries: the last queries, or sums over all.
+        memories: what the last merge of a sequence left for the next.
+        pending: tokens seen, for sequences with entries that no plan has seen.
+        turns: position at which the newest turn of a sequence begins.
+        rolling: the sinks and the frame of cache-relative positions.
+        headwise: the prompt's queries, where each head has a rule of its own.
+        focus: how the layer attends where it stores everything and attends to less.
+    """
+
+    queries: QueryBuffer
+    memories: PerSequence[Tensor]
+    pending: PerSequence[int]
+    turns: PerSequence[int]
+    rolling: Rerotation | None
+    headwise: HeadRuleState | None
+    focus: SelectiveAttention | None
+
+    @classmethod
+    def of(cls, policy: Policy, layer: int, rotation: RotaryEmbedding | None) -> SequenceState:
+        """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
+        return cls(
+            QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(),
+            Rerotation(rotation, policy.protect.sinks) if rotation is not None else None,
+            HeadRuleState(policy) if isinstance(policy, HeadRulesPolicy) else None,
+            focus_of(policy, layer),
+        )  # fmt: skip
+
+    def copy(self, sequences: list[int] | None = None) -> SequenceState:
+        """See `StatePart.copy`."""
+        copies: dict[str, Any] = {}
+        for name in self.__slots__:
+            part: StatePart | None = getattr(self, name)
+            copies[name] = None if part is None else part.copy(sequences)
+        return SequenceState(**copies)
+
+    def join(self, other: SequenceState, n_seq: int) -> None:
+        """See `StatePart.join`; the parts stay the ones that the layer's other parts know."""
+        for name in self.__slots__:
+            part: StatePart | None = getattr(self, name)
+            if part is not None:
+                part.join(getattr(other, name), n_seq)
+
+    def become(self, other: SequenceState) -> None:
+        """Hold what `other` holds, for all parts of the layer that share this one."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
+
+@dataclass(slots=True)
+class LayerSnapshot:
+    """A layer's state at one moment; its pages are shared with the layer until one of the two writes."""
+
+    table: PageTable | None
+    columns: int
+    companions: SequenceState
+
+    def release(self) -> None:
+        """Let go of the pages."""
+        if self.table is not None:
+            self.table.clear()
+            self.table = None

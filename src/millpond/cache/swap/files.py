@@ -1,0 +1,136 @@
+"""SwapFiles: what was carried out of the pools, in files, so that it takes no memory while it waits.
+
+A file holds the bytes of pages as they were. It belongs to the process that wrote it: it is read back once and then
+goes, and what is left goes with `SwapFiles.close`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import zlib
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millpond.cache.swap.pages import Content
+from millpond.errors import DataError, OptionError
+
+
+class Mark(NamedTuple):
+    """What tells a tensor from others; checksum: CRC-32 of its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int
+
+
+def mark(tensor: Tensor) -> Mark:
+    """Of a tensor on the host."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return Mark(tuple(tensor.shape), tensor.dtype, zlib.crc32(flat.numpy().data))
+
+
+class SwapFile:
+    """The content of one stack's pages. parts: of each table. written: what each tensor of the file was, by name."""
+
+    def __init__(self, path: Path, parts: list[int], written: dict[str, Mark]) -> None:
+        self._path = path
+        self._parts = parts
+        self._written = written
+
+    def read(self) -> list[list[Content]]:
+        """What `SwapFiles.write` was given.
+
+        Raises:
+            DataError: the file is gone, broken, or holds something else than was written.
+        """
+        try:
+            with safe_open(self._path, "pt") as file:
+                self._check_shapes({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+                found: dict[str, Tensor] = {name: file.get_tensor(name) for name in self._written}
+            for name, tensor in found.items():
+                if mark(tensor) != self._written[name]:
+                    raise DataError(self._lost("its content is not what was written"))
+            return [[_arrays(found, f"{i}.{j}.") for j in range(n)] for i, n in enumerate(self._parts)]
+        except (OSError, SafetensorError) as error:
+            raise DataError(self._lost(str(error))) from error
+
+    def _check_shapes(self, shapes: dict[str, list[int]]) -> None:
+        """
+        Raises:
+            DataError: other tensors than those that were written; none of them was read.
+        """
+        if shapes != {name: list(one.shape) for name, one in self._written.items()}:
+            raise DataError(self._lost("it holds other tensors than were written"))
+
+    def _lost(self, why: str) -> str:
+        return (
+            f"{str(self._path)!r} cannot be read ({why}), so what its request remembered is lost: ask it again, and "
+            "let nobody else write to the swap folder"
+        )
+
+    def remove(self) -> None:
+        """The content is not needed any more."""
+        self._path.unlink(missing_ok=True)
+
+
+class SwapFiles:
+    """A folder of such files. Close it: nothing in it outlives its engine.
+
+    Args:
+        folder: an existing one; the files lie in a new folder of their own in it.
+
+    Raises:
+        OptionError: there is no such folder, or nothing can be written to it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        name = os.fspath(folder)
+        if not os.path.isdir(name):
+            raise OptionError(f"swap_to={name!r} is no folder: make it first, or name another")
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="millpond-swap-", dir=name))
+        except OSError as error:
+            raise OptionError(f"swap_to={name!r}: no file can be made there ({error}); name another folder") from error
+        self._numbers = count()
+
+    def write(self, content: list[list[Content]]) -> SwapFile:
+        """Put what each table's parts hold into a new file.
+
+        Raises:
+            DataError: it cannot be written; no file is left.
+        """
+        tensors = {
+            f"{i}.{j}.{k}": array
+            for i, parts in enumerate(content)
+            for j, arrays in enumerate(parts)
+            for k, array in enumerate(arrays)
+        }
+        path = self.folder / f"{next(self._numbers)}.safetensors"
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            n_bytes = sum(array.nbytes for array in tensors.values())
+            raise DataError(
+                f"{n_bytes} bytes of a cache that must make room cannot be written to {str(path)!r} ({error}): free "
+                "space there, name another folder, or leave swap_to out to keep them in memory"
+            ) from error
+        return SwapFile(path, [len(parts) for parts in content], {name: mark(t) for name, t in tensors.items()})
+
+    def close(self) -> None:
+        """Remove the folder and what is left in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _arrays(found: dict[str, Tensor], prefix: str) -> Content:
+    """The arrays of one part, in their order."""
+    own = {int(name.removeprefix(prefix)): array for name, array in found.items() if name.startswith(prefix)}
+    return tuple(own[i] for i in sorted(own))

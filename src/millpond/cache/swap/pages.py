@@ -1,0 +1,111 @@
+"""Swapping a sequence out: the content of its pages leaves the pool, and comes back bit by bit.
+
+A cache that chose what to keep by what was asked cannot be computed again from its text. So a sequence that must make
+room is carried to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and goes on later as if
+nothing had happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+
+#: What holds pages: the plain part of a table, or its packed one.
+Holder = PageTable | QuantizedStore
+#: What pages hold, (n, ...) per array of their pool.
+Content = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedPages:
+    """The pages of one part of a table outside its pool.
+
+    Attributes:
+        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, on the host.
+    """
+
+    pool: RefCountedPool[Any]
+    owned: npt.NDArray[Any]
+    arrays: Content
+
+    @property
+    def n_pages(self) -> int:
+        return int(self.owned.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the content."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def copy_out(table: PageTable) -> list[Content]:
+    """The content of the table's pages, on the host, for each of its parts."""
+    return [read_pages(part.pool, part.held()) for part in _parts(table)]
+
+
+def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
+    """Give the table's pages back; it may only be carried in, or cleared. `content`: as `copy_out` told."""
+    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(_parts(table), content, strict=True)]
+
+
+def restore(table: PageTable, carried: list[SwappedPages]) -> None:
+    """Put the content into fresh pages, which the table holds again.
+
+    Raises:
+        PoolFullError: there is no room; nothing was changed.
+    """
+    taken: list[PageIds] = []
+    try:
+        for one in carried:
+            taken.append(one.pool.allocate(one.n_pages))
+    except BaseException:
+        for one, ids in zip(carried, taken, strict=False):
+            one.pool.release(ids)
+        raise
+    for part, one, ids in zip(_parts(table), carried, taken, strict=True):
+        write_pages(one.pool, ids, one.arrays)
+        part.restore(ids, one.owned)
+
+
+def read_pages(pool: RefCountedPool[Any], ids: PageIds) -> Content:
+    """The content of the pages."""
+    found = []
+    for arenas in pool.arrays.arrays:
+        if not arenas:  # nothing was ever held
+            found.append(torch.empty(0))
+            continue
+        out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
+        for arena, places, rows in _by_arena(pool, ids):
+            out[places] = arenas[arena][rows.to(arenas[arena].device)].to("cpu")
+        found.append(out)
+    return tuple(found)
+
+
+def write_pages(pool: RefCountedPool[Any], ids: PageIds, content: Content) -> None:
+    """Give the pages the content that `read_pages` returned of others."""
+    for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
+        for arena, places, rows in _by_arena(pool, ids):
+            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places.to(rows_of.device)].to(arenas[arena].device)
+
+
+def _parts(table: PageTable) -> list[Holder]:
+    return [table] if table.sealed is None else [table, table.sealed]
+
+
+def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:
+    """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
+    per_arena = pool.arrays.pages_per_arena
+    arenas = ids // per_arena
+    return [
+        (int(a), torch.from_numpy(np.flatnonzero(arenas == a)), torch.from_numpy(ids[arenas == a] % per_arena).long())
+        for a in np.unique(arenas)
+    ]

@@ -1,0 +1,51 @@
+"""Values that one layer's step hands around: how it attends, new tokens, what a plan chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What one layer's attention does besides softmax(q k / sqrt d): see `ops.decode`."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sink_logits: Tensor | None = None
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """As keyword arguments of the ops."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Entries(NamedTuple):
+    """The entries of one sequence that a plan chooses from: sealed and plain ones (padded), then new ones."""
+
+    keys: Tensor  #: (H, N, key_dim)
+    values: Tensor  #: (H, N, value_dim)
+    positions: Tensor  #: (H, N) int32, -1 for none
+    scores: Tensor  #: (H, N) float32
+    log_masses: Tensor | None = None  #: (H, N) float32; None where entries have no masses
+    n_sealed: int = 0  #: the first columns are the slots of the packed part, in order, tombstones at position -1
+
+
+class PromptChunk(NamedTuple):
+    """Many new tokens of one sequence, and the entries that they attend to."""
+
+    sequence: int
+    q: Tensor  #: (Hq, Q, key_dim)
+    q_pos: Tensor  #: (Q,) int32
+    found: Entries  #: stored entries (padded), then those of the new tokens
+    budget: Callable[[], int]  #: entries per KV head that the sequence may keep behind this pass
+
+
+def by_position(positions: Tensor) -> Tensor:
+    """(H, N) column order: ascending positions, -1 last."""
+    return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)

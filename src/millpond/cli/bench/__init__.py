@@ -1,0 +1,1 @@
+"""`millpond bench`: commands that measure speed and memory."""

@@ -1,0 +1,107 @@
+"""`millpond bench serve`: a load on any OpenAI-compatible server, and how well it bears it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millpond.cli.console import errors, output
+from millpond.cli.options import optional
+from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.bench.serve.requests import LoadRequest
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, optional(help="Default: the first that the server names.")] = None,
+    trace: Annotated[
+        str | None, optional(metavar="KIND:PATH", help="azure, mooncake or agents and where it lies. Default: made up.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Send at most so many, from the beginning.")] = 100,
+    rate: Annotated[float | None, optional(min=0.001, help="Poisson arrivals per second (open loop).")] = None,
+    users: Annotated[
+        int | None, optional(min=1, help="So many users, each waits for its answer (closed loop).")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="The trace's own times, so many times as fast.")] = 1.0,
+    shrink: Annotated[int, typer.Option(min=1, help="Prompts and answers of a trace, so many times shorter.")] = 1,
+    max_prompt: Annotated[int | None, optional(min=1, help="Leave out longer prompts of token ids.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Of made-up prompts: 512 or 256-1024.")] = "512",
+    output_tokens: Annotated[str, typer.Option(help="Of answers to made-up prompts: 64 or 16-128.")] = "64",
+    shared_tokens: Annotated[int, typer.Option(min=0, help="With which all made-up prompts begin.")] = 0,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Made-up tokens are below this id.")] = 256,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through /v1/chat/completions; for loads of text.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of the load's length.")] = True,
+    slo: Annotated[str | None, optional(help="Service levels in seconds: ttft=2,tpot=0.1,e2e=30.")] = None,
+    extra: Annotated[str | None, optional(metavar="JSON", help="More fields for each request's body.")] = None,
+    key_variable: Annotated[
+        str, typer.Option(help="Of the environment; the key in it is sent as a bearer token.")
+    ] = "OPENAI_API_KEY",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte until a request has failed.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and tokens.")] = 0,
+    out: Annotated[Path | None, optional(help="Write JSON and Markdown here.")] = None,
+) -> None:
+    """Send a trace or a made-up load to a server; report times, goodput under service levels, and failures."""
+    from millpond.bench.common.report import write_report
+    from millpond.bench.serve.run import LoadPlan, run
+    from millpond.bench.serve.statistics import parse_levels
+    from millpond.bench.serve.synthetic import Span, synthetic
+    from millpond.bench.serve.table import markdown, screen
+    from millpond.cli.bench.app import command_line
+
+    if trace is None:
+        spans = Span.parse(prompt_tokens), Span.parse(output_tokens)
+        name = f"made up, {prompt_tokens} tokens, {output_tokens} new" + f", {shared_tokens} shared" * bool(
+            shared_tokens
+        )
+        asks = synthetic(requests, *spans, shared_tokens, seed)
+        if rate is None and users is None:
+            raise OptionError("a made-up load has no times of its own; give --rate or --users")
+    else:
+        name, asks = trace, _read(trace, requests, shrink, max_prompt)
+    plan = LoadPlan(
+        url=url, model=model, api_key=os.environ.get(key_variable), timeout_s=timeout,
+        rate=rate, users=users, speed=speed, chat=chat, vocab_size=vocab_size, ignore_eos=ignore_eos,
+        extra=_json(extra), levels=parse_levels(slo), seed=seed,
+    )  # fmt: skip
+    with errors().status("sending") as status:
+        data = asyncio.run(run(plan, asks, lambda done, n: status.update(f"{done:,} of {n:,} answered")))
+    data |= {"benchmark": "serve", "trace": name, "command": command_line()}
+    output().print(screen(data))
+    for file in write_report(out, "serve", data, markdown(data)) if out else []:
+        typer.echo(f"wrote {file}")
+
+
+def _read(trace: str, requests: int, shrink: int, max_prompt: int | None) -> list[LoadRequest]:
+    """The first asks of a trace, shrunk, without those that are too long."""
+    from millpond.bench.serve.traces import TRACES
+    from millpond.errors import unknown
+
+    kind, colon, path = trace.partition(":")
+    if not colon:
+        raise OptionError(f"trace {trace!r} must read KIND:PATH, for example azure:azure2023_conv.csv")
+    if kind not in TRACES:
+        raise unknown("trace", kind, TRACES)
+    asks = [ask.shrunk(shrink) for ask in TRACES[kind](Path(path))]
+    fitting = [
+        ask for ask in asks if max_prompt is None or isinstance(ask.prompt, str) or ask.prompt.length <= max_prompt
+    ]
+    if not fitting:
+        raise OptionError(f"no prompt of {trace} has at most {max_prompt} tokens; raise --max-prompt or --shrink")
+    return fitting[:requests]
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise OptionError(f"--extra is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise OptionError(f'--extra must be an object, such as {{"seed": 1}}, not {text}')
+    return value

@@ -1,0 +1,235 @@
+"""Who `millpond chat` talks to: a model in this process, or one behind an OpenAI-compatible address."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from millpond.cli.console import held_of
+from millpond.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from millpond.engine.llm import LLM
+    from millpond.engine.outputs import KVStats
+    from millpond.engine.sampling.params import SamplingParams
+
+#: One message: its role and its content.
+Message = dict[str, str]
+
+#: Names in front of messages for a tokenizer without a chat template; the answer ends where the user would speak again.
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+_USERS_TURN = "\nUser:"
+
+
+class ChatBackend(Protocol):
+    """Somebody who answers."""
+
+    name: str
+
+    def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        """The next message, piece by piece; closing the generator ends it.
+
+        Raises:
+            MillpondError: there is no answer to these messages; others may have one.
+        """
+
+    def last(self) -> str:
+        """What is known of the last answer."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Times of one answer, on `time.monotonic()`'s clock, and its tokens."""
+
+    began: float
+    first: float | None = None
+    ended: float | None = None
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        if self.first is None or self.ended is None:
+            return "no answer yet"
+        rate = (self.tokens - 1) / (self.ended - self.first) if self.tokens > 1 and self.ended > self.first else 0.0
+        return (
+            f"prompt {self.prompt_tokens:,} tokens · first token after {self.first - self.began:.2f} s · "
+            f"{self.tokens:,} new tokens at {rate:,.1f} tokens/s"
+        )
+
+
+class LocalBackend:
+    """A model in this process, on an engine of its own."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, name: str) -> None:
+        from millpond.models.chat_template import has_template, turn_ends
+
+        if llm.tokenizer is None:
+            raise OptionError(f"model {name!r} has no tokenizer, and a chat is text; LLM and serve take token ids")
+        self.name = name
+        self._llm = llm
+        self._has_template = has_template(llm.tokenizer)
+        ends = {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
+        self._params = replace(params, **ends)
+        self._clock: Clock | None = None
+        self._kv: KVStats | None = None
+        self._numbers = count()
+
+    def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        """See `ChatBackend`."""
+        from millpond.engine.request import Request
+
+        engine, name = self._llm.engine, f"chat-{next(self._numbers)}"
+        ids = self._encode(messages)
+        clock = self._clock = Clock(time.monotonic(), prompt_tokens=len(ids))
+        engine.add(Request(request_id=name, prompt=ids, params=self._params))
+        try:
+            with _held_back() as interrupts:
+                yield from self._pieces(clock, interrupts)
+        finally:
+            clock.ended = time.monotonic()
+            engine.cancel(name)
+            engine.drain()
+        if interrupts:
+            raise KeyboardInterrupt
+
+    def last(self) -> str:
+        """See `ChatBackend`."""
+        if self._clock is None or self._kv is None:
+            return "no answer yet"
+        kv = self._kv
+        return (
+            f"{self._clock} · {held_of(kv.kv_bytes, kv.unused_bytes, kv.full_kv_bytes)} · "
+            f"{kv.held:,.0f} of {kv.seen:,} entries per head"
+        )
+
+    def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:
+        """The answer until it ends or somebody presses Ctrl-C; never in the middle of a step."""
+        engine, shown = self._llm.engine, 0
+        while engine.busy and not interrupts:
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+                answer = output.completions[0]
+                self._kv, clock.tokens = answer.kv or self._kv, len(answer.token_ids)
+                if clock.tokens and clock.first is None:
+                    clock.first = time.monotonic()
+                if len(answer.text) > shown:
+                    yield answer.text[shown:]
+                    shown = len(answer.text)
+
+    def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        tokenizer = self._llm.tokenizer
+        if self._has_template:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+        said = [f"{_NAMES[message['role']]}: {message['content']}" for message in messages]
+        return tuple(tokenizer.encode("\n".join([*said, "Assistant:"])))
+
+
+class HttpBackend:
+    """A model behind an OpenAI-compatible address.
+
+    Args:
+        http: sends to the server's root. body: fields of every request.
+    """
+
+    def __init__(self, http: httpx.Client, body: Mapping[str, Any], name: str) -> None:
+        self.name = name
+        self._http = http
+        self._body = dict(body)
+        self._clock: Clock | None = None
+
+    def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        """See `ChatBackend`."""
+        import httpx
+
+        clock = self._clock = Clock(time.monotonic())
+        body = self._body | {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise DataError(f"the server answers {response.status_code}: {_reason(response.read())}")
+                yield from self._pieces(response, clock)
+        except httpx.HTTPError as error:
+            raise DataError(f"the server cannot be reached: {error or type(error).__name__}") from None
+        finally:
+            clock.ended = time.monotonic()
+
+    def last(self) -> str:
+        """See `ChatBackend`."""
+        return "no answer yet" if self._clock is None else str(self._clock)
+
+    @staticmethod
+    def _pieces(response: httpx.Response, clock: Clock) -> Iterator[str]:
+        from millpond.bench.serve.client import parse_event
+
+        for line in response.iter_lines():
+            event = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or event == "[DONE]":
+                continue
+            try:
+                text, ended, usage = parse_event(event)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"the server sends what is no answer: {error}") from None
+            if usage:
+                clock.prompt_tokens, clock.tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+            if clock.first is None and (text or ended):
+                clock.first = time.monotonic()
+            if text:
+                yield text
+
+
+@contextmanager
+def reach(url: str, model: str | None, key: str | None, body: Mapping[str, Any]) -> Iterator[HttpBackend]:
+    """A partner behind an address.
+
+    Raises:
+        OptionError: httpx is not installed. DataError: the server cannot be reached, or names no model.
+    """
+    try:
+        import httpx
+    except ImportError:
+        raise OptionError("chat with --url needs httpx; install it with: pip install httpx") from None
+    root = url.rstrip("/").removesuffix("/v1")
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        http = httpx.Client(base_url=root, headers=headers, timeout=httpx.Timeout(10.0, read=600.0))
+        with http:
+            if model is None:
+                answer = http.get("/v1/models")
+                if answer.status_code != 200:
+                    raise DataError(f"{root}/v1/models answers {answer.status_code}: {_reason(answer.content)}")
+                model = str(answer.json()["data"][0]["id"])
+            yield HttpBackend(http, {**body, "model": model}, f"{model} at {root}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise DataError(f"{root} cannot be reached: {error or type(error).__name__}") from None
+    except (LookupError, TypeError, json.JSONDecodeError):
+        raise DataError(f"{root}/v1/models names no model; give one by --model") from None
+
+
+@contextmanager
+def _held_back() -> Iterator[list[object]]:
+    """Ctrl-C interrupts nothing in here; what it would have interrupted gathers in the list."""
+    came: list[object] = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(_))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _reason(content: bytes) -> str:
+    """The server's own words for an error."""
+    text = content.decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text[:300]

@@ -1,0 +1,73 @@
+"""`millpond demo`: one long text, many questions, one budget, several methods; a table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from millpond.cli.console import notes, output, size
+
+if TYPE_CHECKING:
+    from millpond.cli.demo.task import DemoOutcome
+
+METHODS = "full,h2o,ada,snapkv,streaming,window"
+PICTURE = "kept-positions.png"
+PROTOCOL = (
+    "The text is compressed before any question is seen; each question then goes on from its own copy of the cache."
+)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("millpond-demo"),
+    seed: Annotated[int, typer.Option(help="Names the text; the model has seen none of them.")] = 0,
+    budget: Annotated[str, typer.Option(help="The same for every method but full.")] = "20%",
+    length: Annotated[int, typer.Option(min=64, max=4000, help="Words of the text.")] = 2048,
+    questions: Annotated[int, typer.Option(help="How many of the 32 pairs are asked.")] = 32,
+    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = METHODS,
+) -> None:
+    """Compare methods at one small budget on the bundled model, and draw what each head kept."""
+    from millpond.cli.demo.picture import draw
+    from millpond.cli.demo.task import PAIRS, DemoTask, run_method
+    from millpond.methods import METHODS as registry
+    from millpond.models.load import load_model
+
+    names = [registry.get(name.strip()).name for name in methods.split(",")]
+    model = load_model("pond-recall")
+    task = DemoTask.draw(length, questions, seed)
+    screen = output()
+    screen.print(
+        f"[bold]pond-recall[/] reads {task.length:,} tokens with {PAIRS} (name, thing) pairs hidden in filler. "
+        f"{PROTOCOL} Budget: {budget} for every method but full. Seed {seed}.\n"
+    )
+    with notes():
+        run_method(model, DemoTask.draw(128, 1, seed), "full", budget)  # the first call pays for start-up
+        with screen.status("running") as status:
+            outcomes = []
+            for name in names:
+                status.update(f"running {name}")
+                outcomes.append(run_method(model, task, name, budget))
+    screen.print(_table(outcomes))
+    screen.print(f"\n[dim]tok/s: all {questions} questions at once, the fastest decoding step.[/]")
+    draw(outcomes, task.pairs, task.length, out / PICTURE, f"What is kept of {task.length:,} tokens at {budget}")
+    screen.print(f"Which positions each head kept: {out / PICTURE}", soft_wrap=True)
+
+
+def _table(outcomes: list[DemoOutcome]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("method", style="bold")
+    for heading in ("answers right", "KV held", "of full", "tok/s"):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        right = outcome.right / outcome.asked
+        colour = "green" if right >= 0.8 else "yellow" if right >= 0.5 else "red"
+        table.add_row(
+            outcome.method,
+            f"[{colour}]{outcome.right} of {outcome.asked}[/]",
+            size(outcome.kv_bytes),
+            f"{outcome.share:.0%}",
+            f"{outcome.tokens_per_s:,.0f}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""`millpond train`: commands that train and analyse the bundled models."""

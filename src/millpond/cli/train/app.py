@@ -1,0 +1,79 @@
+"""`millpond train`: the recipes of the models that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millpond.cli.options import optional
+from millpond.cli.train import heavy_hitters
+from millpond.errors import OptionError
+
+app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
+
+
+@app.callback()
+def _train() -> None:
+    """Train the models that come with the package."""
+
+
+@app.command()
+def recall(
+    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint and a log; an old checkpoint goes on.")],
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
+    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
+    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
+    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
+    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+    note: Annotated[str, typer.Option(help="For the card: what else must be known of how the run went.")] = "",
+) -> None:
+    """Train pond-recall, which answers questions about a long text of words, from nothing: an hour or two on a CPU."""
+    from millpond.train.recall.train import train_recall
+
+    if note and not card:
+        raise OptionError("--note is written into the card; add --card")
+    run = train_recall(out, seed=seed, max_minutes=max_minutes, max_steps=max_steps, threads=threads, device=device)
+    if card:
+        from millpond.bench.common.machine import describe_machine
+        from millpond.train.recall.card import write_card
+
+        write_card(run, out, hardware=describe_machine().hardware, note=note)
+    typer.echo(f"{out}: step {run.step:,}, {run.time_s / 60:.1f} minutes in all")
+
+
+@app.command()
+def text(
+    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint, a log and the documents as tokens.")],
+    data: Annotated[Path, typer.Option(help="Folder with *.txt and gutenberg/*.txt.")],
+    preset: Annotated[str, typer.Option(help="cpu, its second term cpu-long, or gpu, five times as large.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    tokens: Annotated[int | None, optional(min=1, help="Read in the whole run. Default: the preset's.")] = None,
+    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
+    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
+    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
+    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the forward pass; needs a compiler.")] = False,
+    precision: Annotated[str, typer.Option(help="bf16, or fp32 where a CPU has no units for bf16.")] = "bf16",
+    start: Annotated[Path | None, optional(help="Folder of the model to begin with. Default: fresh weights.")] = None,
+    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+) -> None:
+    """Train pond-text, the small language model, from nothing or from an earlier run's."""
+    from millpond.train.text.recipe import recipe_named as recipe_of
+    from millpond.train.text.train import train_text
+
+    run, documents = train_text(
+        out, data, recipe_of(preset), seed=seed, tokens=tokens, max_minutes=max_minutes, max_steps=max_steps,
+        threads=threads, device=device, compiled=compiled, precision=precision, start=start,
+    )  # fmt: skip
+    if card:
+        from millpond.bench.common.machine import describe_machine
+        from millpond.train.text.card import write_card
+
+        write_card(run, documents, out, data, hardware=describe_machine().hardware)
+    typer.echo(f"{out}: {run.tokens:,} of {run.planned:,} tokens, {run.time_s / 60:.1f} minutes in all")
+
+
+app.command("heavy-hitters")(heavy_hitters.heavy_hitters)

@@ -1,0 +1,115 @@
+"""What a layer remembers of a request: read from its pages while it runs, and once more before they go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.engine.decode_group import figures_of
+from millpond.engine.outputs import CacheSnapshot, KVStats
+from millpond.engine.request_state import RequestState
+from millpond.errors import OptionError
+from millpond.runner.packed_model import LayerShape
+
+#: Watched requests that are over and whose memory is still known.
+_KEPT_REQUESTS = 8
+
+
+def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: KVStats) -> CacheSnapshot:
+    """What `layer` holds of one sequence whose text is `ids`, as far as the cache has seen it.
+
+    Raises:
+        OptionError: there is no such layer.
+    """
+    if not 0 <= layer < len(stack.layers):
+        raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.layers) - 1}")
+    seen = int(stack.timeline.seen[sequence])
+    table = stack.layers[layer].table
+    n_heads = 0 if table is None else table.n_kv_heads
+    holders, sums = torch.zeros(seen), torch.zeros(seen)
+    if table is not None and table.pool.arrays.n_arenas:
+        positions, scores = _marks(table, sequence)
+        held = (positions >= 0) & (positions < seen)
+        places = positions[held].long()
+        holders.index_add_(0, places, torch.ones(len(places)))
+        sums.index_add_(0, places, scores[held])
+    means = (sums / holders).tolist()
+    counts = holders.tolist()
+    return CacheSnapshot(
+        layer, len(stack.layers), n_heads, tuple(ids[:seen]), tuple(count / max(n_heads, 1) for count in counts),
+        tuple(mean if count else None for mean, count in zip(means, counts, strict=True)), kv,
+    )  # fmt: skip
+
+
+def _marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
+    """Positions (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
+
+    Keys and values stay where they are.
+    """
+    rows, arrays = table.rows(sequence), table.pool.arrays
+    pages, lens = table.pages[rows].long().cpu(), table.lens[rows].cpu()  # (H, n), (H,)
+    arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
+
+    def gathered(arenas: list[Tensor]) -> Tensor:
+        found = torch.empty(*pages.shape, arrays.slots, dtype=arenas[0].dtype)
+        for number, memory in enumerate(arenas):
+            chosen = arena == number
+            found[chosen] = memory[row[chosen].to(memory.device)].cpu()
+        return found.flatten(1)
+
+    positions = gathered(arrays.positions)
+    empty = torch.arange(positions.shape[1]) >= lens[:, None]
+    return positions.masked_fill(empty, -1), gathered(arrays.scores)
+
+
+class SnapshotStore:
+    """What requests remember, and what the last watched ones remembered when they ended.
+
+    Args:
+        layers: what each layer of the model stores.
+    """
+
+    def __init__(self, layers: list[LayerShape]) -> None:
+        self._shapes = layers
+        self._layers: OrderedDict[str, list[CacheSnapshot]] = OrderedDict()
+
+    def now(self, live: RequestState, layer: int) -> CacheSnapshot | None:
+        """What a layer remembers of a request's first answer; None while it holds nothing in the pool.
+
+        Raises:
+            OptionError: there is no such layer.
+        """
+        found = live.cache()
+        if found is None:
+            return None
+        (stack, sequence), first = found, live.answers[0]
+        kv = first.kv or figures_of(stack, live.group.recipe, self._shapes)[sequence]
+        return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
+
+    def note(self, live: RequestState) -> None:
+        """A request's first answer ends: note what its cache holds, if somebody watches; the oldest is forgotten."""
+        if not live.request.watch:
+            return
+        found = [self.now(live, layer) for layer in range(len(self._shapes))]
+        if layers := [memory for memory in found if memory is not None]:
+            self._layers[live.request.request_id] = layers
+        while len(self._layers) > _KEPT_REQUESTS:
+            self._layers.popitem(last=False)
+
+    def of(self, request_id: str, layer: int) -> CacheSnapshot | None:
+        """What a layer held; None if nothing was noted.
+
+        Raises:
+            OptionError: there is no such layer.
+        """
+        found = self._layers.get(request_id)
+        if found is None:
+            return None
+        if not 0 <= layer < len(found):
+            raise OptionError(f"layer {layer}: the model has layers 0 to {len(found) - 1}")
+        return found[layer]

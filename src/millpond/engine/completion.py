@@ -1,0 +1,95 @@
+"""Answer: one completion while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.engine.detokenizer import Writer
+from millpond.engine.outputs import Completion, FinishReason, KVStats, TokenLogprob
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sampling.sampler import Sampled
+
+
+class CompletionState:
+    """Tokens and text of one completion, and why it ended.
+
+    Args:
+        key: its name for the sampler: request and number. most: tokens that it may have.
+        ends: ids that end a text, as the model says.
+
+    Attributes:
+        kv: what its cache holds, and shared: tokens of its prompt that others had read; set by whoever knows.
+    """
+
+    def __init__(
+        self, key: tuple[str, int], params: SamplingParams, most: int, ends: frozenset[int], tokenizer: Any
+    ) -> None:
+        self.key = key
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.kv: KVStats | None = None
+        self.shared = 0
+        self._params = params
+        self._most = most
+        self._ends = frozenset() if params.ignore_eos else ends
+        self._tokenizer = tokenizer
+        self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self._writer = None if tokenizer is None else Writer(tokenizer, params)
+        self._stop_reason: str | int | None = None
+
+    @property
+    def index(self) -> int:
+        """Its number among the answers of the request."""
+        return self.key[1]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, sampled: Sampled) -> None:
+        """The next token."""
+        token = sampled.token_id
+        self.tokens.append(token)
+        if self._logprobs is not None:
+            self._logprobs.append(with_texts(self._tokenizer, token, sampled.logprob or 0.0, sampled.top))
+        if token in self._ends:
+            self.end("stop")
+        elif token in self._params.stop_token_ids:
+            self._stop_reason = token
+            self._write(token, always=self._params.include_stop)
+            self.end("stop")
+        elif (stopped := self._write(token)) is not None:
+            self._stop_reason = stopped
+            self.end("stop")
+        elif len(self.tokens) >= self._most:
+            self.end("length")
+
+    def end(self, reason: FinishReason) -> None:
+        """It goes on no more; text that was held back is handed out."""
+        self.finish_reason = reason
+        if self._writer is not None:
+            self._writer.finish()
+
+    def show(self) -> Completion:
+        """As far as it has come."""
+        return Completion(
+            self.index, "" if self._writer is None else self._writer.text, tuple(self.tokens),
+            None if self._logprobs is None else tuple(self._logprobs), self.finish_reason, self._stop_reason, self.kv,
+        )  # fmt: skip
+
+    def _write(self, token: int, always: bool = True) -> str | None:
+        """Add a token to the text; returns the stop text that it completes."""
+        if self._writer is None or not always:
+            return None
+        _, stopped = self._writer.add(token)
+        return stopped
+
+
+def with_texts(tokenizer: Any, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
+    """A log probability with the texts of its tokens; empty ones without a tokenizer."""
+
+    def text(one: int) -> str:
+        return "" if tokenizer is None else str(tokenizer.decode([one]))
+
+    return TokenLogprob(token, logprob, text(token), tuple((one, value, text(one)) for one, value in top))

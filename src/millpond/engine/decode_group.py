@@ -1,0 +1,93 @@
+"""Group: the answers that decode together, since their caches are kept in the same way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millpond.cache.batch_cache import BatchCache
+from millpond.engine.completion import CompletionState
+from millpond.engine.outputs import KVStats
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+
+class DecodeGroup:
+    """One batch of caches, and whose they are.
+
+    Args:
+        layers: what each layer of the model stores.
+
+    Attributes:
+        recipe: how their caches are made. stack: the caches. answers: whose sequences these are, in order.
+        apart: these answers may pass a step.
+    """
+
+    def __init__(self, recipe: CacheFactory, layers: list[LayerShape], apart: bool = False) -> None:
+        self.apart = apart
+        self.recipe = recipe
+        self.stack = recipe.stack()
+        self.answers: list[CompletionState] = []
+        self._layers = layers
+        self._other: DecodeGroup | None = None
+
+    @property
+    def other(self) -> DecodeGroup:
+        """The second batch whose caches are kept in the same way: of those who may pass a step, or may not."""
+        if self._other is None:
+            self._other = DecodeGroup(self.recipe, self._layers, not self.apart)
+            self._other._other = self
+        return self._other
+
+    @property
+    def slots(self) -> int:
+        """Entries per page."""
+        first = self._layers[0]
+        return self.recipe.pool(first.key_dim, first.value_dim).slots
+
+    def join(self, stack: BatchCache, answers: list[CompletionState]) -> None:
+        """Answers begin to decode, or come back; `stack` holds a sequence for each and is empty afterwards."""
+        assert stack.n_seq == len(answers), "a sequence for each answer"
+        self.stack.join(stack)
+        self.answers += answers
+
+    def part(self, answers: list[CompletionState]) -> BatchCache:
+        """Answers stop decoding for now; returns their caches."""
+        own = self.recipe.stack()
+        chosen = [self.answers.index(answer) for answer in answers]
+        self.stack.part(chosen, own)
+        self.answers = [answer for answer in self.answers if answer not in answers]
+        return own
+
+    def leave(self) -> None:
+        """Forget the answers that are finished, and give their pages back."""
+        stay = [place for place, answer in enumerate(self.answers) if not answer.finished]
+        if len(stay) < len(self.answers):
+            self.stack.select(stay)
+            self.answers = [self.answers[place] for place in stay]
+
+    def clear(self) -> None:
+        """Forget all answers and give their pages back."""
+        self.stack.clear()
+        self.answers = []
+
+    def update_stats(self) -> None:
+        """Tell every answer what its cache holds now."""
+        for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
+            answer.kv = replace(figures, shared_tokens=answer.shared) if answer.shared else figures
+
+
+def figures_of(stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
+    """What each sequence of a stack holds."""
+    held, seen = stack.held(), stack.timeline.seen
+    heads = sum(layer.n_kv_heads for layer in layers)
+    kv_bytes, used = stack.kv_bytes(held).tolist(), stack.used_bytes(held).tolist()
+    entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)
+    entries = held.sum((0, 2))
+    return [
+        KVStats(
+            seen=int(seen[s]), held=float(entries[s]) / heads, kv_bytes=kv_bytes[s],
+            full_kv_bytes=int(seen[s]) * entry_bytes,
+            evicted=int(seen[s]) * heads - int(entries[s]), unused_bytes=max(0, kv_bytes[s] - used[s]),
+        )
+        for s in range(stack.n_seq)
+    ]  # fmt: skip

@@ -1,0 +1,129 @@
+"""Writer: the text of one completion, token by token, never to be taken back.
+
+A tokenizer can only decode whole sequences: a character may be spread over several tokens, and a token may lose its
+space at the beginning. So each new token is decoded together with the few before it, and what that adds is new text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.stop_strings import StopStringMatcher
+
+#: What a tokenizer writes for bytes that are no character, or none yet.
+REPLACEMENT = "\ufffd"
+#: After so many tokens since the last whole character they will not become one any more, but for the last few of them.
+MOST_TOKENS, MOST_MISSING = 32, 6
+
+
+class TokenDecoder(Protocol):
+    """What is needed of a tokenizer; those of transformers have it."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
+
+
+class IncrementalDetokenizer:
+    """Text of a growing list of tokens, piece by piece.
+
+    All pieces together are `tokenizer.decode` of all tokens (without its clean-up of spaces, which would take back
+    text). One exception: where a tokenizer spells bytes as tokens of their own and some of them are no UTF-8, what was
+    a character before them stays one, while `decode` would replace all bytes up to the next whole token.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, kept: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens and not kept  # the tokenizer would skip those that are kept, too
+        self._special = _special_ids(tokenizer).difference(kept) if skip_special_tokens else frozenset()
+        self._tokens: list[int] = []  # the last ones: those of the last whole piece, and those after them
+        self._n_whole = 0  # so many of them have all their text out
+        self._shown = ""  # the text of self._tokens that is out
+
+    def add(self, token: int) -> str:
+        """The text that this token makes certain; empty while a character is not complete."""
+        if token in self._special:
+            return ""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith(REPLACEMENT):
+            return self._whole(text)
+        return self._broken(text) if len(self._tokens) - self._n_whole > MOST_TOKENS else ""
+
+    def finish(self) -> str:
+        """The rest: what no further token will complete."""
+        return self._whole(self._decode(self._tokens))
+
+    def _whole(self, text: str) -> str:
+        """What is not out yet of `text`, all of the tokens' text; only the latest tokens stay, for those to come."""
+        latest = self._tokens[self._n_whole :]
+        alone = self._decode(latest)
+        new = text[len(self._shown) :] if text.startswith(self._shown) else alone
+        if alone or len(self._tokens) > MOST_TOKENS:
+            self._tokens, self._shown = latest, alone
+        else:  # no text, so it would not do as the beginning of the next: a space is lost there
+            self._shown = text
+        self._n_whole = len(self._tokens)
+        return new
+
+    def _broken(self, text: str) -> str:
+        """What is not out yet, but for the last tokens: only those may still become a character."""
+        for keep in range(MOST_MISSING, -1, -1):
+            first, last = self._tokens[: len(self._tokens) - keep], self._tokens[len(self._tokens) - keep :]
+            certain = self._decode(first)
+            if certain + self._decode(last) == text:  # no character is cut in two
+                break
+        new = certain[len(self._shown) :]
+        self._tokens, self._n_whole, self._shown = last, 0, ""
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        )  # fmt: skip
+
+
+class Writer:
+    """Text of one completion up to its first stop text.
+
+    Tokens that end an answer by their id are the engine's business: it does not add them.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, params: SamplingParams) -> None:
+        self._pieces = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
+        self._stops = StopStringMatcher(params.stop, params.include_stop)
+        self._parts: list[str] = []
+        self._missing = params.min_tokens  # so many tokens may still not end the text
+
+    def add(self, token_id: int) -> tuple[str, str | None]:
+        """The new text, and the stop text that ended it.
+
+        Text that may be the beginning of a stop text is held back until it is clear.
+        """
+        assert self._stops.found is None, "the text has ended"
+        early, self._missing = self._missing > 0, max(0, self._missing - 1)
+        return self._put(self._stops.add(self._pieces.add(token_id), end=not early)), self._stops.found
+
+    def finish(self) -> str:
+        """The rest of the text, once no token comes any more: what was held back, and bytes that are no character."""
+        if self._stops.found is not None:
+            return ""
+        return self._put(self._stops.add(self._pieces.finish(), end=not self._missing) + self._stops.finish())
+
+    @property
+    def text(self) -> str:
+        """All that has been handed out."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def _put(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that `skip_special_tokens` leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {token for token, about in added.items() if about.special}

@@ -1,0 +1,214 @@
+"""Grammars of answers: what a request asks for, checked, compiled elsewhere under limits, and kept for the next one.
+
+xgrammar (extra `constrained`) does the compiling, in the process of `millpond.engine.grammar.process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.engine.grammar.patterns import check_pattern
+from millpond.engine.grammar.process import WORKER, Ask, GrammarProcess
+from millpond.engine.grammar.schema import MOST_BYTES, enforceable
+from millpond.engine.sampling.params import SamplingParams
+from millpond.errors import OptionError
+
+#: Most blanks in a row between two parts of a JSON value: a model may indent, but not for ever.
+MOST_BLANKS = 32
+#: Characters of a grammar in EBNF, and texts and characters of a choice, at most.
+MOST_GRAMMAR, MOST_CHOICES, MOST_CHOICE_TEXT = 64 * 1024, 1_000, 128 * 1024
+#: Control characters that stay in answers of JSON, and in those of text with JSON in it; kinds of tags that hold text.
+_JSON, _TEXT = b"\r\n", b"\t\r\n"
+_FREE = ("any_text", "triggered_tags", "dispatch", "regex", "grammar", "const_string")
+#: Bytes of compiled grammars that are kept, and grammars that are compiled at a time.
+KEPT_BYTES, AT_ONCE = 32 << 20, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar.
+
+    Attributes:
+        compiled: of xgrammar. vocab_size: tokens that it knows. lawful: a bit per token, 32 to an int32, 0 for those
+            that may not come whatever the grammar says; None: all may.
+    """
+
+    compiled: Any
+    vocab_size: int
+    lawful: Tensor | None
+
+
+class Grammars:
+    """The grammars that requests to one model ask for; safe to use from any thread.
+
+    Args:
+        ends: ids that end a text; none: the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Collection[int] = (), worker: GrammarProcess = WORKER) -> None:
+        self._tokenizer = tokenizer
+        own = getattr(tokenizer, "eos_token_id", None)
+        self.ends = frozenset(ends) or frozenset(() if own is None else (own,))
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._info: Any = None
+        self._told = self._name = ""
+        self._lawful: dict[bytes | None, Tensor] = {}
+        self._kept: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def of(self, params: SamplingParams, ask: Ask | None = None) -> Grammar | None:
+        """What an answer must follow; None: nothing. Compiling takes its time, where it was not asked for before.
+
+        Args:
+            ask: by which another thread may give it up.
+
+        Raises:
+            OptionError: xgrammar is not installed, there is no tokenizer, or no answer can follow it within the limits.
+        """
+        name = params.constrained
+        if name is None:
+            return None
+        xgrammar = _xgrammar(name)
+        if self._tokenizer is None or not self.ends:
+            raise OptionError(f"{name} needs a tokenizer with an end-of-text token; this engine has none")
+        spec = _spec(name, getattr(params, name))
+        key = hashlib.sha256(json.dumps(spec).encode()).hexdigest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+            self._learn(xgrammar)
+        try:
+            told = self._worker.compile(spec, self._name, self._told, ask)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(told, self._info)
+        except OptionError as error:
+            raise OptionError(f"{name} cannot be followed: {error}") from None
+        grammar = Grammar(compiled, self._info.vocab_size, self._lawful.get(_apart_from_json(name, params)))
+        self._keep(key, grammar, compiled.memory_size_bytes)
+        return grammar
+
+    async def wait_for(self, params: SamplingParams) -> Grammar | None:
+        """As `of`, in another thread; cancelling the task gives it up."""
+        if params.constrained is None:
+            return None
+        ask = Ask()
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(AT_ONCE, "grammars")
+        future = self._threads.submit(self.of, params, ask)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            ask.give_up()  # nobody listens any more, whatever the reason
+
+    def close(self) -> None:
+        """Forget all."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+            self._kept.clear()
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _learn(self, xgrammar: Any) -> None:
+        """What xgrammar has to know of the tokenizer."""
+        if self._info is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, stop_token_ids=sorted(self.ends))
+            self._told = info.serialize_json()
+            self._lawful = {also: _lawful(info.decoded_vocab, also) for also in (_JSON, _TEXT)}
+            self._name = hashlib.sha256(self._told.encode()).hexdigest()
+            self._info = info
+
+    def _keep(self, key: str, grammar: Grammar, size: int) -> None:
+        """Remember a grammar, and forget those that were asked for longest ago."""
+        with self._lock:
+            self._kept[key] = grammar, size
+            while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+
+def _spec(name: str, value: Any) -> dict[str, Any]:
+    """What is to be compiled.
+
+    Raises:
+        OptionError: it is too large, or holds what cannot be enforced.
+    """
+    if name == "json_schema":
+        return {"kind": name, "value": enforceable(value), "most_blanks": MOST_BLANKS}
+    if name == "regex":
+        check_pattern(value, "regex")
+        return {"kind": name, "value": value}
+    if name == "grammar":
+        if len(value) > MOST_GRAMMAR:
+            raise OptionError(f"grammar has {len(value):,} characters and may have {MOST_GRAMMAR:,}")
+        return {"kind": name, "value": value}
+    if name == "choice":
+        length = sum(map(len, value))
+        if len(value) > MOST_CHOICES or length > MOST_CHOICE_TEXT:
+            raise OptionError(
+                f"choice has {len(value):,} texts of {length:,} characters and may have {MOST_CHOICES:,} of "
+                f"{MOST_CHOICE_TEXT:,}"
+            )
+        texts = [{"type": "const_string", "value": text} for text in dict.fromkeys(value)]
+        return {"kind": "tag", "value": {"type": "or", "elements": texts}}
+    size = len(json.dumps(value))
+    if size > MOST_BYTES:
+        raise OptionError(f"structural_tag has {size:,} bytes of JSON and may have {MOST_BYTES:,}")
+    return {"kind": "tag", "value": _enforceable_tag(value)}
+
+
+def _enforceable_tag(tag: Any) -> Any:
+    """A structural tag whose JSON schemas are such as are enforced."""
+    if isinstance(tag, Mapping):
+        if tag.get("type") == "json_schema":
+            schema = enforceable(tag.get("json_schema"))
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}
+        try:
+            return {name: _enforceable_tag(part) for name, part in tag.items()}
+        except OptionError as error:
+            if tag.get("type") != "tag":
+                raise
+            raise OptionError(f"{error} (behind {str(tag.get('begin'))[:100]!r})") from None
+    return [_enforceable_tag(part) for part in tag] if isinstance(tag, list | tuple) else tag
+
+
+def _apart_from_json(name: str, params: SamplingParams) -> bytes | None:
+    """Control characters that may come where an answer is JSON or has JSON in it; None: any."""
+    if name == "json_schema":
+        return _JSON
+    tag = json.dumps(params.structural_tag)
+    if '"json_schema"' not in tag:
+        return None
+    return _TEXT if any(f'"{kind}"' in tag for kind in _FREE) else _JSON
+
+
+def _lawful(vocabulary: Sequence[bytes], also: bytes) -> Tensor:
+    """A bit per token, 32 to an int32: 0 for those with control characters, which JSON has nowhere, but for `also`.
+
+    xgrammar 0.2.8 lets them into strings of limited length. Tabs between values go with them; line ends may stay, which
+    it keeps out of strings.
+    """
+    bits = np.zeros(-(-len(vocabulary) // 32) * 32, dtype=np.uint8)
+    for token, text in enumerate(vocabulary):
+        bits[token] = all(byte >= 0x20 or byte in also for byte in text)
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4"))
+
+
+def _xgrammar(name: str) -> Any:
+    try:
+        import xgrammar
+    except ImportError:
+        raise OptionError(f"{name} needs xgrammar; install it with: pip install 'millpond[constrained]'") from None
+    return xgrammar

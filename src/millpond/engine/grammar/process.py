@@ -1,0 +1,153 @@
+"""The other end of `millpond.engine.grammar.worker`: grammars compiled in a process of their own, under limits."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from millpond.engine.grammar.worker import HEAD, MADE, UNKNOWN, CompileLimits, exactly
+from millpond.errors import MillpondError, OptionError
+
+#: Of every grammar; the longest legal schemas that were tried take a second.
+LIMITS = CompileLimits(seconds=10.0, cpu_seconds=5, memory_bytes=512 << 20, result_bytes=48 << 20)
+#: Seconds that the worker has to end by itself.
+_END_S = 2.0
+
+
+class Ask:
+    """One grammar that is to be compiled; another thread may give it up."""
+
+    def __init__(self) -> None:
+        self._wire: socket.socket | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: the process that compiles it is killed."""
+        with self._lock:
+            self._given_up = True
+            if self._wire is not None:
+                self._wire.shutdown(socket.SHUT_RDWR)
+
+    def begin(self, wire: socket.socket) -> None:
+        """It is asked for over `wire` from now on.
+
+        Raises:
+            EOFError: it was given up before.
+        """
+        with self._lock:
+            if self._given_up:
+                raise EOFError
+            self._wire = wire
+
+    def end(self) -> None:
+        """Nothing is asked for any more."""
+        with self._lock:
+            self._wire = None
+
+
+class GrammarProcess:
+    """Starts the worker when it is first needed, and anew if it died; safe to use from any thread.
+
+    Attributes:
+        limits: of each grammar.
+    """
+
+    def __init__(self, limits: CompileLimits = LIMITS) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def compile(self, spec: dict[str, Any], name: str, tokenizer: str, ask: Ask | None = None) -> str:
+        """A compiled grammar as JSON. It takes as long as it takes: not to be called where others wait.
+
+        Args:
+            spec: its `kind` and `value`, as the worker takes them. ask: by which another thread may give it up.
+            name: of the tokenizer. tokenizer: itself, as JSON of xgrammar.
+
+        Raises:
+            OptionError: the grammar is refused, or takes more than its limits. MillpondError: it was given up, or the
+                worker cannot be started.
+        """
+        ask = ask or Ask()
+        body = json.dumps({"tokenizer": name, "spec": spec, "limits": asdict(self.limits)}).encode()
+        ours, theirs = socket.socketpair()
+        try:
+            with ours:
+                with theirs:
+                    ask.begin(ours)
+                    self._hand_over(theirs)
+                try:
+                    kind, told = self._exchange(ours, body, tokenizer)
+                finally:
+                    ask.end()
+        except (OSError, EOFError) as error:
+            raise MillpondError("the grammar was given up, or the process that compiles grammars ended") from error
+        if kind != MADE:
+            raise OptionError(told.decode("utf-8", "replace"))
+        return told.decode()
+
+    def close(self) -> None:
+        """End the worker and all that it compiles; it starts again when it is needed."""
+        with self._lock:
+            self._end()
+
+    @staticmethod
+    def _exchange(wire: socket.socket, body: bytes, tokenizer: str) -> tuple[bytes, bytes]:
+        wire.sendall(struct.pack(">Q", len(body)) + body)
+        kind, length = HEAD.unpack(exactly(wire, HEAD.size))
+        if kind == UNKNOWN:
+            info = tokenizer.encode()
+            wire.sendall(struct.pack(">Q", len(info)) + info)
+            kind, length = HEAD.unpack(exactly(wire, HEAD.size))
+        return kind, exactly(wire, length)
+
+    def _hand_over(self, wire: socket.socket) -> None:
+        """Give the worker its end of a connection."""
+        with self._lock:
+            running = self._process is not None and self._process.poll() is None and self._owner == os.getpid()
+            if not running:
+                self._end()
+                self._start()
+            assert self._control is not None, "it was started"
+            socket.send_fds(self._control, [b"."], [wire.fileno()])
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        script = Path(__file__).with_name("grammar_worker.py")
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it forks
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(script), str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=os.environ | alone, start_new_session=True,
+            )  # fmt: skip
+        self._control, self._owner = ours, os.getpid()
+
+    def _end(self) -> None:
+        control, self._control = self._control, None
+        process, self._process = self._process, None
+        if control is not None:
+            control.close()  # which ends the worker
+        if process is not None and self._owner == os.getpid():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+#: One for all models of this process.
+WORKER = GrammarProcess()
+atexit.register(WORKER.close)

@@ -1,0 +1,224 @@
+"""JSON schemas that clients send: bounded, every keyword enforced or refused by name.
+
+xgrammar leaves out in silence what it cannot enforce, and what it enforces depends on which keywords stand beside each
+other. So a schema is written anew in the forms that it does enforce, and whatever does not fit into one is refused.
+An answer may be allowed less than the schema allows (objects whose properties are declared take no others), never more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from millpond.engine.grammar.satisfiable import MOST_PARTS, disjoint, satisfiable
+from millpond.engine.grammar.schema_types import ANNOTATIONS, DEFINITIONS, GUESSED, Forms, Schema, bad, shown
+from millpond.errors import OptionError
+
+#: Of one schema at most: bytes of JSON, schemas inside it, schemas inside each other, values of all `enum` together,
+#: and places that a `$ref` points to.
+MOST_BYTES, MOST_SCHEMAS, MOST_DEPTH, MOST_VALUES, MOST_REFS = 128 * 1024, 2_000, 32, 1_000, 200
+
+
+def enforceable(schema: Any) -> Schema:
+    """A schema that xgrammar enforces to the letter, and whose values are all values of `schema`.
+
+    Raises:
+        OptionError: it is too large, no JSON schema, holds what cannot be enforced, or no value can follow it.
+
+    Example:
+        >>> enforceable({"title": "age", "minimum": 1})
+        {'type': 'number', 'minimum': 1}
+    """
+    try:
+        size = len(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"json_schema is not JSON: {error}") from None
+    if size > MOST_BYTES:
+        raise OptionError(f"json_schema has {size:,} bytes and may have {MOST_BYTES:,}")
+    walk = _Walk()
+    root = walk.schema(schema, "#", 0)
+    names = walk.names()
+    definitions = {name: _linked(walk.found[place], names) for place, name in names.items()}
+    root = {"$ref": f"#/$defs/{names['#']}"} if "#" in names else _linked(root, names)
+    if not satisfiable(root, definitions):
+        raise OptionError("json_schema can be followed by no value")
+    _check_choices(root, definitions)
+    for node in definitions.values():
+        _check_choices(node, definitions)
+    root = _finished(root)
+    if not definitions or isinstance(root, bool):
+        return root
+    return {"$defs": {name: _finished(node) for name, node in definitions.items()}} | root
+
+
+class _Walk(Forms):
+    """Goes through the schemas in a schema, and through nothing else in it: names of properties are no keywords.
+
+    Attributes:
+        found: place -> schema, in a form that is enforced, its references by place still.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Schema] = {}
+        self._refs: dict[str, str] = {}  # place that is pointed to -> where that is said
+        self._values = 0
+
+    def names(self) -> dict[str, str]:
+        """Every place that something points to, with a name of its own.
+
+        Raises:
+            OptionError: there is no schema at such a place, or there are too many of them.
+        """
+        for place, where in self._refs.items():
+            if place not in self.found:
+                raise bad(where, "$ref", f"there is no schema at {place!r} inside this one")
+        if len(self._refs) > MOST_REFS:
+            raise OptionError(f"json_schema points to {len(self._refs):,} places and may to {MOST_REFS:,}")
+        return {place: f"r{number}" for number, place in enumerate(self._refs)}
+
+    def schema(self, given: Any, where: str, depth: int) -> Schema:
+        """The schema at a place in a form that is enforced."""
+        if len(self.found) >= MOST_SCHEMAS:
+            raise OptionError(f"json_schema holds more than {MOST_SCHEMAS:,} schemas")
+        if depth > MOST_DEPTH:
+            raise OptionError(f"json_schema has schemas inside each other more than {MOST_DEPTH} deep, at {where}")
+        if not isinstance(given, Mapping | bool):
+            raise bad(where, "", f"a schema is an object or a boolean, not {shown(given)}")
+        self.found[where] = True  # its place in the count
+        made = given if isinstance(given, bool) else self._written(dict(given), where, depth)
+        self.found[where] = made
+        return made
+
+    def _written(self, given: dict[str, Any], where: str, depth: int) -> Schema:
+        for kept in DEFINITIONS & given.keys():
+            self.schemas(given.pop(kept), f"{where}/{kept}", depth)
+        said = {name: value for name, value in given.items() if name not in ANNOTATIONS and not name.startswith("x-")}
+        if "$ref" in said:
+            return self._reference(said, where)
+        if "const" in said or "enum" in said:
+            return self._among(said, where)
+        for name in ("anyOf", "oneOf", "allOf"):
+            if name in said:
+                return self._several(name, said, where, depth)
+        return self.typed(said, where, depth)
+
+    def _reference(self, said: dict[str, Any], where: str) -> Schema:
+        alone(said, "$ref", where)
+        place = said["$ref"]
+        if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
+            raise bad(where, "$ref", f"{shown(place)} is outside this schema; only '#' and '#/...' can be followed")
+        self._refs.setdefault(place, where)
+        return {"$ref": place}
+
+    def _among(self, said: dict[str, Any], where: str) -> Schema:
+        types = said.pop("type", None)
+        name = "const" if "const" in said else "enum"
+        alone(said, name, where)
+        values = [said[name]] if name == "const" else said[name]
+        if not isinstance(values, list) or not values:
+            raise bad(where, name, "a list of at least one value is needed")
+        self._values += len(values)
+        if self._values > MOST_VALUES:
+            raise OptionError(f"json_schema lists more than {MOST_VALUES:,} values in enum, at {where}")
+        if types is not None:
+            wanted = self.types(types, where)
+            wrong = [value for value in values if not any(is_of(value, one) for one in wanted)]
+            if wrong:
+                raise bad(where, name, f"{shown(wrong[0])} is not of the type beside it")
+        return {"enum": values}
+
+    def _several(self, name: str, said: dict[str, Any], where: str, depth: int) -> Schema:
+        alone(said, name, where)
+        given = said[name]
+        if not isinstance(given, list) or not given:
+            raise bad(where, name, "a list of at least one schema is needed")
+        if name == "allOf" and len(given) > 1:
+            raise bad(where, name, "more than one schema at a time cannot be enforced; write them as one")
+        made = [self.schema(one, f"{where}/{name}/{place}", depth + 1) for place, one in enumerate(given)]
+        return made[0] if len(made) == 1 else {name: made}
+
+
+def alone(said: Mapping[str, Any], name: str, where: str) -> None:
+    """Raises:
+    OptionError: something stands beside a keyword that would hide it.
+    """
+    others = sorted(said.keys() - {name})
+    if others:
+        raise bad(where, others[0], f"beside {name} it cannot be enforced")
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of a type of JSON schemas."""
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if isinstance(value, int | float):
+        return kind == "number" or (kind == "integer" and value == int(value))
+    return kind == {str: "string", list: "array", dict: "object", type(None): "null"}[type(value)]
+
+
+def _check_choices(node: Schema, definitions: Mapping[str, Schema]) -> None:
+    """Raises:
+    OptionError: a `oneOf` whose schemas may share a value: only one of them at most may hold.
+    """
+    for one in _inside(node):
+        found = one.get("oneOf", ())
+        if len(found) > MOST_PARTS:
+            raise OptionError(f"json_schema: oneOf of {len(found)} schemas; at most {MOST_PARTS} can be enforced")
+        for place, first in enumerate(found):
+            if not all(disjoint(first, other, definitions) for other in found[place + 1 :]):
+                raise OptionError(
+                    "json_schema: oneOf cannot be enforced where two of its schemas may hold for one value; use anyOf, "
+                    "or give each a required property with a const of its own"
+                )
+
+
+def _finished(node: Schema) -> Schema:
+    """What was found to be disjoint as a plain choice, and without marks."""
+    return _mapped(
+        node,
+        lambda one: (
+            {"anyOf": one["oneOf"]} if "oneOf" in one else {name: part for name, part in one.items() if name != GUESSED}
+        ),
+    )
+
+
+def _linked(node: Schema, names: Mapping[str, str]) -> Schema:
+    return _mapped(node, lambda one: {"$ref": f"#/$defs/{names[one['$ref']]}"} if "$ref" in one else one)
+
+
+#: Where schemas stand in a form: one, several, or several by name.
+_ONE, _LISTS, _BY_NAME = (
+    ("items", "additionalProperties", "propertyNames"), ("anyOf", "oneOf", "prefixItems"),
+    ("properties", "patternProperties"),
+)  # fmt: skip
+
+
+def _mapped(node: Schema, change: Any) -> Schema:
+    """A form with `change` made to every object in it, from the inside out."""
+    if isinstance(node, bool):
+        return node
+    made: dict[str, Any] = dict(node)
+    for name in _ONE:
+        if name in made:
+            made[name] = _mapped(made[name], change)
+    for name in _LISTS:
+        if name in made:
+            made[name] = [_mapped(one, change) for one in made[name]]
+    for name in _BY_NAME:
+        if name in made:
+            made[name] = {key: _mapped(one, change) for key, one in made[name].items()}
+    changed: dict[str, Any] = change(made)
+    return changed
+
+
+def _inside(node: Schema) -> list[dict[str, Any]]:
+    """Every object of a form."""
+    found: list[dict[str, Any]] = []
+
+    def note(one: dict[str, Any]) -> dict[str, Any]:
+        found.append(one)
+        return one
+
+    _mapped(node, note)
+    return found

@@ -1,0 +1,204 @@
+"""A process of its own that compiles grammars, each in a child that may be killed: what runs when this file is run.
+
+Native code in a thread can be neither interrupted nor held to an amount of memory; a process can. This one imports
+xgrammar once and forks for each grammar, so that a child begins in milliseconds, and kills children that take too long
+or that nobody waits for any more. It imports nothing of Millpond, which would take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+#: What an answer begins with, before its length: a grammar, a refusal with its reason, a tokenizer must be sent first.
+MADE, REFUSED, UNKNOWN = b"+", b"-", b"?"
+HEAD = struct.Struct(">cQ")
+#: Seconds between two looks at the children.
+_LOOK_S = 0.02
+_MOST_TOKENIZERS = 4
+#: What xgrammar's errors begin with: the time, the place in its source, what did not hold there.
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """Of one grammar: seconds on the clock and of a processor, bytes of memory beyond those at the start, and of the
+    grammar when it is handed over.
+    """
+
+    seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    result_bytes: int
+
+
+@dataclass(slots=True)
+class _Child:
+    pid: int
+    wire: socket.socket
+    ends: float
+    limits: CompileLimits
+
+
+def main() -> None:
+    """Serve until the other end of the socket with the number in `sys.argv` is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    control = socket.socket(fileno=int(sys.argv[1]))
+    import xgrammar
+
+    tokenizers: dict[str, Any] = {}
+    children: list[_Child] = []
+    while True:
+        heard = [control, *(child.wire for child in children)]
+        ready, _, _ = select.select(heard, [], [], _LOOK_S if children else None)
+        for child in list(children):
+            _look_after(child, children, gone=child.wire in ready)
+        if control in ready:
+            _, wires, _, _ = socket.recv_fds(control, 1, 1)
+            if not wires:  # the one who asks is gone
+                for child in children:
+                    os.kill(child.pid, signal.SIGKILL)
+                return
+            _begin(socket.socket(fileno=wires[0]), tokenizers, children, xgrammar, control)
+
+
+def _look_after(child: _Child, children: list[_Child], gone: bool) -> None:
+    """Kill a child whose time is up or whom nobody listens to; say so where it died without a word."""
+    late = time.monotonic() > child.ends
+    if late or gone:
+        os.kill(child.pid, signal.SIGKILL)
+    pid, status = os.waitpid(child.pid, 0 if late or gone else os.WNOHANG)
+    if pid == 0:
+        return
+    children.remove(child)
+    if status:
+        by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        slow = late or by == signal.SIGXCPU
+        seconds = child.limits.seconds if late else child.limits.cpu_seconds
+        reason = f"more than {seconds:g} s" if slow else f"more than {child.limits.memory_bytes >> 20} MiB"
+        _send(child.wire, REFUSED, f"it takes {reason} to compile".encode())
+    child.wire.close()
+
+
+def _begin(
+    wire: socket.socket, tokenizers: dict[str, Any], children: list[_Child], xgrammar: Any, control: socket.socket
+) -> None:
+    try:
+        asked = json.loads(receive(wire))
+        name = asked["tokenizer"]
+        if name not in tokenizers:
+            _send(wire, UNKNOWN, b"")
+            tokenizers[name] = xgrammar.TokenizerInfo.deserialize_json(receive(wire).decode())
+            if len(tokenizers) > _MOST_TOKENIZERS:
+                del tokenizers[next(iter(tokenizers))]
+    except (OSError, EOFError):
+        wire.close()
+        return
+    limits = CompileLimits(**asked["limits"])
+    pid = os.fork()
+    if pid:
+        children.append(_Child(pid, wire, time.monotonic() + limits.seconds, limits))
+        return
+    code = 1
+    try:
+        control.close()
+        _confine(limits)
+        code = _compile(wire, asked["spec"], tokenizers[name], limits, xgrammar)
+    finally:
+        os._exit(code)
+
+
+def _confine(limits: CompileLimits) -> None:
+    import resource  # which Windows has not, and nor has it fork
+
+    os.nice(5)  # those whose answers are under way go first
+    with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as told:
+        pages = told.read().split()
+    if pages:
+        size = int(pages[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: CompileLimits, xgrammar: Any) -> int:
+    """What the exit status of the child shall be."""
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    kind, value = spec["kind"], spec["value"]
+    try:
+        if kind == "json_schema":
+            made = compiler.compile_json_schema(json.dumps(value), max_whitespace_cnt=spec["most_blanks"])
+        elif kind == "regex":
+            made = compiler.compile_regex(value)
+        elif kind == "grammar":
+            made = compiler.compile_grammar(value)
+        else:
+            made = compiler.compile_structural_tag({"type": "structural_tag", "format": value})
+        first = xgrammar.allocate_token_bitmask(1, tokenizer.vocab_size)
+        if xgrammar.GrammarMatcher(made).fill_next_token_bitmask(first, 0) and not first.any():
+            _send(wire, REFUSED, b"no answer can follow it")
+            return 0
+        told = made.serialize_json().encode()
+    except MemoryError:
+        return 1
+    except Exception as error:  # xgrammar's own types are not public
+        if "bad_alloc" in str(error):
+            return 1
+        _send(wire, REFUSED, _reason(error).encode())
+        return 0
+    if len(told) > limits.result_bytes:
+        _send(wire, REFUSED, f"its grammar takes {len(told):,} bytes, and may take {limits.result_bytes:,}".encode())
+        return 0
+    _send(wire, MADE, told)
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, without the time and the place in its source."""
+    lines = str(error).strip().splitlines()
+    return _PLACE.sub("", lines[-1]) if lines else type(error).__name__
+
+
+def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
+    with suppress(OSError):  # nobody waits for it any more
+        wire.sendall(HEAD.pack(kind, len(data)) + data)
+
+
+def receive(wire: socket.socket) -> bytes:
+    """The next message of the one who asks: its length, and itself.
+
+    Raises:
+        EOFError: the other end was closed.
+    """
+    (length,) = struct.unpack(">Q", exactly(wire, 8))
+    return exactly(wire, length)
+
+
+def exactly(wire: socket.socket, length: int) -> bytes:
+    """So many bytes.
+
+    Raises:
+        EOFError: the other end was closed before.
+    """
+    parts = bytearray()
+    while len(parts) < length:
+        part = wire.recv(min(length - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Recipes: the groups of an engine, by how their caches are kept, and the pools that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.codec import Codec
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.request import CacheOptions
+from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
+from millpond.hf.compress import policy_of
+from millpond.option_files import OptionFile, only_listed
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import PackedModel
+
+#: Groups that are kept although nobody decodes in them.
+IDLE = 64
+#: Ways of asking whose meaning is kept.
+COMPLETED = 256
+
+
+class GroupRegistry:
+    """Makes groups when a request first asks for one, and keeps them.
+
+    Args:
+        defaults: what holds where a request says nothing. account: what all pools share.
+        calibration: of the model, for the codecs that need one.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        defaults: CacheOptions,
+        account: MemoryLimit,
+        page_slots: int,
+        tokenizer: Any,
+        calibration: CalibrationSource = None,
+    ) -> None:
+        self.defaults = defaults
+        self._model = model
+        self._account = account
+        self._page_slots = page_slots
+        self._tokenizer = tokenizer
+        self._calibration = calibration
+        self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
+        self._pools: dict[tuple[Any, ...], PoolSet] = {}
+        self._completed: dict[tuple[Any, ...], CacheOptions] = {}
+
+    @property
+    def groups(self) -> list[DecodeGroup]:
+        """All groups so far."""
+        return list(self._groups.values())
+
+    def group(self, asked: CacheOptions) -> DecodeGroup:
+        """The group of a request.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: as `compress`; or a method that the engine cannot run.
+        """
+        files = self._files_of(asked)
+        wanted = _key(asked, files)
+        with only_listed(files):
+            if wanted not in self._completed:  # it may read a file: not at each request
+                if len(self._completed) >= COMPLETED:
+                    self._completed.clear()
+                self._completed[wanted] = self.complete(asked)
+            chosen = self._completed[wanted]
+            codec = "auto" if chosen.codec is None else chosen.codec
+            method = str(chosen.method)
+            key = _key(replace(chosen, codec=codec), files)
+            if key not in self._groups:
+                self._forget_idle()
+                recipe = CacheFactory(
+                    self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
+                    self._calibration if needs_calibration(codec) else None,
+                )  # fmt: skip
+                self._groups[key] = DecodeGroup(recipe, self._model.layers)
+        return self._groups[key]
+
+    def _files_of(self, asked: CacheOptions) -> Mapping[str, OptionFile] | None:
+        """What the options of a request may name; the engine's own options, as they are, may name any file."""
+        own = asked.method in (None, self.defaults.method) and not asked.options
+        return None if own else asked.files
+
+    def _forget_idle(self) -> None:
+        """Let go of groups that nobody decodes in, so that ever new settings do not pile up."""
+        idle = [key for key, group in self._groups.items() if not group.answers]
+        for key in idle[: max(0, len(idle) - IDLE)]:
+            del self._groups[key]
+
+    def complete(self, asked: CacheOptions) -> CacheOptions:
+        """What a request asks for, with the engine's defaults where it says nothing.
+
+        The default options belong to the default method; a default budget holds for methods that take one.
+        """
+        usual = self.defaults
+        method = usual.method if asked.method is None else asked.method
+        options = {**(usual.options if method == usual.method else {}), **asked.options}
+        budget = asked.budget
+        if budget is None and policy_of(str(method), options).takes_budget:
+            budget = usual.budget
+        return CacheOptions(
+            method=method, options=options, budget=budget, codec=usual.codec if asked.codec is None else asked.codec
+        )
+
+    def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> PoolSet:
+        key = (storage.name if isinstance(storage, Codec) else storage, masses)
+        if key not in self._pools:
+            self._pools[key] = PoolSet(
+                storage, self._page_slots, self._account, masses=masses, ropes=ropes_of(storage, self._model.model)
+            )
+        return self._pools[key]
+
+
+def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[Any, ...]:
+    """Equal where the same is wanted, by the same one of operator and client, and the same files may be named."""
+    return (
+        wanted.method,
+        *sorted((name, type(value).__name__, repr(value)) for name, value in wanted.options.items()),
+        repr(wanted.budget),
+        repr(wanted.codec),
+        None if files is None else tuple(sorted(files.items())),
+    )

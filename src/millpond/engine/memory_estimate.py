@@ -1,0 +1,123 @@
+"""Admission: the bytes of pages that a request will hold, before it holds any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.engine.scheduler import MemoryNeed
+from millpond.kernels.decode_rules import Evict, Signal
+from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
+from millpond.policy.variants.head_rules import HeadRulesPolicy
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+
+def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer: int, n: int) -> MemoryNeed:
+    """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
+
+    While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
+    codes, or in pages of fewer bits, comes beside it before it goes. Then a layer holds its budget, with as many more
+    entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
+    those of the answer too.
+    """
+    reading = shared = each = 0
+    copies = _writes_everywhere(recipe)
+    for index, layer in enumerate(layers):
+        pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
+        table = PageTable(pool, 1, layer.n_kv_heads)
+        before, after = _entries(recipe, index, layer, table, prompt, answer)
+        page = pool.page_bytes * layer.n_kv_heads
+        read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
+        beside = _codes if own is pool else _held
+        reading += own.page_bytes * layer.n_kv_heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt)
+        if n == 1:
+            each += _held(recipe, layer, after, prompt + answer)
+        elif copies:  # the prompt's pages stay until every answer has copies of its own
+            shared += _held(recipe, layer, before, prompt)
+            each += _held(recipe, layer, after, prompt + answer)
+        else:
+            shared += _held(recipe, layer, before, prompt)
+            each += page * ((after - before) // pool.slots + 2) + _codes(recipe, layer, after - before, answer)
+    return MemoryNeed(reading, shared, each)
+
+
+def pages_to_settle(recipe: CacheFactory, layers: list[LayerShape], prompt: int, stack: BatchCache | None = None) -> Pages:
+    """Pages that the plan of a prompt takes beside those that it gives back before.
+
+    Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are
+    written when the prompt's have gone, but for those that somebody else holds too; `stack`: what was read, None where
+    nothing was.
+    """
+    need: Counter[RefCountedPool[Any]] = Counter()
+    for index, layer in enumerate(layers):
+        pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+        before, _ = _entries(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
+        if packed is not None:
+            need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
+        plain = layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1)
+        held = None if stack is None else stack.layers[index].table
+        if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
+            need[pool] += plain
+        elif held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
+            need[pool] += held.pages_to_renew(plain)
+    return dict(need)
+
+
+def _held(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
+    """Bytes of so many entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
+    pool = recipe.pool(layer.key_dim, layer.value_dim)
+    plain = pool.page_bytes * layer.n_kv_heads * (_plain(recipe, layer, entries) // pool.slots + 1)
+    return plain + _codes(recipe, layer, entries, seen)
+
+
+def _plain(recipe: CacheFactory, layer: LayerShape, entries: int) -> int:
+    """Of so many entries per KV head, those that are no codes."""
+    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    if packed is None or codec is None:
+        return entries
+    loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
+    return entries + loose if codec.tiered else min(entries, loose)
+
+
+def _codes(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
+    """Bytes of so many entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
+    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    if packed is None or codec is None:
+        return 0
+    stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead
+    if recipe.policy.keeps_all or not (recipe.policy.every_step or recipe.policy.bounded):
+        stored = seen if codec.tiered else entries
+    return packed.page_bytes * layer.n_kv_heads * (stored // packed.slots + 2)
+
+
+def _entries(
+    recipe: CacheFactory, index: int, layer: LayerShape, table: PageTable, prompt: int, answer: int
+) -> tuple[int, int]:
+    """Entries per KV head, on average over the heads, that a layer holds after the plan, and at most while decoding."""
+    policy, total = recipe.policy, prompt + answer
+    if policy.keeps_all:
+        before, after = prompt, total
+    else:
+        budget = recipe.entries(index, total if policy.grows else prompt, table)
+        before = min(prompt, budget)
+        if policy.bounded:
+            after = min(total, budget + policy.plan_every)
+        elif isinstance(policy, HeadRulesPolicy) or isinstance(policy.heads, PromptHeadAllocation):
+            before, after = prompt, total
+        elif policy.every_step:
+            after = min(total, budget + policy.plan_every)
+        else:
+            after = before + answer
+    if layer.window:
+        before, after = min(before, layer.window), min(after, layer.window + policy.plan_every)
+    return before, max(before, after)
+
+
+def _writes_everywhere(recipe: CacheFactory) -> bool:
+    """Whether a decoding step writes to more than the last page of a head, so that answers cannot share pages."""
+    rule = recipe.policy.decode_rule(0)
+    return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or isinstance(recipe.policy, HeadRulesPolicy)

@@ -1,0 +1,141 @@
+"""Room: requests leave the pool when pages run short, and come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from millpond.cache.batch_cache import Pages
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.swap.files import SwapFiles
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.request_state import RequestState
+from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.errors import DataError
+from millpond.runner.packed_model import LayerShape
+
+
+class Preemptor:
+    """Carries requests out and in, so that a step finds the pages it needs.
+
+    Args:
+        live: the engine's requests by name. layers: what each layer of the model stores.
+        files: where requests that leave are put; None: the host's memory.
+
+    Attributes:
+        n_preempted: how often a request had to leave.
+        lost: requests that could not be carried out or in; whoever takes them away ends them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        live: Mapping[str, RequestState],
+        layers: list[LayerShape],
+        sharing: PrefixSharing,
+        files: SwapFiles | None = None,
+    ) -> None:
+        self.n_preempted = 0
+        self.lost: list[RequestState] = []
+        self._files = files
+        self._scheduler = scheduler
+        self._live = live
+        self._layers = layers
+        self._sharing = sharing
+
+    def prepare(self, step: Step) -> None:
+        """Carry out and in as the step says, and carry out more until the rest of it has room.
+
+        Pages of prompts that are kept for others go before any request does. A request that is alone is never carried
+        out: if it finds no room, running it says so.
+        """
+        for job in step.out:
+            self._preempt(job)
+        for job in step.back:
+            self._resume(job)
+        while not self._has_all(step):
+            if len([job for job in _jobs(step) if job.running]) < 2:
+                return
+            victim = self._scheduler.victim()
+            assert victim is not None, "what runs can be carried out"
+            self._preempt(victim)
+
+    def _preempt(self, job: Job) -> None:
+        live = self._live[job.key]
+        if live.stack is None:
+            live.stack = (
+                live.group.recipe.stack(len(live.ids)) if job.read < job.prompt else live.group.part(live.unfinished)
+            )
+        try:
+            live.stack.swap_out(self._files)
+        except DataError as error:
+            self._lose(live, error)
+        self.n_preempted += 1
+
+    def _resume(self, job: Job) -> None:
+        live = self._live[job.key]
+        assert live.stack is not None, "what comes back was carried out"
+        if not self._sharing.has(live.stack.pages_to_swap_in()):
+            self._scheduler.defer(job)
+            return
+        try:
+            live.stack.swap_in()
+        except DataError as error:
+            self._scheduler.defer(job)
+            return self._lose(live, error)
+        if job.read == job.prompt:
+            live.group.join(live.stack, live.unfinished)
+            live.stack = None
+
+    def _lose(self, live: RequestState, error: DataError) -> None:
+        """Its pages are free, and it cannot go on."""
+        assert live.stack is not None, "what moves has a cache"
+        live.stack.clear()
+        live.fail(error)
+        self.lost.append(live)
+
+    def _has_all(self, step: Step) -> bool:
+        """Whether what runs in the step has room, or will have without prompts that only others might want."""
+        if self._sharing.has(self._pages(step)):
+            return True
+        ending = self._ending(step)
+        for live in ending:  # pages that nobody else holds go before its plan writes; it is kept again by then
+            self._sharing.let_go(live)
+        return bool(ending) and self._sharing.has(self._pages(step))
+
+    def _ending(self, step: Step) -> list[RequestState]:
+        """Requests whose prompts will have been read."""
+        return [self._live[job.key] for job, n in step.chunks if job.running and job.read + n == job.prompt]
+
+    def _pages(self, step: Step) -> Pages:
+        """Pages that the running part of the step may take."""
+        need: Counter[RefCountedPool[Any]] = Counter()
+        for group in groups_of(step, self._live):
+            need.update(group.stack.pages_for_step())
+        for job, n in step.chunks:
+            if job.running:
+                live = self._live[job.key]
+                need.update(self._pages_to_read(live, n))
+        for live in self._ending(step):
+            need.update(self._sharing.pages_to_settle(live))
+        return dict(need)
+
+    def _pages_to_read(self, live: RequestState, n: int) -> Pages:
+        if live.stack is not None and live.stack.n_seq:
+            return live.stack.pages_for(n)
+        need: Counter[RefCountedPool[Any]] = Counter()
+        for layer in self._layers:
+            pool = live.group.recipe.prompt_pool(layer.key_dim, layer.value_dim)
+            need[pool] += layer.n_kv_heads * -(-n // pool.slots)
+        return dict(need)
+
+
+def groups_of(step: Step, live: Mapping[str, RequestState]) -> list[DecodeGroup]:
+    """The groups that decode in a step, each once."""
+    return list(dict.fromkeys(live[job.key].group for job in step.decodes if job.running))
+
+
+def _jobs(step: Step) -> list[Job]:
+    return [*step.decodes, *(job for job, _ in step.chunks)]

@@ -1,0 +1,80 @@
+"""Live: one request while the engine works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millpond.cache.batch_cache import BatchCache
+from millpond.engine.completion import CompletionState
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
+from millpond.engine.request import Request
+from millpond.engine.scheduler import Job, State
+from millpond.errors import MillpondError
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request, what the scheduler knows of it, its answers and, while it does not decode, its cache.
+
+    Attributes:
+        ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
+        prompt_logprobs: None where nobody asked. times: so far. error: what ended it too early.
+    """
+
+    request: Request
+    ids: tuple[int, ...]
+    job: Job
+    group: DecodeGroup
+    answers: list[CompletionState]
+    times: Times
+    stack: BatchCache | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: MillpondError | None = None
+    numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
+
+    def __post_init__(self) -> None:
+        self.numbers = np.array(self.ids, dtype=np.int64)
+
+    @property
+    def unfinished(self) -> list[CompletionState]:
+        """Answers that are not finished."""
+        return [answer for answer in self.answers if not answer.finished]
+
+    def regroup(self) -> None:
+        """Before a step: decode with those who pass steps, or with those who do not, as the scheduler says."""
+        if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:
+            going = self.unfinished
+            stack = self.group.part(going)
+            self.group = self.group.other
+            self.group.join(stack, going)
+
+    def cache(self, index: int = 0) -> tuple[BatchCache, int] | None:
+        """The caches that hold an answer, and which of their sequences it is; None while it holds none."""
+        if self.job.state is State.SWAPPED:
+            return None
+        if self.stack is not None:
+            return (self.stack, 0) if self.stack.n_seq else None
+        answer, group = self.answers[index], self.group
+        return (group.stack, group.answers.index(answer)) if answer in group.answers else None
+
+    def fail(self, error: Exception) -> None:
+        """All answers end because of an error; what an unknown one says may be about others, and stays its cause."""
+        if isinstance(error, MillpondError):
+            self.error = error
+        else:
+            self.error = MillpondError(f"the step failed with {type(error).__name__}")
+            self.error.__cause__ = error
+        for answer in self.unfinished:
+            answer.end("error")
+
+    def to_output(self) -> RequestOutput:
+        """As far as it has come."""
+        prompt = self.request.prompt
+        return RequestOutput(
+            self.request.request_id, prompt if isinstance(prompt, str) else None, self.ids,
+            tuple(answer.show() for answer in self.answers), self.times,
+            None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.unfinished, self.error,
+        )  # fmt: skip

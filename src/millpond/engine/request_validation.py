@@ -1,0 +1,102 @@
+"""Intake: from a request to what the engine works on, or a refusal that says why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.completion import CompletionState
+from millpond.engine.group_registry import GroupRegistry
+from millpond.engine.memory_estimate import estimate
+from millpond.engine.outputs import Times, TokenLogprob
+from millpond.engine.request import MOST_SALT, Request
+from millpond.engine.request_state import RequestState
+from millpond.engine.sampling.sampler import Sampler
+from millpond.engine.scheduler import Job, Scheduler
+from millpond.errors import BudgetError, OptionError
+from millpond.runner.packed_model import PackedModel, check_tokens
+
+
+class RequestValidator:
+    """Checks requests against the model, the memory and the scheduler's limits."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        recipes: GroupRegistry,
+        account: MemoryLimit,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        tokenizer: Any,
+    ) -> None:
+        self._model = model
+        self._recipes = recipes
+        self._account = account
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+
+    def validate(self, request: Request) -> RequestState:
+        """What the engine works on.
+
+        Raises:
+            OptionError: a prompt that is empty, longer than the model's context or needs a tokenizer; a value out of
+                range. BudgetError: the request can never fit the memory. Also what `compress` raises.
+        """
+        arrived = time.monotonic()
+        ids = self._ids(request)
+        most = self._most_new(request, len(ids))
+        params = request.params
+        self._sampler.check(params, self._model.vocabulary)
+        if params.stop and self._tokenizer is None:
+            raise OptionError("stop texts need a tokenizer; give stop_token_ids, or the engine its tokenizer")
+        if params.n > self._scheduler.most_running:
+            raise OptionError(f"n={params.n} is more than the {self._scheduler.most_running} answers that may run")
+        if request.deadline is not None and not request.deadline > 0:
+            raise OptionError(f"deadline={request.deadline} seconds: must be more than 0")
+        salt = request.cache_salt
+        if salt is not None and not 0 < len(salt) <= MOST_SALT:
+            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
+        group = self._recipes.group(request.cache)
+        need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
+        limit = self._account.limit_bytes
+        if limit is not None and need.most(params.n) > limit:
+            raise BudgetError(
+                f"a prompt of {len(ids)} tokens and {params.n} x {most} new ones may need {need.most(params.n):,} "
+                f"bytes of cache ({need.reading:,} while the prompt is read), and all requests together have "
+                f"{limit:,}; shorten it, lower max_tokens or the budget, or raise kv_memory"
+            )
+        job = Job(
+            request.request_id, len(ids), need, params.n, request.client, request.priority,
+            None if request.deadline is None else arrived + request.deadline, group.recipe.whole_prompt,
+        )  # fmt: skip
+        answers = [
+            CompletionState((request.request_id, index), params, most, self._model.end_tokens, self._tokenizer)
+            for index in range(params.n)
+        ]
+        logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
+        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs)
+
+    def _ids(self, request: Request) -> tuple[int, ...]:
+        if isinstance(request.prompt, str):
+            if self._tokenizer is None:
+                raise OptionError("a prompt of text needs a tokenizer; give token ids, or the engine its tokenizer")
+            ids = tuple(int(i) for i in self._tokenizer(request.prompt)["input_ids"])
+        else:
+            ids = tuple(int(i) for i in request.prompt)
+        check_tokens(ids, self._model.vocabulary)
+        return ids
+
+    def _most_new(self, request: Request, prompt: int) -> int:
+        """Tokens that an answer may have."""
+        context, asked = self._model.context_length, request.params.max_tokens
+        if context is None:
+            if asked is None:
+                raise OptionError("the model sets no limit to a text: give max_tokens")
+            return asked
+        if prompt >= context:
+            raise OptionError(
+                f"the prompt has {prompt} tokens, and the model's context holds {context} with the answer"
+            )
+        return context - prompt if asked is None else min(asked, context - prompt)

@@ -1,0 +1,1 @@
+"""Sampling: parameters, penalties, token choice and log probabilities."""

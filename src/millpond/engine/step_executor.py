@@ -1,0 +1,163 @@
+"""Turn: what one step of an engine does: tokens of prompts are read, next tokens are chosen, prompts are planned."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from millpond.cache.batch_cache import Pages
+from millpond.engine.completion import CompletionState, with_texts
+from millpond.engine.decode_group import DecodeGroup, figures_of
+from millpond.engine.model_step import PromptSegment, run
+from millpond.engine.prefix_sharing import PrefixSharing, together
+from millpond.engine.request_state import RequestState
+from millpond.engine.sampling.logprobs import score_tokens
+from millpond.engine.sampling.sampler import BadLogitsError, Sampler
+from millpond.engine.scheduler import Scheduler, Step
+from millpond.errors import MillpondError
+from millpond.runner.packed_model import PackedModel
+
+
+class StepExecutor:
+    """Runs steps. It ends answers, and forgets none: that is the engine's business.
+
+    Args:
+        live: the engine's requests by name.
+
+    Attributes:
+        counts: of prompt_tokens, generated_tokens and shared_tokens.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        sharing: PrefixSharing,
+        live: Mapping[str, RequestState],
+        tokenizer: object,
+    ) -> None:
+        self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0)
+        self._model = model
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._sharing = sharing
+        self._live = live
+        self._tokenizer = tokenizer
+
+    def share(self, step: Step) -> None:
+        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""
+        step.chunks = [(job, self._share(self._live[job.key], n)) for job, n in step.chunks]
+
+    def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
+        """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
+
+        Returns:
+            Requests with new tokens.
+        """
+        readings = [self._begin(live, n) for live, n in reading]
+        logits = run(self._model, groups, readings)
+        answers = [answer for group in groups for answer in group.answers]
+        rows = logits[: len(groups)]
+        read: list[RequestState] = []
+        for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
+            self._scheduler.mark_read(live.job, n)
+            self.counts["prompt_tokens"] += n
+            self._score_prompt(live, part, found)
+            if part.ends:
+                read.append(live)
+                answers += live.answers
+                rows.append(found[-1:].expand(len(live.answers), -1))
+        if answers:
+            self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
+        for live, later in zip(read, self._needs_behind(read), strict=True):
+            self._settle(live, later)
+        for group in dict.fromkeys([*groups, *(live.group for live in read)]):
+            group.update_stats()
+        return list(dict.fromkeys(self._live[answer.key[0]] for answer in answers))
+
+    def _share(self, live: RequestState, n: int) -> int:
+        """Before the first `n` tokens of a prompt are read: take over what others have read; returns how many are left.
+
+        Of a prompt that was begun nothing changes.
+        """
+        if live.job.read or live.stack is not None:
+            return n
+        shared = self._sharing.begin(live)
+        self._scheduler.mark_read(live.job, shared, served=False)
+        self.counts["shared_tokens"] += shared
+        for answer in live.answers:
+            answer.shared = shared
+        return min(n, live.job.prompt - live.job.read)
+
+    def _begin(self, live: RequestState, n: int) -> PromptSegment:
+        """The next `n` tokens of a prompt."""
+        if live.times.started is None:
+            live.times = replace(live.times, started=time.monotonic())
+        if live.stack is None:
+            live.stack = live.group.recipe.stack(len(live.ids))
+        start = live.job.read
+        ends = start + n == len(live.ids)
+        return PromptSegment(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
+
+    def _score_prompt(self, live: RequestState, part: PromptSegment, logits: Tensor) -> None:
+        """Log probabilities of the prompt's tokens behind those that were read, if asked for."""
+        if live.prompt_logprobs is None:
+            return
+        tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]
+        top = [live.request.params.prompt_logprobs or 0] * len(tokens)
+        for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
+            live.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
+
+    def _choose(self, answers: list[CompletionState], logits: Tensor) -> None:
+        """The next token of every answer; those whose logits allow none end."""
+        keys = [answer.key for answer in answers]
+        try:
+            sampled = self._sampler(keys, logits)
+        except BadLogitsError as error:
+            bad = error.reasons
+            for answer in answers:
+                if answer.key in bad:
+                    answer.end("error")
+                    self._live[answer.key[0]].error = bad[answer.key]
+            good = [place for place, key in enumerate(keys) if key not in bad]
+            answers = [answers[place] for place in good]
+            sampled = self._sampler([keys[place] for place in good], logits[good])
+        for answer, one in zip(answers, sampled, strict=True):
+            answer.take(one)
+        self.counts["generated_tokens"] += len(answers)
+
+    def _needs_behind(self, read: list[RequestState]) -> list[Pages]:
+        """For each prompt that was read, the pages that the plans of those behind it may take."""
+        needs: list[Pages] = [{}]
+        for live in reversed(read[1:]):
+            needs.append(together(needs[-1], self._sharing.pages_to_settle(live)))
+        return needs[::-1] if read else []
+
+    def _settle(self, live: RequestState, later: Pages) -> None:
+        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others.
+
+        later: pages that others may take in this step.
+        """
+        stack, going = live.stack, live.unfinished
+        assert stack is not None, "a prompt that was read has a cache"
+        live.times = replace(live.times, first_token=time.monotonic())
+        try:
+            self._sharing.keep(live, later)
+            if going:
+                stack.settle()
+        except MillpondError as error:
+            live.fail(error)
+            going = []
+        (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
+        for answer in live.answers:
+            answer.kv = replace(figures, shared_tokens=answer.shared)
+        if going:
+            stack.select([0] * len(going))
+            live.group.join(stack, going)
+            live.stack = None

@@ -1,0 +1,1 @@
+"""Texts and questions of tasks: generated, bundled and from files."""

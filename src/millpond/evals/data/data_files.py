@@ -1,0 +1,149 @@
+"""Data files that a user names: JSON Lines, JSON, either with .gz, and Parquet. Rows that know where they stand."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millpond.errors import DataError
+
+#: Bytes of a file that are read at most, decompressed.
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One row: its fields, its file and its number (a line of JSON Lines, else the place in the list), from 1."""
+
+    fields: Mapping[str, Any]
+    path: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Names the row for ever: the file's own name and the number."""
+        return f"{Path(self.path).name}:{self.number}"
+
+    def text(self, field: str) -> str:
+        """A field that must be text."""
+        return str(self._typed(field, str, "text"))
+
+    def words(self, field: str) -> str:
+        """A field that must be text with something in it."""
+        value = self.text(field)
+        if not value.strip():
+            raise self.error(field, "is empty")
+        return value
+
+    def whole(self, field: str) -> int:
+        """A field that must be a whole number, or the digits of one."""
+        value = self._typed(field, (int, str), "a whole number")
+        try:
+            return int(value)
+        except ValueError:
+            raise self.error(field, f"is {value!r}, not a whole number") from None
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        """A field that must be a list of at least one text."""
+        value = self._typed(field, list, "a list of texts")
+        if not value or not all(isinstance(each, str) for each in value):
+            raise self.error(field, "must be a list of at least one text")
+        return tuple(value)
+
+    def error(self, field: str, what: str) -> DataError:
+        """An error about one field of this row."""
+        return DataError(
+            f"{self.path}, row {self.number}: field {field!r} {what}; mend it, or name a file of this task's format"
+        )
+
+    def _typed(self, field: str, kind: type | tuple[type, ...], name: str) -> Any:
+        if field not in self.fields:
+            has = ", ".join(map(str, self.fields)) or "no fields"
+            raise self.error(field, f"is missing (it has {has})")
+        if not isinstance(self.fields[field], kind) or isinstance(self.fields[field], bool):
+            raise self.error(field, f"is of type {type(self.fields[field]).__name__}, and must be {name}")
+        return self.fields[field]
+
+
+def read_rows(path: str) -> list[DataRow]:
+    """All rows of a file.
+
+    Raises:
+        DataError: the file is not there, is broken, holds no row, or needs a library that is not installed.
+    """
+    if not path:
+        raise DataError("this task reads a file, and none was named; add path=FILE to its options")
+    rows = list(_parquet(path) if path.endswith(".parquet") else _json(path))
+    if not rows:
+        raise DataError(f"{path} holds no rows; name a file with at least one")
+    return rows
+
+
+def read_text(path: str) -> str:
+    """The text of a file, decompressed where its name ends in .gz; every line ends with a single line feed.
+
+    Raises:
+        DataError: it is not there, no regular file, longer than `MOST_BYTES`, or not UTF-8 text.
+    """
+    file = Path(path).expanduser()
+    if file.exists() and not file.is_file():
+        raise DataError(f"{path} is no regular file; name a file of UTF-8 text, plain or .gz")
+    try:
+        with gzip.open(file) if path.endswith(".gz") else file.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise DataError(f"{path} has more than {MOST_BYTES:,} bytes of text; cut it into several files")
+        text = data.decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); name a file of UTF-8 text, plain or .gz") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _json(path: str) -> Iterator[DataRow]:
+    text = read_text(path)
+    if path.removesuffix(".gz").endswith(".json"):
+        whole = _parsed(text, path, 1)
+        values = list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        values = [(number, _parsed(line, path, number)) for number, line in lines if line.strip()]
+    for number, fields in values:
+        if not isinstance(fields, dict):
+            raise DataError(f"{path}, row {number}: {str(fields)[:40]!r} is not an object with fields; mend the row")
+        yield DataRow(fields, path, number)
+
+
+def _parsed(text: str, path: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, row {number}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}); mend the row, "
+            f"or download the file again if it was cut off"
+        ) from error
+    except (RecursionError, ValueError) as error:  # nested too deep, or a number of thousands of digits
+        raise DataError(f"{path}, row {number}: not a row of data ({error}); mend the row") from error
+
+
+def _parquet(path: str) -> Iterator[DataRow]:
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise DataError(f'{path}: Parquet files need the library datasets: pip install "millpond[eval]"') from None
+    if not Path(path).expanduser().is_file():
+        raise DataError(f"{path} cannot be read (no such file); name an existing one")
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # where the library unpacks; nothing of it stays
+            table = datasets.Dataset.from_parquet(str(Path(path).expanduser()), cache_dir=folder, keep_in_memory=True)
+            rows = table.to_list()
+    except Exception as error:  # whatever the library's readers raise: pyarrow has its own tree of errors
+        raise DataError(f"{path} cannot be read as Parquet ({error}); download it again") from error
+    for number, fields in enumerate(rows, start=1):
+        yield DataRow(fields, path, number)

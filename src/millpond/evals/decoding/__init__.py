@@ -1,0 +1,1 @@
+"""Decoding for evaluation: batches, greedy answers, likelihoods and recorded attention."""

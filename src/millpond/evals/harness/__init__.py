@@ -1,0 +1,1 @@
+"""The evaluation run: plan, rounds of questions, store, results, summary and paired differences."""

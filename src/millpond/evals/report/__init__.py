@@ -1,0 +1,1 @@
+"""Reports: claims, curves, Pareto fronts, leaderboard."""

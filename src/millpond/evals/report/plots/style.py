@@ -1,0 +1,61 @@
+"""How every picture looks: paper, ink, thin grid, the colour scale, and how it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from millpond.evals.report.palette import FAINT, GRID, INK, PAPER, water
+
+SCALE = LinearSegmentedColormap.from_list("water", water(32))
+#: Text stays text in SVG and PDF; ids in an SVG do not change from run to run.
+SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "millpond"}
+DPI = 160
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty picture of so many inches."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.05)
+    made = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER, layout=layout)
+    FigureCanvasAgg(made)
+    return made
+
+
+def heading(made: Figure, title: str, note: str) -> None:
+    """What the picture shows, and below it how to read it."""
+    made.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12.5, color=INK)
+    made.text(0.0105, 1 - 0.40 / made.get_figheight(), note, fontsize=8.5, color=FAINT, va="center")
+
+
+def calm(axis: Axes, grid: bool = True) -> None:
+    """No frame, small ink labels, a thin grid behind the data."""
+    for side, spine in axis.spines.items():
+        spine.set_visible(grid and side == "bottom")
+        spine.set_color(GRID)
+    axis.tick_params(length=0, labelsize=8, labelcolor=FAINT, which="both")
+    axis.set_axisbelow(True)
+    if grid:
+        axis.grid(axis="y", color=GRID, linewidth=0.7)
+
+
+def title(axis: Axes, text: str) -> None:
+    """The name of a panel."""
+    axis.set_title(text, loc="left", fontsize=9.5, color=INK, pad=7)
+
+
+def write(made: Figure, path: Path, about: str = "") -> Path:
+    """Write a picture; the same numbers give the same file. An SVG carries the text `about`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, dict[str, Any]] = {
+        "png": {"Software": None}, "svg": {"Date": None, "Description": about or None}, "pdf": {"CreationDate": None},
+    }  # fmt: skip
+    with matplotlib.rc_context(SETTINGS):
+        made.savefig(path, metadata=kinds[path.suffix[1:]])
+    return path

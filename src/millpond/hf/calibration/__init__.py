@@ -1,0 +1,1 @@
+"""Calibration of codecs on a model: measured once, loaded with the model."""

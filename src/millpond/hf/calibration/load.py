@@ -1,0 +1,98 @@
+"""Codecs that need to know the model: a calibration is found, known again, and applied."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+from transformers import PreTrainedModel
+
+from millpond.cache.pages.rope_tables import RopeTables
+from millpond.codec import Codec, resolve
+from millpond.codec.calibration import Calibration, load_calibration
+from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.hf.model_support import n_layers, text_config
+from millpond.hf.signals.rotary import ModelRotation, layer_rotations
+
+#: A calibration, or its file.
+CalibrationSource = Calibration | str | os.PathLike[str] | None
+#: Numbers of each parameter that the mark of a model looks at.
+LOOKED_AT = 16
+
+
+def needs_calibration(codec: str | tuple[str, str]) -> bool:
+    """Whether a codec, by name, needs a calibration."""
+    stored = resolve(codec)
+    return isinstance(stored, Codec) and stored.calibrated
+
+
+def loaded(given: CalibrationSource) -> Calibration | None:
+    """A calibration as it is, or from its file.
+
+    Raises:
+        DataError: the file cannot be read, or is none.
+    """
+    return given if given is None or isinstance(given, Calibration) else load_calibration(given)
+
+
+def calibrated(
+    stored: torch.dtype | Codec | None, given: CalibrationSource, model: PreTrainedModel
+) -> torch.dtype | Codec | None:  # fmt: skip
+    """What is stored, with the calibration that its codec needs.
+
+    Raises:
+        OptionError: the codec needs a calibration and none is given, or takes none.
+        CacheMismatchError: the calibration is of another model. DataError: it cannot be read.
+    """
+    if not isinstance(stored, Codec) or not stored.calibrated:
+        if given is not None:
+            raise OptionError("calibration: only kvquant2, kvquant3 and kvquant4 take one; leave it out")
+        return stored
+    known = loaded(given)
+    if known is None:
+        raise OptionError(
+            f"codec {stored.name!r} needs a calibration of this model: make one with 'millpond calibrate', and give "
+            "its file as calibration"
+        )
+    if known.model != model_mark(model) or len(known.layers) != n_layers(text_config(model)):
+        raise CacheMismatchError(
+            f"this calibration was made for another model ({known.name}) than this {type(model).__name__}, for other "
+            "weights, or for the same ones in other numbers of 16 bits: calibrate this one with 'millpond calibrate'"
+        )
+    return known.applied(stored)
+
+
+def ropes_of(stored: torch.dtype | Codec | None, model: PreTrainedModel) -> RopeTables | None:
+    """How the layers turn keys that are stored before RoPE; None where none are.
+
+    Raises:
+        UnsupportedModelError: its rotation cannot be undone.
+    """
+    if not isinstance(stored, Codec) or not stored.pre_rope:
+        return None
+    return RopeTables(rotations_before_rope(model))
+
+
+def rotations_before_rope(model: PreTrainedModel) -> list[ModelRotation | None]:
+    """How the layers turn their keys.
+
+    Raises:
+        UnsupportedModelError: it cannot be undone.
+    """
+    try:
+        return list(layer_rotations(model, n_layers(text_config(model))))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{error}, so its keys cannot be stored before RoPE; use codec='kivi4' or 'int4', which store them after it"
+        ) from None
+
+
+def model_mark(model: PreTrainedModel) -> str:
+    """What tells a model from others, in whatever wider numbers it was loaded: names, shapes and some numbers."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta:
+            digest.update(parameter.detach().flatten()[:LOOKED_AT].bfloat16().float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,67 @@
+"""Image tokens: which tokens of a text stand for pieces of pictures, and how many of them a cache still holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from millpond.errors import CacheMismatchError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+#: What configurations call the ids of tokens that stand for pictures and films.
+NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """Tokens of images and videos.
+
+    Attributes:
+        seen: tokens processed, per sequence.
+        stored: entries held, [layer][sequence][KV head]. A merged entry counts once, at its own position.
+    """
+
+    seen: list[int]
+    stored: list[list[list[int]]]
+
+
+def image_ids(config: PreTrainedConfig) -> frozenset[int]:
+    """The ids of image and video tokens of a model; none where it takes text alone."""
+    found = (getattr(config, name, None) for name in NAMES)
+    return frozenset(i for i in found if isinstance(i, int))
+
+
+def image_tokens(cache: MillpondCache, ids: frozenset[int]) -> ImageTokens:
+    """How many tokens with one of `ids` a cache has seen, and how many it holds.
+
+    Raises:
+        UnsupportedModelError: the model has no image tokens.
+        CacheMismatchError: it was not given the ids of all tokens.
+    """
+    tokens, seen = cache.timeline.tokens, cache.timeline.seen
+    if not ids or tokens is None:
+        raise UnsupportedModelError("this model's configuration names no image tokens; it takes text alone")
+    stand_for_images = torch.tensor(sorted(ids))
+
+    def count(sequence: int, positions: Tensor) -> list[int]:
+        """(H, N) positions, -1 for none -> the image tokens among them, by row."""
+        found = tokens.at(torch.tensor([sequence]).to(positions.device), positions[None])[0].cpu()
+        real = positions.cpu() >= 0
+        if bool((found[real] < 0).any()):
+            raise CacheMismatchError(
+                "the ids of some tokens are not known, because the model was given inputs_embeds; pass input_ids"
+            )
+        counts: list[int] = (torch.isin(found, stand_for_images) & real).sum(1).tolist()
+        return counts
+
+    whole = [torch.arange(int(n), device=tokens.device)[None] for n in seen]
+    return ImageTokens(
+        seen=[count(s, positions)[0] for s, positions in enumerate(whole)],
+        stored=[[count(s, core.read(s).positions) for s in range(len(seen))] for core in cache.layer_caches],
+    )

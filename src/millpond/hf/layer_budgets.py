@@ -1,0 +1,204 @@
+"""Budgets: from what a user asked of the whole cache to entries per KV head of one layer of one sequence."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from millpond.budget import DEFAULT, Budget
+from millpond.cache.entries import quantize
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.errors import BudgetError, OptionError
+from millpond.hf.model_support import FULL
+from millpond.kernels.decode_rules import UNBOUNDED
+from millpond.policy.allocation.heads import Uniform
+from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
+from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
+from millpond.policy.policy import Policy
+from millpond.policy.scores.attention import Recency
+from millpond.policy.variants.head_rules import HeadRulesPolicy
+
+
+class BudgetFloorWarning(UserWarning):
+    """A ratio of a short prompt is smaller than what the method must protect; the smallest possible budget is used."""
+
+
+class FewEntriesWarning(UserWarning):
+    """So few entries stay that a model's answers suffer, or all of them stay whatever the method's score."""
+
+
+#: Entries per KV head below which a budget that evicts is warned of. A choice: a chat of a real model answered another
+#: question with 8 of them, and as with the full cache with 256.
+FEW = 64
+
+
+class LayerBudgets:
+    """Splits one budget over the layers of a model.
+
+    Args:
+        windows: of each layer, the positions that a query sees, its own among them; 0 for all.
+
+    Attributes:
+        budget: of the whole cache; None for no limit.
+        cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+    """
+
+    def __init__(self, budget: Budget | None, policy: Policy, windows: list[int]) -> None:
+        policy.layers.check(len(windows))
+        if isinstance(policy.heads, PromptHeadAllocation):
+            policy.heads.check(len(windows))
+        self.budget = budget
+        self._policy = policy
+        self._windows = windows
+        self._warned: set[type[Warning]] = set()
+        self._decided: dict[int, LayerAllocation] = {}
+        self.cores: list[LayerCache] = []
+
+    def entries(self, layer: int, table: PageTable, sequence: int, seen: int) -> int:
+        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens."""
+        if self.budget is None:
+            return UNBOUNDED
+        layers = self._policy.layers
+        if isinstance(layers, PromptLayers):
+            layers = self._decide(layers, layer, sequence)
+        most = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
+        least = self._policy.protect.minimum()
+        return split_budget(layers, self._average(table, seen), least, most)[layer]
+
+    def _decide(self, layers: PromptLayers, layer: int, sequence: int) -> LayerAllocation:
+        """What the first layer decides when its turn to plan comes, the others follow.
+
+        Raises:
+            OptionError: the first layer plans before the others have read the prompt.
+        """
+        if layer == 0:
+            if any(core.columns != self.cores[0].columns for core in self.cores):
+                raise OptionError(
+                    "layer budgets that depend on the prompt are known when all layers have read it, which assisted "
+                    "generation does not wait for; use another method with it"
+                )
+            self._decided[sequence] = layers.decide([core.measure(sequence, layers.measure) for core in self.cores])
+        return self._decided[sequence]
+
+    def _average(self, table: PageTable, seen: int) -> int:
+        """Entries per KV head on average over the layers."""
+        assert self.budget is not None
+        entries = self._asked(table, seen)
+        self._tell_of_few(entries, seen)
+        return entries
+
+    def _asked(self, table: PageTable, seen: int) -> int:
+        """What the budget means for a sequence of `seen` tokens."""
+        assert self.budget is not None
+        if self.budget.kind == "bytes":
+            entries = self._entries_of_bytes(table, int(self.budget.amount))
+            if entries < 1:
+                raise BudgetError(
+                    f"a budget of {self.budget} holds no entry of each of {len(self._windows) * table.n_regions} "
+                    f"heads (layers x sequences x KV heads) beside what gathers before it is evicted or stored as "
+                    "codes; raise the budget, or lower page_slots or what the method gathers"
+                )
+            return entries
+        entries = self.budget.entries(seen)
+        least = self._policy.protect.minimum()
+        if self.budget.kind == "ratio" and entries < least:
+            self._warn(
+                BudgetFloorWarning,
+                f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "
+                f"the method protects; keeping {least}",
+            )
+            return least
+        return entries
+
+    def _tell_of_few(self, entries: int, seen: int) -> None:
+        """Warn where `entries` per KV head of `seen` tokens are too few for answers, or for the score to choose any."""
+        protect = self._policy.protect
+        held = protect.sinks + protect.newest(entries)
+        if entries >= seen:
+            return
+        if self._policy.score is not None and not isinstance(self._policy.score, Recency) and held >= entries:
+            self._warn(
+                FewEntriesWarning,
+                f"of {entries} entries per KV head {protect.sinks} are sinks and the rest the newest, so that the "
+                "method's score chooses none; raise the budget, or lower sinks or recent",
+            )
+        elif entries < FEW:
+            self._warn(
+                FewEntriesWarning,
+                f"budget {self.budget}: of {seen} tokens {entries} entries per KV head stay, so few that answers of "
+                f"most models suffer; raise the budget, or leave it out for {DEFAULT}",
+            )
+
+    def _warn(self, kind: type[Warning], text: str) -> None:
+        """Once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, kind, stacklevel=2)
+
+    def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
+        regions = len(self._windows) * table.n_regions
+        page = table.pool.page_bytes + 4
+        pages = (amount // regions - 12) // page
+        if pages < 1:
+            raise BudgetError(
+                f"a budget of {amount} bytes leaves {amount // regions} bytes to each of {regions} heads (layers x "
+                f"sequences x KV heads), less than one page of {page} bytes; raise the budget or lower page_slots"
+            )
+        slots = table.pool.slots
+        # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
+        gathering = self._policy.plan_every - 1  # beyond the budget, before they are merged
+        plain = int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
+        if table.sealed is None:
+            return plain
+        if not self._all_alike:
+            return max(self._uneven_with_codes(table, table.sealed, amount))
+        never_sealed = min(plain, quantize.max_unquantized(table.sealed) - 1)
+        return max(never_sealed, self._entries_with_codes(table, table.sealed, amount))
+
+    def _uneven_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> tuple[int, int]:
+        """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
+
+        An entry takes what it costs as a number, or twice what it costs as a code, for the tombstones beside it.
+        """
+        plain_page, packed_page = table.pool.page_bytes + 4, sealed.pool.page_bytes + 4
+        room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
+        each = max(plain_page / table.pool.slots, 2 * packed_page / sealed.slots)
+        anyhow = int((room - plain_page) / each) - self._policy.plan_every
+        full = -(-(quantize.max_unquantized(sealed) + self._policy.plan_every) // table.pool.slots) * plain_page
+        return anyhow, (room - full) // (2 * packed_page) * sealed.slots
+
+    def _entries_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> int:
+        """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
+
+        What leaves while decoding leaves tombstones, as many as entries before their pages are given back.
+        """
+        most = quantize.max_unquantized(sealed)
+        plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
+        room = amount // (len(self._windows) * table.n_regions) - 20 - plain
+        pages = room // (sealed.pool.page_bytes + 4)
+        if pages < 1:
+            return 0
+        return int(max(pages - 2, 0) // 2) * sealed.slots + most - sealed.slots
+
+    @property
+    def _all_alike(self) -> bool:
+        alike = isinstance(self._policy.heads, Uniform) and not isinstance(self._policy, HeadRulesPolicy)
+        return alike and isinstance(self._policy.layers, EvenLayers)
+
+
+def within(policy: Policy, budget: Budget | None) -> Policy:
+    """The policy under a budget: one in bytes bounds what grows while decoding too."""
+    return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy
+
+
+def layer_windows(config: PreTrainedConfig, n_layers: int) -> list[int]:
+    """The positions that a query of each layer sees, as the configuration has it; 0 for all."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(config, "use_sliding_window", True) else 0] * n_layers
+    return [0 if kind == FULL else window for kind in kinds[:n_layers]]

@@ -1,0 +1,167 @@
+"""Which models can run on a Millpond cache, and why others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from millpond.cache.layer.latent_cache import LatentCache
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.errors import UnsupportedModelError
+
+#: Families that compute attention in their own code and ignore the attention interface.
+BYPASS = {
+    "bloom", "falcon", "gptj", "gpt_neo", "codegen", "mpt", "xglm", "cpmant", "gpt_neox_japanese", "ctrl", "xlnet",
+}  # fmt: skip
+#: Types that nothing in their configuration tells from those that run, and what keeps them from it.
+REFUSED = {
+    "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
+    "diffusion_gemma": "writes blocks of text by diffusion, whose tokens see ahead",
+    "doge": "masks attention by the values of all tokens, which would not follow an eviction",
+    "hrm_text": "passes its layers several times over, with keys and values of their own each time",
+    "git": "takes in keys and attends to them in its own code, so nothing would be compressed",
+    "mllama": "has layers that attend to images alone, which hand no keys and values of text to a cache",
+    "mllama_text_model": "has layers that attend to images alone, which hand no keys and values of text to a cache",
+    "evolla": "is given all of its text again at each step, so a cache would hold it many times over",
+}
+#: Kinds of attention layers whose entries a policy can choose from.
+FULL = "full_attention"
+LAYER_TYPES = {FULL, "sliding_attention"}
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration of the language side of a model."""
+    config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+    return config
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside what PEFT or `torch.compile` has wrapped around it; all else as it is.
+
+    Its adapters lie inside the model, so a PEFT model's `generate` goes through it and uses its cache.
+
+    Raises:
+        UnsupportedModelError: a wrapper that passes keys and values of its own, or one that spreads the model.
+    """
+    while not isinstance(model, PreTrainedModel):
+        name = type(model).__name__
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{name}: prefix and prompt tuning pass keys and values or embeddings of their own before each text; "
+                "only adapters inside the layers (LoRA and its kin) go together with a cache"
+            )
+        base = getattr(model, "get_base_model", None)
+        inner = base() if callable(base) else getattr(model, "_orig_mod", None)
+        if inner is None:
+            spread = getattr(model, "module", None)
+            if isinstance(spread, PreTrainedModel):
+                raise UnsupportedModelError(f"{name} spreads a model over devices; pass the model inside, model.module")
+            return model
+        model = inner
+    return model
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the model's attention cannot be replaced; the message says which part and why.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
+    name, config = type(model).__name__, text_config(model)
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} was compiled in place (model.compile()), and torch cannot trace a cache that grows and evicts; "
+            "load it anew and do not compile it, or call torch.compile(model) and generate with that"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; only decoders keep a KV cache that can be compressed"
+        )
+    if config.model_type in BYPASS:
+        raise UnsupportedModelError(
+            f"{name} (model type {config.model_type!r}) computes attention in its own code and bypasses transformers' "
+            "attention interface, so nothing would be compressed"
+        )
+    for kind in (model.config.model_type, config.model_type):
+        if kind in REFUSED:
+            raise UnsupportedModelError(f"{name} (model type {kind!r}) {REFUSED[kind]}")
+    for module in _decoders(model, config):
+        if not module._can_set_attn_implementation():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} does not use transformers' attention interface, so nothing would be "
+                "compressed"
+            )
+    if getattr(config, "index_topk", None):
+        raise UnsupportedModelError(
+            f"{name} chooses what it attends to with an indexer of its own, whose cache would not follow an eviction"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{name} lets {config.num_kv_shared_layers} layers attend to the keys of other layers; shared caches are "
+            "not supported"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
+        )
+    for field in ("num_hidden_layers", "num_attention_heads"):
+        if not _names(config, field):
+            raise UnsupportedModelError(
+                f"{name} is not one stack of attention layers: its configuration names no {field}"
+            )
+
+
+def _names(config: PreTrainedConfig, field: str) -> bool:
+    try:
+        return getattr(config, field, None) is not None
+    except RuntimeError:  # each layer has its own
+        return True
+
+
+def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
+
+
+def decoder_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The model, and the decoders inside it whose calls begin a forward pass as well."""
+    return list(dict.fromkeys([model, *_decoders(model, text_config(model))]))
+
+
+def stores_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model caches one latent per token and expands it to keys and values on each pass (MLA)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def layer_cache(config: PreTrainedConfig) -> Callable[..., LayerCache]:
+    """What makes the cache of one layer."""
+    if stores_latents(config):
+        return partial(LatentCache, latent_dim=int(config.kv_lora_rank), rope_dim=int(config.qk_rope_head_dim))
+    return LayerCache
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for; None where its configuration sets no limit."""
+    limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    return limit
+
+
+def n_layers(config: PreTrainedConfig) -> int:
+    """Layers that hold a cache."""
+    count: Any = config.num_hidden_layers
+    return int(count)
+
+
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """The decoder's module that makes cosines and sines for (x, position_ids), or None."""
+    for decoder in _decoders(model, text_config(model)):
+        for name, module in decoder.named_modules():
+            if name.split(".")[-1] == "rotary_emb":
+                found: nn.Module = module
+                return found
+    return None

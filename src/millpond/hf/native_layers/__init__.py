@@ -1,0 +1,1 @@
+"""Decoder layers and linear layers replaced by native kernels while decoding."""

@@ -1,0 +1,228 @@
+"""use_lean_layers: while a model decodes on a CPU, run a decoder layer in a few native calls.
+
+A step of decoding spends more time between the operations of a layer (norms, rotary embedding, gates: some fifty small
+ones) than in its attention. Where a layer is built as Llama's is, the same arithmetic takes three calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from millpond.errors import UnsupportedModelError
+from millpond.hf.attention import attention
+from millpond.hf.native_layers.forward_override import ForwardOverride
+from millpond.kernels import decoder_rows
+from millpond.kernels.decoder_ops import TOLERANCE, choose
+from millpond.models.lean.block import Block
+from millpond.models.lean.fuse import apart
+from millpond.models.lean.layers import block_of
+from millpond.models.lean.watch import Watch, own_forward
+
+#: What a layer says of its attention; the rest of what it passes on is nothing to us.
+_SETTINGS = ("scaling", "sliding_window", "softcap", "s_aux", "position_bias")
+_TRIAL, _SEEN = "millpond_trial", "_millpond_seen"
+
+
+class _Parts(NamedTuple):
+    """A layer taken apart.
+
+    Attributes:
+        settings: of its attention, as the layer itself passes them. dtype: of all weights.
+    """
+
+    attention: Any
+    block: Block
+    settings: dict[str, Any]
+    dtype: torch.dtype
+
+
+class _Known(NamedTuple):
+    """What is known of a layer, as long as `watch` finds it the same.
+
+    Attributes:
+        tried: whether it was tried out. parts: None if it was not, or only its own forward will do.
+    """
+
+    watch: Watch
+    tried: bool = False
+    parts: _Parts | None = None
+
+
+#: The layers that are switched.
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Stands in for the forward of a decoder layer."""
+    parts = None
+    if position_embeddings is not None and past_key_values is not None and decoder_rows.fits(hidden_states, ()):
+        parts = _parts_of(self, hidden_states.dtype)
+    if parts is None:
+        return type(self).forward(
+            self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+        )  # fmt: skip
+    assert position_embeddings is not None, "looked at above"
+    return _run(parts, hidden_states, attention_mask, past_key_values, position_embeddings)
+
+
+STAND_IN = ForwardOverride(forward)
+
+
+def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
+    """The parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
+
+    A layer of which anything was replaced since is taken apart and tried out anew.
+    """
+    known = _known.get(layer)
+    if known is None:
+        return None
+    if not known.watch.same():
+        _known[layer] = known = _begin(layer)
+    if not known.watch.quiet():
+        return None
+    if not known.tried:
+        _known[layer] = known = _learn(layer, known)
+    parts = known.parts
+    if parts is None or parts.dtype is not dtype:
+        return None
+    return parts if parts.attention.config._attn_implementation in AttentionInterface._global_mapping else None
+
+
+def _run(
+    parts: _Parts,
+    x: Tensor,
+    mask: Tensor | None,
+    cache: Any,
+    embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The layer: (B, Q, width) -> (B, Q, width)."""
+    module = parts.attention
+    batch, length = x.shape[:2]
+    together = AttentionInterface._global_mapping[module.config._attn_implementation]
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, index)
+        out: Tensor = together(module, q, k, v, mask, dropout=0.0, **parts.settings)[0]
+        return out.reshape(batch * length, -1)
+
+    cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in embeddings)
+    wide = x.reshape(batch * length, -1)
+    return parts.block.forward(wide, (cos, sin), attend, choose(wide)).view(x.shape)
+
+
+def use_lean_layers(model: nn.Module) -> Callable[[], None]:
+    """Let decoder layers that are built as Llama's is pass few rows (decoding) through native calls.
+
+    A layer is switched if its modules are those of Llama or Qwen3 and a trial gives what its own forward gives. Only
+    `forward` is replaced; passes of many rows, with gradients, or with hooks inside the layer take the layer's own.
+
+    Returns:
+        What undoes it, once no other caller needs it.
+    """
+    ours = []
+    for module in model.modules():
+        if not STAND_IN.serves(module):
+            if not _may_be_taken_apart(module):
+                continue
+            known = _begin(module)
+            if known.watch.quiet():
+                known = _learn(module, known)
+            if known.parts is None:
+                continue
+            _known[module] = known
+        ours.append(module)
+    return STAND_IN.begin(ours)
+
+
+def _may_be_taken_apart(layer: Any) -> bool:
+    """Whether a module may be a decoder layer as Llama has it."""
+    return hasattr(layer, "input_layernorm") and hasattr(getattr(layer, "self_attn", None), "config")
+
+
+def _begin(layer: nn.Module) -> _Known:
+    """A layer as it is now, not tried out yet."""
+    return _Known(Watch([module for module in layer.modules() if module is not layer], around=layer))
+
+
+def _learn(layer: nn.Module, known: _Known) -> _Known:
+    """What the layer is made of, and whether our pass gives what its own forward gives."""
+    return known._replace(tried=True, parts=_take_apart(layer))
+
+
+def _take_apart(layer: Any) -> _Parts | None:
+    """The parts of a decoder layer as Llama has it; None if it is anything else, or computes anything else."""
+    inside = [module for module in layer.modules() if module is not layer]
+    if not _may_be_taken_apart(layer) or any(own_forward(module) is not None for module in (layer, *inside)):
+        return None
+    try:
+        block = block_of(layer, apart)
+    except UnsupportedModelError:
+        return None
+    weight = layer.input_layernorm.weight
+    if not weight.is_cpu or weight.dtype not in TOLERANCE:
+        return None
+    weights = [weight for module in inside for weight in module._parameters.values()]
+    return _try_out(layer, block, weights)
+
+
+@torch.no_grad()
+def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts | None:
+    """The layer's parts, if two random tokens come out of our pass as out of its own."""
+    weight, attn = layer.input_layernorm.weight, layer.self_attn
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)
+    angles = torch.rand(1, 2, attn.head_dim // 2, generator=draw).repeat(1, 1, 2) * 6
+    embeddings = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if not decoder_rows.fits(x, weights):
+        return None
+    twin, seen = _twin(layer)
+    try:
+        own = type(layer).forward(twin, x, position_embeddings=embeddings)
+        found = _run(_Parts(twin.self_attn, block, seen, x.dtype), x, None, None, embeddings)
+    except (TypeError, ValueError, RuntimeError):
+        return None  # not a layer like Llama's after all
+    if not isinstance(own, Tensor) or own.shape != found.shape:
+        return None
+    error, size = (found - own).abs().max(), (own - x).abs().max()
+    return _Parts(attn, block, seen, x.dtype) if bool(error <= TOLERANCE[x.dtype] * size) else None
+
+
+def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """The layer, made of the same modules, whose attention tells what settings it is given: layer, settings.
+
+    The layer itself stays as it is: another thread may be passing it.
+    """
+    if _TRIAL not in AttentionInterface._global_mapping:
+        AttentionInterface.register(_TRIAL, _tell)
+    twin, attn = copy(layer), copy(layer.self_attn)
+    attn.config = copy(layer.self_attn.config)
+    attn.config._attn_implementation_internal = _TRIAL
+    seen: dict[str, Any] = {}
+    attn.__dict__[_SEEN] = seen
+    twin._modules = dict(layer._modules, self_attn=attn)
+    return twin, seen
+
+
+def _tell(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    """The attention of a trial."""
+    module.__dict__[_SEEN].update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
+    return attention(module, q, k, v, mask, **given)

@@ -1,0 +1,1 @@
+"""Patterns and filters computed from a model before it is used."""

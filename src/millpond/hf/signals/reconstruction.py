@@ -1,0 +1,133 @@
+"""Rebuilder: lets a model say its prompt again over its own cache, and tells each layer what it looked at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.reconstruction import ReconstructionProbe
+from millpond.errors import OptionError
+from millpond.hf.grad_mode import no_autograd
+from millpond.hf.model_support import decoder_modules
+from millpond.policy.variants.reconstruction import ReconstructionPolicy
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+
+def ask_ids(policy: ReconstructionPolicy, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """What asks for the repetition, as token ids.
+
+    Raises:
+        OptionError: it must be spelled, and there is no tokenizer.
+    """
+    if policy.ids is not None:
+        return policy.ids
+    if tokenizer is None:
+        raise OptionError(
+            f"this method asks the model {policy.ask!r}, which a tokenizer spells: pass tokenizer= to compress, or "
+            "token ids as its option, ask='5;6', or ask='none'"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise OptionError(f"tokenizer={tokenizer!r} is not a transformers tokenizer")
+    return tuple(int(i) for i in tokenizer(policy.ask, add_special_tokens=False)["input_ids"])
+
+
+class PromptReconstruction:
+    """Repeats what every sequence has read since the last time, in chunks, and takes those tokens back."""
+
+    def __init__(self, model: PreTrainedModel, policy: ReconstructionPolicy) -> None:
+        self._decoder: Any = decoder_modules(model)[-1]
+        self._device = model.device
+        self._policy = policy
+        begins = model.config.get_text_config().bos_token_id
+        self._begins = torch.tensor(begins if isinstance(begins, list) else [-1 if begins is None else begins])
+        self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
+        self.running = False
+
+    def run(self, cache: MillpondCache) -> None:
+        """Repeat the new tokens of all sequences, then plan every layer.
+
+        Raises:
+            OptionError: the tokens that wait may be taken back.
+        """
+        timeline, n_seq = cache.timeline, cache.timeline.n_seq
+        if cache.journal.recording:
+            raise OptionError(
+                "a prompt whose last tokens may be taken back, as in assisted generation, cannot be repeated; use "
+                "another method with it"
+            )
+        done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
+        columns, seen = timeline.columns, timeline.seen.copy()
+        done = np.maximum(done, self._marks(timeline))
+        for core in cache.layer_caches:
+            core.peek = ReconstructionProbe(n_seq, core.stored.shape[1], int(seen.max()), self._device)
+        self.running = True
+        try:
+            for begin in range(0, int((seen - done).max()), self._policy.chunk):
+                first = np.minimum(done + begin, seen)
+                self._repeat(cache, first, np.minimum(first + self._policy.chunk, seen))
+                timeline.rewind(columns, seen)
+                for core in cache.layer_caches:
+                    core.columns = columns
+        finally:
+            self.running = False
+            found = [core.peek for core in cache.layer_caches]
+            for core in cache.layer_caches:
+                core.peek = None
+        self._settle(cache, found)
+        self._done = seen
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice of sequences."""
+        self._done = self._done[sequences]
+
+    @property
+    def done(self) -> np.ndarray:
+        """(S,) tokens that were repeated."""
+        return self._done
+
+    def adopt(self, seen: np.ndarray) -> None:
+        """The first `seen` (S,) tokens were repeated elsewhere."""
+        self._done = seen.copy()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._done = self._done[:0]
+
+    def _marks(self, timeline: PositionTracker) -> np.ndarray:
+        """(S,) 1 for texts that open with the mark of a beginning, which is not repeated in the middle; else 0."""
+        assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+        rows = torch.arange(timeline.n_seq, device=self._device)
+        opens = timeline.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
+        return torch.isin(opens.cpu(), self._begins).long().numpy()
+
+    @torch.no_grad()
+    def _repeat(self, cache: MillpondCache, first: np.ndarray, last: np.ndarray) -> None:
+        """One pass over the tokens first..last-1 of each sequence, behind the question."""
+        timeline, ask = cache.timeline, self._policy.ids
+        assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+        assert ask is not None, "the question is known before a cache uses it"
+        lengths = np.where(last > first, last - first + len(ask), 0)
+        width = int(lengths.max())
+        ids = torch.zeros(len(first), width, dtype=torch.long, device=self._device)
+        mask = torch.zeros_like(ids)
+        for row in np.flatnonzero(lengths).tolist():
+            place = torch.arange(int(first[row]), int(last[row]), device=self._device)[None]
+            own = timeline.tokens.at(torch.tensor([row], device=self._device), place)[0]
+            ids[row, width - int(lengths[row]) :] = torch.cat([torch.tensor(ask, device=self._device).long(), own])
+            mask[row, width - int(lengths[row]) :] = 1
+        start = torch.from_numpy(timeline.seen).to(self._device)[:, None]
+        self._decoder(
+            input_ids=ids, past_key_values=cache, attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
+            position_ids=(start + mask.cumsum(1) - 1).clamp(min=0),
+        )  # fmt: skip
+
+    @no_autograd
+    def _settle(self, cache: MillpondCache, found: list[ReconstructionProbe | None]) -> None:
+        for core, peek in zip(cache.layer_caches, found, strict=True):
+            core.settle(peek)

@@ -1,0 +1,191 @@
+"""Entropies: watches a model's predictions, and tells each layer how little its new tokens were expected."""
+
+from __future__ import annotations
+
+import weakref
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millpond.cache.entries.set_scores import set_scores
+from millpond.cache.state.positions import ForwardSpan
+from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.hf.grad_mode import no_autograd
+from millpond.hf.signals.predictions import Predictions
+from millpond.policy.variants.token_entropy import EntropyPolicy
+
+if TYPE_CHECKING:
+    from millpond.hf.cache import MillpondCache
+
+
+#: Decoded tokens that layers are told of late, at the most.
+MOST_WAITING = 256
+
+
+class TokenEntropyHook:
+    """Hooks on a model. They let it compute the logits of all tokens, and hand out only those that were asked for.
+
+    Knows the cache only weakly, so that a forgotten cache can be collected.
+
+    Raises:
+        UnsupportedModelError: the model predicts nothing.
+    """
+
+    def __init__(self, cache: MillpondCache, model: PreTrainedModel, policy: EntropyPolicy, settles: bool) -> None:
+        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if head is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} predicts no tokens, which this method looks at; use the model with its head, "
+                "such as the ...ForCausalLM of its family"
+            )
+        self._cache = weakref.ref(cache)
+        self._policy = policy
+        self._settles = settles
+        self._asked: int | Tensor = 0  # which logits the running pass was asked for
+        self._ids: Tensor | None = None
+        self._start = -1  # columns before the running pass; -1 while there is none
+        self._decoded: np.ndarray = np.zeros(0, dtype=bool)  # (S,) whether tokens were decoded since the last prompt
+        self._predictions = Predictions()
+        self._waiting: list[Tensor] = []  # (S, 1) entropies of decoded tokens that no layer was told of yet
+        self._since: np.ndarray = np.zeros(0, dtype=np.int64)  # (S,) position of the first of these
+        self._protected = 1  # how many newest tokens no layer can evict
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+
+    def check_running(self) -> None:
+        """
+        Raises:
+            CacheMismatchError: only a part of the model runs, or it was given no token ids.
+            OptionError: the tokens of this pass may be taken back.
+        """
+        cache = self._cache()
+        if self._start < 0:
+            raise CacheMismatchError(
+                "this method looks at the model's predictions, and only its decoder was called; call the model itself"
+            )
+        if self._ids is None:
+            raise CacheMismatchError(
+                "this method looks at token ids, and the model was given none (inputs_embeds); pass input_ids"
+            )
+        if cache is not None and cache.journal.recording:
+            raise OptionError(
+                "draft tokens of assisted generation are chosen from before they are predicted; use another method "
+                "with it"
+            )
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice of sequences; the layers have not done so yet."""
+        self.tell()
+        self._decoded = self._decoded[sequences]
+        self._predictions.select(sequences)
+
+    def become(self, other: TokenEntropyHook) -> None:
+        """Know what `other` knows, of a cache that stands at the same place; all layers were told."""
+        self._decoded, self._predictions = other._decoded.copy(), copy(other._predictions)
+        self._protected = other._protected
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._decoded, self._predictions, self._waiting = self._decoded[:0], Predictions(), []
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    # ------------------------------------------------------------------ a pass
+
+    @staticmethod
+    def _carries(cache: MillpondCache | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a pass is one of this cache; others may run in other threads."""
+        return cache is not None and (kwargs.get("past_key_values") is cache or any(a is cache for a in args))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = self._cache()
+        if cache is None or not self._carries(cache, args, kwargs):
+            return None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self._ids = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
+        self._start = cache.timeline.columns
+        self._asked = kwargs.get("logits_to_keep", 0)
+        return args, {**kwargs, "logits_to_keep": 0} if "logits_to_keep" in kwargs else kwargs
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        cache, start = self._cache(), self._start
+        if not self._carries(cache, args, kwargs):
+            return None
+        self._start = -1
+        if output is None or cache is None or start < 0:  # not this cache, or an exception
+            return None
+        if isinstance(output, tuple):
+            place = next(i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 3)
+            self._learn(cache, start, output[place])
+            return (*output[:place], self._wanted(output[place]), *output[place + 1 :])
+        self._learn(cache, start, output.logits)
+        output.logits = self._wanted(output.logits)
+        return None
+
+    def _wanted(self, logits: Tensor) -> Tensor:
+        """The logits that the caller asked for, of (S, Q, vocabulary)."""
+        asked = self._asked
+        return logits[:, slice(-asked, None) if isinstance(asked, int) else asked]
+
+    @no_autograd
+    def _learn(self, cache: MillpondCache, start: int, logits: Tensor) -> None:
+        """Take in the logits (S, Q, vocabulary) of the pass that began after `start` columns."""
+        timeline, ids = cache.timeline, self._ids
+        assert ids is not None, "a pass without ids was refused when it began"
+        span = timeline.span(start, timeline.columns - start, timeline.n_seq, None, logits.device)
+        entropies = self._predictions.entropies(logits.detach(), ids.to(logits.device), span)
+        decoding = span.decoding
+        if span.length == 1 and decoding.all():
+            self._decoded = decoding
+            self._wait(cache, span, entropies)
+            return
+        if len(self._decoded) != timeline.n_seq:
+            self._decoded = np.zeros(timeline.n_seq, dtype=bool)
+        began = (span.after > span.before) & ~decoding
+        another_round = began & self._decoded
+        self._decoded = (self._decoded & ~began) | decoding
+        self.tell()
+        factors = np.where(another_round, self._policy.decay, 1.0)
+        self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
+        for core in cache.layer_caches if self._settles else ():
+            if core.pending:
+                core.settle()
+        self._protected = 1
+
+    def _wait(self, cache: MillpondCache, span: ForwardSpan, entropies: Tensor) -> None:
+        """Tell the layers of decoded tokens when the first of these can be evicted; until then nothing asks."""
+        if not self._waiting:
+            self._since = span.before
+        self._waiting.append(entropies)
+        if len(self._waiting) >= min(self._protected, MOST_WAITING):
+            self.tell()
+            tables = [core.table for core in cache.layer_caches if core.table is not None]
+            self._protected = min((int(table.recent.min()) for table in tables), default=1)
+
+    @no_autograd
+    def tell(self) -> None:
+        """Tell every layer of the decoded tokens that it does not know about yet."""
+        cache, waiting = self._cache(), self._waiting
+        self._waiting = []
+        if cache is not None and waiting:
+            self._rescore(cache, self._since, torch.cat(waiting, 1))
+
+    def _rescore(
+        self, cache: MillpondCache, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
+    ) -> None:
+        """Write the entropies (S, n) of the tokens from `before` (S,) on beside their entries, in every layer."""
+        for core in cache.layer_caches:
+            if core.table is not None:
+                here = core.table.lens.device
+                first = torch.from_numpy(before.astype(np.int32)).to(here)
+                aged = None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(here)
+                set_scores(core.table, first, entropies.to(here), aged)

@@ -1,0 +1,216 @@
+"""What a decoder does to rows besides attention: matrices, norms, the rotary embedding, activations.
+
+Rows are packed: x is (N, width), whatever sequences they belong to. `choose` says who computes: torch, or on a CPU the
+native kernels, which do a few rows at the speed of memory and round where torch would write to memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millpond.kernels import native
+from millpond.kernels.backends import NATIVE_DTYPES
+from millpond.kernels.decoder_rows import GatedActivation
+from millpond.kernels.linear import FEW_ROWS
+
+#: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+_ACTIVATE: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+    GatedActivation.SILU: functional.silu,
+    GatedActivation.GELU: functional.gelu,
+    GatedActivation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    GatedActivation.RELU: functional.relu,
+}
+
+
+class Norm(NamedTuple):
+    """RMSNorm, or LayerNorm where `centred`. weight, bias: (n,)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Linear layers that take the same rows: weights (n, k) with their biases (n,) or None.
+
+    Attributes:
+        whole: weight and bias of all behind each other, which the parts are views of; None where they lie apart.
+        norm: of the rows, in front. act: of the outcome of the first part.
+    """
+
+    parts: tuple[tuple[Tensor, Tensor | None], ...]
+    whole: tuple[Tensor, Tensor | None] | None
+    norm: Norm | None = None
+    act: GatedActivation | None = None
+
+    @cached_property
+    def few(self) -> native.Linears:
+        """For a few rows on a CPU, as long as the weights stay where they are."""
+        gate = 0 if self.act is None else int(self.act)
+        if self.norm is None:
+            return native.Linears(self.parts, gate=gate)
+        weight, bias, eps, centred = self.norm
+        return native.Linears(self.parts, norm=weight, norm_bias=bias, eps=eps, centred=centred, gate=gate)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What follows attention in a layer: a matrix of its own, then the two of the feed-forward."""
+
+    out: Projection
+    up: Projection
+    down: Projection
+
+    @cached_property
+    def few(self) -> native.Behind:
+        """As `Projection.few`."""
+        return native.Behind(self.out.few, self.up.few, self.down.few)
+
+
+def in_one_call(layers: Iterable[tuple[Projection, Rest]], head_dim: int) -> native.Layers:
+    """Layers for a few rows on a CPU, one of each sequence: as `Projection.few`, with attention in between."""
+    return native.Layers([(into.few, rest.few) for into, rest in layers], head_dim)
+
+
+class DecoderOps:
+    """Rows through torch.
+
+    Attributes:
+        few: the rows are few, and native kernels take them.
+    """
+
+    few = False
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Of the last dimension of x (N, n) or (N, heads, n)."""
+        weight, bias, eps, centred = norm
+        if centred:
+            return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
+        """Norm(x) through each matrix: (N, n) each, with contiguous rows."""
+        x = x if projection.norm is None else self.norm(x, projection.norm)
+        if projection.whole is None:
+            return [functional.linear(x, *part) for part in projection.parts]
+        together = functional.linear(x, *projection.whole)
+        return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
+
+    def activated(self, x: Tensor, projection: Projection) -> Tensor:
+        """act(norm(x) through the matrix); of two matrices, that of the first times the outcome of the second."""
+        opened, *closed = self.apart(x, projection)
+        assert projection.act is not None, "of a feed-forward"
+        opened = _ACTIVATE[projection.act](opened)
+        return opened * closed[0] if closed else opened
+
+    def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
+        """X through the matrix, plus the residual (N, n)."""
+        ((weight, bias),) = projection.parts
+        if bias is None:
+            return torch.addmm(residual, x, weight.t())
+        return functional.linear(x, weight, bias).add_(residual)
+
+    def heads(
+        self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (N, heads, dim) of three matrices, of which the first two are turned: `rotate_`."""
+        q, k, v = (part.view(len(x), -1, dim) for part in self.apart(x, projection))
+        self.rotate_(q, k, cos, sin)
+        return q, k, v
+
+    def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
+        """X (N, width) behind a layer whose attention is `seen` (N, k): x += out(seen), then x + down(up(x))."""
+        x = self.added(seen, rest.out, x)
+        return self.added(self.activated(x, rest.up), rest.down, x)
+
+    def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turn the first `dim` numbers of the heads of q and k (N, heads, >= dim) in place; cos, sin (N, dim)."""
+        dim = cos.shape[-1]
+        half = dim // 2
+        for x in (q, k):
+            turning = x[..., :dim]
+            other = torch.cat((-turning[..., half:], turning[..., :half]), -1)
+            turning.copy_(turning * cos[:, None] + other * sin[:, None])
+
+
+class NativeDense(DecoderOps):
+    """Rows through the native kernels; matrices of many rows through torch where `native.gemm` does not serve them."""
+
+    def __init__(self, few: bool) -> None:
+        self.few = few
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight, bias, eps, centred = norm
+        return native.norm(x, weight, bias, eps=eps, centred=centred)
+
+    def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
+        if self.few:
+            return projection.few(x)
+        whole = projection.whole
+        if whole is None or not native.gemm_serves(x, whole[0]):
+            return super().apart(x, projection)
+        together = native.gemm(x, *whole, norm=projection.norm)
+        return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
+
+    def activated(self, x: Tensor, projection: Projection) -> Tensor:
+        if self.few:
+            return projection.few(x)[0]
+        act, whole, halves = projection.act, projection.whole, len(projection.parts) == 2
+        if act is None or act is GatedActivation.GELU or whole is None:  # torch's erf is the faster
+            return super().activated(x, projection)
+        if native.gemm_serves(x, whole[0]):
+            return native.gemm(x, *whole, norm=projection.norm, act=act, halves=halves)
+        if not halves:
+            return super().activated(x, projection)
+        x = x if projection.norm is None else self.norm(x, projection.norm)
+        return native.gate(functional.linear(x, *whole), act)
+
+    def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
+        if self.few:
+            return projection.few(x, residual)[0]
+        ((weight, bias),) = projection.parts
+        if not native.gemm_serves(x, weight):
+            return super().added(x, projection, residual)
+        return native.gemm(x, weight, bias, residual=residual)
+
+    def heads(
+        self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.few:
+            return projection.few.heads(x.contiguous(), dim, cos, sin)
+        return super().heads(x, projection, dim, cos, sin)
+
+    def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
+        return rest.few(seen.contiguous(), x.contiguous()) if self.few else super().behind(seen, x, rest)
+
+    def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        native.rotate_(q, k, cos, sin)
+
+
+_TORCH, _FEW, _MANY = DecoderOps(), NativeDense(few=True), NativeDense(few=False)
+
+
+def choose(x: Tensor, few: bool | None = None) -> DecoderOps:
+    """Who computes with rows like x (N, width), where nobody asks for gradients; `few`: as if they were, or not."""
+    if not (
+        x.is_cpu
+        and x.dtype in NATIVE_DTYPES
+        and os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+        and not torch.is_autocast_enabled("cpu")
+        and native.is_available()
+    ):
+        return _TORCH
+    return _FEW if (len(x) <= FEW_ROWS if few is None else few) else _MANY

@@ -1,0 +1,264 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The two bookkeeping kernels of `decode`: accumulators with the lowest value per chunk, and the stored entry."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.gpu.common import (
+    INF,
+    KEYS,
+    LOG2_E,
+    LOG_MASSES,
+    POSITIONS,
+    REDUCE_MAX,
+    REDUCE_MEAN,
+    SCORES,
+    VALUES,
+    locate,
+    slot_rows,
+)
+
+NONE = tl.constexpr(int(Signal.NONE))
+SUM = tl.constexpr(int(Signal.SUM))
+NEVER = tl.constexpr(int(Evict.NEVER))
+ACC_MEAN = tl.constexpr(int(Evict.ACC_MEAN))
+OLDEST = tl.constexpr(int(Evict.OLDEST))
+RANDOM = tl.constexpr(int(Evict.RANDOM))
+HEAVIEST = tl.constexpr(int(Evict.HEAVIEST))
+SPACED = tl.constexpr(int(Evict.SPACED))
+
+LAST_INT = tl.constexpr(2**31 - 1)
+IN_PACKED = tl.constexpr(2**30)  # marks the slot of a victim in packed pages
+CHUNKS = tl.constexpr(64)  # chunk minima that `settle` loads at once
+
+
+@triton.jit
+def hash_priority(position, head, seed):
+    """`victims.hash_priority`: 32-bit arithmetic that wraps, then the upper 24 bits as float32."""
+    x = tl.mul(position.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    x = tl.add(x, tl.mul(head.to(tl.uint32), 0x85EBCA77, sanitize_overflow=False), sanitize_overflow=False)
+    x = tl.add(x, seed.to(tl.uint32), sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
+    return ((x ^ (x >> 16)) >> 8).to(tl.float32)
+
+
+@triton.jit
+def ranked(value, position, here, recent, sinks, window, HAS_WINDOW: tl.constexpr):
+    """The value with +inf for protected entries and -inf for those that no later query can see."""
+    value = tl.where((position < sinks) | (here - position < recent), INF, value)
+    if HAS_WINDOW:
+        value = tl.where(here + 1 - position >= window, -INF, value)
+    return value
+
+
+@triton.jit
+def spaced_value(position, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr):
+    """What a position is worth in a pattern: 1 or 0 by the stride, or the power of two in the number of its unit."""
+    unit = tl.maximum(position, 0) // WIDTH + SHIFT
+    if STRIDE:
+        return (unit % STRIDE == 0).to(tl.float32)
+    return tl.where(unit == 0, 2147483648.0, (unit & -unit).to(tl.float32))
+
+
+@triton.jit
+def plain_value(
+    scores, position, here, head, seed,
+    EVICT: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """The value of entries before protection, from their accumulators or their positions."""
+    if EVICT == OLDEST:
+        return position.to(tl.float32)
+    elif EVICT == RANDOM:
+        return hash_priority(position, head, seed)
+    elif EVICT == HEAVIEST:
+        return -scores
+    elif EVICT == SPACED:
+        return spaced_value(position, WIDTH, SHIFT, STRIDE)
+    elif EVICT == ACC_MEAN:
+        return tl.div_rn(scores, tl.maximum(here - position + 1, 1).to(tl.float32))
+    else:
+        return scores
+
+
+@triton.jit
+def region_scores(
+    bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
+):  # fmt: skip
+    """The accumulators in the slots of region r, 0 past its length."""
+    ok = slot < tl.load(lens + r)
+    arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
+    return tl.load(slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32), mask=ok, other=0.0)
+
+
+@triton.jit(do_not_specialize=["n_arenas", "width", "n_chunks", "sinks", "window", "seed"])
+def score(
+    bases, n_arenas, table, table_stride, lens, caps, recent, q_pos, logits, width, lse,
+    lowest_value, lowest_position, lowest_slot, n_chunks, decay, sinks, window, seed,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, CHUNK: tl.constexpr,
+    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+    HASH_HEADS: tl.constexpr, UPDATE: tl.constexpr, CHOOSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """UPDATE the accumulators of one chunk with the attention it received; CHOOSE its lowest entry."""
+    r = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    s = r // HEADS
+    here = tl.load(q_pos + s)
+    n = tl.load(lens + r)
+    if here < 0 or chunk * CHUNK >= n:
+        return
+    full = n >= tl.load(caps + r)
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    ok = slot < n
+    arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
+    score_at = slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32)
+    scores = tl.zeros([CHUNK], tl.float32)
+    if UPDATE:
+        for g in tl.static_range(GROUP):
+            x = tl.load(logits + (r * GROUP + g) * width + slot, mask=ok, other=-INF)
+            p = tl.exp2(x - tl.load(lse + r * GROUP + g) * LOG2_E)
+            if REDUCE == REDUCE_MAX:
+                scores = tl.maximum(scores, p)
+            else:
+                scores += p
+        if REDUCE == REDUCE_MEAN:
+            scores = scores * (1.0 / GROUP)
+        if SIGNAL == SUM:
+            scores = decay * tl.load(score_at, mask=ok, other=0.0) + scores
+        tl.store(score_at, scores, mask=ok)
+    if CHOOSE:  # noqa: SIM102 - known at compile time, unlike `full`
+        if full:
+            position_at = slot_rows(bases, n_arenas, POSITIONS, arena, row, ok, 1, tl.int32)
+            position = tl.load(position_at, mask=ok, other=-1)
+            if SHARED:
+                for h in range(HEADS):
+                    theirs = region_scores(
+                        bases, n_arenas, table, table_stride, lens, s * HEADS + h, slot, LOG_SLOTS, LOG_PAGES
+                    )
+                    scores += plain_value(theirs, position, here, h, seed, EVICT, WIDTH, SHIFT, STRIDE)
+                value = scores * (1.0 / HEADS)
+            else:
+                if not UPDATE:
+                    scores = tl.load(score_at, mask=ok, other=0.0)
+                value = plain_value(scores, position, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
+            value = ranked(value, position, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
+            held = position >= 0
+            least = tl.min(tl.where(held, value, INF), 0)
+            tied = held & (value == least)
+            oldest = tl.min(tl.where(tied, position, LAST_INT), 0)
+            first = tl.min(tl.where(tied & (position == oldest), slot, LAST_INT), 0)
+            tl.store(lowest_value + r * n_chunks + chunk, least)
+            tl.store(lowest_position + r * n_chunks + chunk, oldest)
+            tl.store(lowest_slot + r * n_chunks + chunk, first)
+
+
+@triton.jit
+def received_by_new(new_logits, lse, r, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, REDUCE: tl.constexpr):
+    """The attention that the new entry of region r received, reduced over the group."""
+    g = tl.arange(0, GROUP_BLOCK)
+    x = tl.load(new_logits + r * GROUP + g, mask=g < GROUP, other=-INF)
+    p = tl.exp2(x - tl.load(lse + r * GROUP + g, mask=g < GROUP, other=0.0) * LOG2_E)
+    if REDUCE == REDUCE_MAX:
+        return tl.max(p, 0)
+    elif REDUCE == REDUCE_MEAN:
+        return tl.sum(p, 0) * (1.0 / GROUP)
+    else:
+        return tl.sum(p, 0)
+
+
+@triton.jit(do_not_specialize=["n_arenas", "n_chunks", "sinks", "window", "seed", "packed_arenas", "first_packed"])
+def settle(
+    bases, n_arenas, table, table_stride, lens, caps, recent, q_pos, k_new, k_s, k_h, v_new, v_s, v_h, new_logits, lse,
+    lowest_value, lowest_position, lowest_slot, n_chunks, evicted, sinks, window, seed,
+    packed_bases, packed_arenas, packed_table, packed_stride, packed_lens, dead, first_packed,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
+    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
+    HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
+    PACKED: tl.constexpr, PACKED_LOG_SLOTS: tl.constexpr, PACKED_LOG_PAGES: tl.constexpr,
+):  # fmt: skip
+    """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim.
+
+    Where the region has a PACKED part, chunks from `first_packed` on are of it: a victim there leaves a tombstone, and
+    the new entry is appended.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    s = r // HEADS
+    h = r % HEADS
+    here = tl.load(q_pos + s)
+    if here < 0:
+        tl.store(evicted + r, -1)
+        return
+    n = tl.load(lens + r)
+    new_score = 0.0
+    if SIGNAL != NONE:
+        new_score = received_by_new(new_logits, lse, r, GROUP, GROUP_BLOCK, REDUCE)
+    slot = n
+    stores = n >= 0
+    grows = n >= 0
+    gone = here * 0 - 1
+    if EVICT != NEVER:
+        stored = n
+        if PACKED:
+            stored += tl.load(packed_lens + r) - tl.load(dead + r)
+        grows = stored < tl.load(caps + r)
+        new_value = tl.full([], 0.0, tl.float32) + new_score
+        if SHARED and SIGNAL != NONE:
+            new_value = tl.full([], 0.0, tl.float32)
+            for other in range(HEADS):
+                new_value += received_by_new(new_logits, lse, s * HEADS + other, GROUP, GROUP_BLOCK, REDUCE)
+            new_value = new_value * (1.0 / HEADS)
+        new_value = plain_value(new_value, here, here, r % HASH_HEADS, seed, EVICT, WIDTH, SHIFT, STRIDE)
+        new_value = ranked(new_value, here, here, tl.load(recent + r), sinks, window, HAS_WINDOW)
+        least = tl.full([], INF, tl.float32)
+        oldest = tl.full([], LAST_INT, tl.int32)
+        victim = tl.full([], 0, tl.int32)
+        used = tl.where(grows, 0, n_chunks if PACKED else tl.cdiv(n, CHUNK))
+        for first in range(0, used, CHUNKS):
+            chunk = first + tl.arange(0, CHUNKS)
+            ok = chunk < used
+            value = tl.load(lowest_value + r * n_chunks + chunk, mask=ok, other=INF)
+            position = tl.load(lowest_position + r * n_chunks + chunk, mask=ok, other=LAST_INT)
+            at = tl.load(lowest_slot + r * n_chunks + chunk, mask=ok, other=LAST_INT)
+            if PACKED:
+                at = tl.where(chunk >= first_packed, at | IN_PACKED, at)
+            low = tl.min(value, 0)
+            old = tl.min(tl.where(value == low, position, LAST_INT), 0)
+            here_slot = tl.min(tl.where((value == low) & (position == old), at, LAST_INT), 0)
+            better = (low < least) | ((low == least) & (old < oldest))
+            least = tl.where(better, low, least)
+            victim = tl.where(better, here_slot, victim)
+            oldest = tl.where(better, old, oldest)
+        stays = (new_value > least) | ((new_value == least) & (here >= oldest))
+        stores = grows | stays
+        gone = tl.where(grows, -1, tl.where(stays, oldest, here))
+        if PACKED:
+            buries = stays & (grows == 0) & ((victim & IN_PACKED) != 0)
+            row_of = packed_table + r * packed_stride
+            arena, row = locate(row_of, victim & (IN_PACKED - 1), buries, PACKED_LOG_SLOTS, PACKED_LOG_PAGES)
+            at = slot_rows(packed_bases, packed_arenas, POSITIONS, arena, row, buries, 1, tl.int32)
+            tl.store(at, -1, mask=buries)
+            tl.store(dead + r, tl.load(dead + r) + 1, mask=buries)
+            grows = grows | buries
+        slot = tl.where(grows, n, victim)
+    tl.store(evicted + r, gone)
+    arena, row = locate(table + r * table_stride, slot, stores, LOG_SLOTS, LOG_PAGES)
+    d = tl.arange(0, KEY_BLOCK)
+    at = slot_rows(bases, n_arenas, KEYS, arena, row, stores, KEY_DIM, TYPE)
+    k_row = tl.load(k_new + s * k_s + h * k_h + d, mask=d < KEY_DIM, other=0.0)
+    tl.store(at + d, k_row, mask=d < tl.where(stores, KEY_DIM, 0))
+    e = tl.arange(0, VALUE_BLOCK)
+    at = slot_rows(bases, n_arenas, VALUES, arena, row, stores, VALUE_DIM, TYPE)
+    v_row = tl.load(v_new + s * v_s + h * v_h + e, mask=e < VALUE_DIM, other=0.0)
+    tl.store(at + e, v_row, mask=e < tl.where(stores, VALUE_DIM, 0))
+    tl.store(slot_rows(bases, n_arenas, POSITIONS, arena, row, stores, 1, tl.int32), here, mask=stores)
+    tl.store(slot_rows(bases, n_arenas, SCORES, arena, row, stores, 1, tl.float32), new_score, mask=stores)
+    if HAS_MASSES:
+        tl.store(slot_rows(bases, n_arenas, LOG_MASSES, arena, row, stores, 1, tl.float32), 0.0, mask=stores)
+    tl.store(lens + r, tl.where(grows, n + 1, n))

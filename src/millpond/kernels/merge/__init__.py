@@ -1,0 +1,1 @@
+"""Merging of entries: rules, links, chains, and their reference."""

@@ -1,0 +1,172 @@
+"""Entries that leave are taken into entries that stay, by a `MergeRule`: in plain torch, over dense columns."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.kernels.eviction import hash_priority
+from millpond.kernels.merge.chain import chain
+from millpond.kernels.merge.links import Links, mean, nearest, sums
+from millpond.kernels.merge.rules import ROUNDING, MergeRule, Over, Weigh
+from millpond.kernels.reference import wide
+
+
+class MergeColumns(NamedTuple):
+    """The columns of R regions, in the order of their positions; any numbers where there is no entry.
+
+    The regions are the KV heads of one or more sequences, those of one next to each other.
+    """
+
+    keys: Tensor  #: (R, N, key_dim)
+    values: Tensor  #: (R, N, value_dim)
+    positions: Tensor  #: (R, N) int32, -1 for none
+    scores: Tensor  #: (R, N) float32
+    masses: Tensor  #: (R, N) float64, 1 where there is no entry
+
+
+class Joined(NamedTuple):
+    """What the columns are after merging."""
+
+    keys: Tensor  #: (R, N, key_dim)
+    values: Tensor  #: (R, N, value_dim)
+    log_masses: Tensor  #: (R, N) float32
+    scores: Tensor  #: (R, N) float32
+    memory: Tensor  #: (S,) float64: the threshold of each sequence, NaN for none
+
+
+def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory: Tensor, seed: int = 0) -> Joined:
+    """What becomes of the columns when those that are not kept leave.
+
+    Args:
+        keep: (R, N) bool. value: (R, N), for `Weigh.SCORE` what they leave by, for `Weigh.CHANCE` their attention.
+        memory: (S,) float64: the threshold of each sequence, NaN for none. seed: of draws.
+    """
+    if rule.weigh is Weigh.CHANCE:
+        return _into_next(rule, e, keep, value, memory, seed)
+    by_score = rule.weigh is Weigh.SCORE
+    gone = (e.positions >= 0) & ~keep
+    sources = middle(rule, e, keep, value) if by_score else gone
+    targets = keep & (e.positions >= rule.closed)
+    floor = rule.threshold if by_score and not rule.moves else -math.inf  # nothing asks how unlike others are
+    into, alike = nearest(e.keys, e.values if by_score else None, sources, targets, floor)
+    if rule.moves:
+        memory = follow(alike.view(len(memory), -1), memory, rule.rate)
+        bound = memory.repeat_interleave(len(keep) // len(memory))[:, None]
+        links = Links(into, torch.isfinite(alike) & ~(alike < bound - ROUNDING))
+    else:
+        links = Links(into, alike > rule.threshold if by_score else alike >= rule.threshold)
+    keys, values = _mixed(rule, e, value, alike, links)
+    scores = e.scores + sums(e.scores, links) if by_score else e.scores
+    return Joined(keys, values, joined_masses(e.masses, links), scores, memory)
+
+
+def joined_masses(masses: Tensor, links: Links) -> Tensor:
+    """(R, N) float32: the log of each mass, with that of the entries taken in."""
+    together = (masses + sums(masses, links)).log()
+    return torch.where(links.grows, together, masses.log()).float()
+
+
+def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
+    """The thresholds (S,) after likenesses (S, n), -inf for none, given those before; NaN where nothing was met."""
+    met = alike > -math.inf
+    now = torch.where(met, alike, 0).sum(1) / met.sum(1)  # NaN for none
+    moved = torch.where(before.isnan(), now, rate * now + (1 - rate) * before)
+    return torch.where(met.any(1), moved, before)
+
+
+def middle(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor) -> Tensor:
+    """(R, N) bool: the entries that leave and still matter."""
+    there = e.positions >= 0
+    worth = value.masked_fill(~there, 0).flip(1)  # so that of equal ones the newest comes first
+    ordered, order = worth.sort(dim=1, descending=True, stable=True)
+    ordered = ordered.double()
+    enough = rule.cover * ordered.sum(1, keepdim=True)
+    relevant = (ordered.cumsum(1) < enough).sum(1) + 1
+    kept = keep.sum(1)
+    count = torch.minimum((relevant - kept).clamp(min=0), (rule.most * kept).long())
+    gone = (there & ~keep).flip(1).gather(1, order)
+    matters = gone & (gone.cumsum(1) <= count[:, None])
+    return torch.zeros_like(keep).scatter_(1, order, matters).flip(1)
+
+
+def _mixed(rule: MergeRule, e: MergeColumns, value: Tensor, alike: Tensor, links: Links) -> tuple[Tensor, Tensor]:
+    """Keys and values with what they took in."""
+    if rule.weigh is Weigh.EXP:
+        weight, own = e.masses * alike.exp(), e.masses * math.e
+        return mean(e.keys, weight, own, links), mean(e.values, weight, own, links)
+    if rule.weigh is Weigh.COUNT:
+        return _shrunk(e.keys, alike, links), _shrunk(e.values, alike, links)
+    if rule.weigh is Weigh.NORMS:
+        norms = _lengths(e.values).double()
+        both = norms + norms.gather(1, links.into)
+        weight = torch.where(links.leaves & (both > 0), alike * norms / both, 0)
+        return e.keys, mean(e.values, e.masses * weight, e.masses, links)
+    weight = value.double().clamp(min=torch.finfo(torch.float32).tiny)
+    lengths = _lengths(e.keys)
+    of_unit = weight / lengths.double().clamp(min=1e-12)
+    direction = F.normalize(mean(e.keys, of_unit, of_unit, links), dim=-1)
+    length = mean(lengths[..., None], weight, weight, links)
+    keys = torch.where(links.grows[..., None], direction * length, e.keys)
+    return keys, mean(e.values, weight, weight, links)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """(R, N): the norms of rows, in float32 or wider."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
+    return norms
+
+
+def _shrunk(x: Tensor, alike: Tensor, links: Links) -> Tensor:
+    x = x.to(wide(x.dtype))
+    weight = torch.where(links.leaves, alike, 0).to(x.dtype)
+    count = 1 + sums(links.leaves.to(x.dtype), links)
+    mixed = (x + sums(weight[..., None] * x, links)) / count[..., None]
+    return torch.where(links.grows[..., None], mixed, x)
+
+
+# ------------------------------------------------------------------------------------------------ by position
+
+
+def _into_next(rule: MergeRule, e: MergeColumns, keep: Tensor, attention: Tensor, memory: Tensor, seed: int) -> Joined:
+    """Entries leave one after another, oldest first; what leaves later passes on what it was given."""
+    there = e.positions >= 0
+    kept, columns = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
+    behind = (there.sum(1, keepdim=True) - 1 - columns).clamp(min=0)
+    reach = torch.minimum(behind, torch.full_like(kept, rule.targets) if rule.targets else kept)
+    attention = attention.double().masked_fill(~there, 0)
+    p = _chances(attention, _against(rule, e, attention, keep, reach))
+    if rule.draw:
+        n_heads = len(keep) // len(memory)
+        head = torch.arange(len(keep), device=keep.device)[:, None] % n_heads
+        p = (hash_priority(seed, head, e.positions).double() / 2**24 < p).double()
+    share = torch.where(there & ~keep, p / reach.clamp(min=1), 0)
+    values = e.values.to(wide(e.values.dtype))
+    if not rule.bias:
+        return Joined(e.keys, chain(values, share, reach), e.masses.log().float(), e.scores, memory)
+    own = e.masses.to(values.dtype)[..., None]
+    given = chain(torch.cat([own * values, own], 2), share, reach)
+    together, new = given[..., -1:], given[..., :-1] / given[..., -1:]
+    takes = together > own
+    log_masses = torch.where(takes, together, own).log().float()[..., 0]
+    return Joined(e.keys, torch.where(takes, new, values), log_masses, e.scores, memory)
+
+
+def _chances(attention: Tensor, against: Tensor) -> Tensor:
+    return torch.where(against > 0, attention / against, (attention > 0).double()).clamp(0, 1)
+
+
+def _against(rule: MergeRule, e: MergeColumns, attention: Tensor, keep: Tensor, reach: Tensor) -> Tensor:
+    """(R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
+    if rule.over is Over.MAX:
+        return attention.masked_fill(~keep, 0).amax(1, keepdim=True)
+    if rule.over is Over.RECENT:
+        recent = keep & (e.positions >= rule.closed)
+        return attention.masked_fill(~recent, 0).sum(1, keepdim=True) / recent.sum(1, keepdim=True).clamp(min=1)
+    below = F.pad(attention.cumsum(1), (1, 0))
+    next_one = torch.arange(1, keep.shape[1] + 1, device=keep.device).expand_as(reach)
+    return (below.gather(1, next_one + reach) - below.gather(1, next_one)) / reach.clamp(min=1)

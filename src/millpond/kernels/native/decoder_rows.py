@@ -1,0 +1,241 @@
+"""What a decoder does to rows besides attention: matrices, norms, rotary embedding, gates; one foreign call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.native import library
+from millpond.kernels.native.abi import DTYPES, entry_point
+
+#: the order of fields is that of csrc/args.hpp
+LINEAR_ROWS = Struct("=8q").pack
+LINEAR_SAME = Struct("=23qd").pack
+ROTATE = Struct("=15q").pack
+NORM = Struct("=14qd").pack
+GATE = Struct("=8q").pack
+GEMM = Struct("=14qd").pack
+#: Fewer rows are not worth packing the matrix for: torch's kernels pack less.
+MANY_ROWS = 96
+BEHIND = Struct("=5q").pack
+LARGEST = Struct("=8q").pack
+
+
+class Linears:
+    """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
+
+    norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
+    one result, gate(first) * second.
+
+    The tensors must stay where they are as long as this is called; it does not keep them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor | None]],
+        *,
+        norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 0.0,
+        centred: bool = False,
+        gate: int = 0,
+    ) -> None:
+        first = parts[0][0]
+        self._dtype, self._width = first.dtype, first.shape[1]
+        self._widths = [len(weight) for weight, _ in (parts[:1] if gate else parts)]
+        self._unused = (0,) * (4 - len(self._widths))
+        numbers: list[int] = []
+        for weight, bias in parts:
+            numbers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight), weight.stride(0))
+        numbers += (0,) * (16 - len(numbers))
+        #: the part of the C struct that is the same for all rows
+        self.same = LINEAR_SAME(
+            0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
+            DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
+        )  # fmt: skip
+        #: the C struct of no rows, for calls that fill them in
+        self.blank = LINEAR_ROWS(*(0,) * 8) + self.same
+        self._call = entry_point("mp_linear")
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of the first result."""
+        return self._widths[0]
+
+    def heads(self, x: Tensor, dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """X (N, k), contiguous -> queries, keys and values (N, heads, dim); of the first two each head is turned.
+
+        Three parts; cos, sin: (N, <= dim), as for `rotate_`.
+        """
+        outs, cos, sin = self.room_for_heads(len(x), dim), cos.contiguous(), sin.contiguous()
+        before, behind = self.heads_struct(x, cos, sin, *outs)
+        if entry_point("mp_heads")(before + self.same + behind):
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return outs
+
+    def room_for_heads(self, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialised queries, keys and values (n, heads, dim)."""
+        q, k, v = (torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
+        return q, k, v
+
+    def heads_struct(
+        self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[bytes, bytes]:
+        """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
+        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], torch.get_num_threads()
+        q_row, k_row = self._widths[:2]
+        to = q.data_ptr(), k.data_ptr()
+        return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
+            *to, cos.data_ptr(), sin.data_ptr(), n, q_row // dim, k_row // dim, turning, turning,
+            q_row, dim, k_row, dim, DTYPES[self._dtype], threads,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+        """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
+        x = x.contiguous()
+        lead = x.shape[:-1]
+        outs = [torch.empty((*lead, n), dtype=self._dtype) for n in self._widths]
+        failed = self._call(
+            LINEAR_ROWS(
+                x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
+                *self._unused, x.numel() // self._width, torch.get_num_threads(),
+            ) + self.same
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return outs
+
+
+class Behind:
+    """What follows attention in a layer, made ready once; each of the three has one result. See `Linears`."""
+
+    def __init__(self, out: Linears, up: Linears, down: Linears) -> None:
+        #: the part of the C struct that is the same for all rows
+        self.same = out.blank + up.blank + down.blank
+        self._width = down.width
+        self._call = entry_point("mp_behind")
+
+    def __call__(self, seen: Tensor, x: Tensor) -> Tensor:
+        """Contiguous rows seen (N, k) and x (N, width) -> (N, width): x += out(seen), then x + down(up(x))."""
+        result = torch.empty((len(x), self._width), dtype=x.dtype)
+        if self._call(self.struct(seen, x, result) + self.same):
+            raise MemoryError("no memory for the work space of the linear kernel")
+        return result
+
+    @staticmethod
+    def struct(seen: Tensor, x: Tensor, result: Tensor) -> bytes:
+        """The part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
+        return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), torch.get_num_threads())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
+    return Linears(((weight, bias),))(x)[0]
+
+
+def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the first `dim` numbers of q and k (N, heads, >= dim) in place by cos and sin (N, dim), all of one dtype.
+
+    The numbers of a head lie behind each other; rows and heads may lie anywhere.
+    """
+    cos, sin = cos.contiguous(), sin.contiguous()
+    dim = cos.shape[-1]
+    failed = entry_point("mp_rotate")(ROTATE(
+        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], dim, dim,
+        *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the rotation")
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
+    """RMSNorm, or LayerNorm where `centred`, of the last dimension: x (N, n) or (N, heads, n), weight and bias (n,).
+
+    The numbers of a head lie behind each other; rows and heads may lie anywhere. The result is contiguous.
+    """
+    n = x.shape[-1]
+    heads = x.shape[1] if x.ndim == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype)
+    failed = entry_point("mp_norm")(NORM(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), len(x), heads, n,
+        x.stride(0), x.stride(1), heads * n, n, DTYPES[x.dtype], centred, torch.get_num_threads(), eps,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the norm")
+    return out
+
+
+def gate(x: Tensor, act: int) -> Tensor:
+    """X (N, 2 n), its rows contiguous -> (N, n): act(first half) * second half; act: a `Gate`."""
+    n = x.shape[1] // 2
+    out = torch.empty((len(x), n), dtype=x.dtype)
+    failed = entry_point("mp_gate")(GATE(
+        x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, torch.get_num_threads()
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the gate")
+    return out
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, Tensor | None, float, bool] | None = None,
+    residual: Tensor | None = None,
+    act: int = 0,
+    halves: bool = False,
+) -> Tensor:
+    """act(norm(x) weight^T + bias) + residual of many rows: x (N, k), weight (n, k), bias (n,), residual (N, n).
+
+    All of bf16 and contiguous, where `gemm_serves`. Each step is rounded as a layer of its own would; act: a `Gate`
+    but GELU, 0 for none.
+
+    Args:
+        norm: weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
+        halves: weight (2 n, k), bias (2 n,): act(first half) * second half.
+    """
+    x = x.contiguous()
+    n = len(weight) // 2 if halves else len(weight)
+    out = torch.empty((len(x), n), dtype=x.dtype)
+    scale, shift, eps, centred = norm or (None, None, 0.0, False)
+    optional = (0 if t is None else t.data_ptr() for t in (bias, scale, shift, residual))
+    failed = entry_point("mp_gemm")(GEMM(
+        x.data_ptr(), weight.data_ptr(), *optional, out.data_ptr(), len(x), x.shape[1], n, halves, act, centred,
+        torch.get_num_threads(), eps,
+    ))  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the work space of the matrix kernel")
+    return out
+
+
+def gemm_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gemm` takes these rows and is the faster: torch's is where the hardware has whole tiles (AMX)."""
+    return (
+        x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and x.shape[1] % 32 == 0
+        and len(x) >= MANY_ROWS and weight.is_contiguous() and _has_gemm()
+    )  # fmt: skip
+
+
+@cache
+def _has_gemm() -> bool:
+    loaded = library.load()
+    return loaded is not None and loaded[0].startswith("v4") and not torch.cpu._is_amx_tile_supported()
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X (N, n), its rows contiguous -> (N,) float32 and int64: the largest number of each row and where it is first.
+
+    NaN where a row holds one.
+    """
+    most, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
+    entry_point("mp_largest")(LARGEST(
+        x.data_ptr(), most.data_ptr(), at.data_ptr(), len(x), x.shape[1], x.stride(0), DTYPES[x.dtype],
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return most, at

@@ -1,0 +1,191 @@
+"""One side of a page, taken apart: codes, scales, zeros and what lies beside them. Plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.packed import bit_tiles, groups, outliers
+from millpond.kernels.packed.groups import Groups
+from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, cuts_of, groups_of, table_of
+
+#: Scales and zeros (dim,) float32 per channel that calibration made, for a side that is `fixed`.
+Fixed = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Parts:
+    """What P pages hold of their keys or values.
+
+    Attributes:
+        codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
+        scales, zeros: by channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
+        where, what: (P, n_extra) the entries beside the codes: slot * 256 + channel, and the remainder in float16.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    where: Tensor | None = None
+    what: Tensor | None = None
+
+
+def _grouped(x: Tensor, side: Side) -> Tensor:
+    """(P, slots, dim) with the members of a group last."""
+    if side.format is Format.FP8:
+        return x.flatten(1)[:, None]  # (P, 1, slots * dim)
+    if side.by_channel:
+        return bit_tiles.split(x, 1, side.group).transpose(-1, -2)  # (P, slots / group, dim, group)
+    return bit_tiles.split(x, 2, x.shape[2] // groups_of(side, x.shape[2]))  # (P, slots, groups, group)
+
+
+def _ungrouped(x: Tensor, side: Side, dim: int) -> Tensor:
+    if side.format is Format.FP8:
+        return x.reshape(x.shape[0], -1, dim)
+    return x.transpose(-1, -2).flatten(1, 2) if side.by_channel else x.flatten(2, 3)
+
+
+def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
+    """P runs of slots x (P, slots, dim) as codes.
+
+    Raises:
+        NumericsError: a number that the format cannot hold.
+    """
+    if side.format is Format.ROWS:
+        return Parts(x.bfloat16())
+    x = x.float() + 0.0  # zeros lose their signs: equal numbers have equal codes
+    inlier = None
+    if side.n_extra:
+        groups.check_finite(x)
+        inlier = outliers.inliers(x, side, fixed)
+    if fixed is not None:
+        groups.check_finite(x)
+        scale, zero = fixed
+        y = (x - zero) * groups.inverse(scale)
+        codes = groups.between(y, cuts_of(side).to(y.device)) if side.format.uses_table else _whole(y, side.format.bits)
+        parts = Parts(codes)
+    else:
+        found = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
+        parts = Parts(_ungrouped(found.codes, side, x.shape[-1]), found.scales, found.zeros)
+    if inlier is not None:
+        parts.where, parts.what = outliers.beside(x - decode(parts, side, fixed), inlier, side.n_extra)
+    return parts
+
+
+def _whole(y: Tensor, bits: int) -> Tensor:
+    return torch.round(y).clamp(0, (1 << bits) - 1).long()
+
+
+def _encode_groups(x: Tensor, side: Side, inlier: Tensor | None) -> Groups:
+    if side.format is Format.FP8:
+        return groups.encode_e4m3(x)
+    if side.format.uses_table:
+        return groups.encode_table(x, cuts_of(side).to(x.device), inlier)
+    return groups.encode_affine(x, side.format.bits, side.symmetric, inlier)
+
+
+def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
+    """The numbers (P, slots, dim) float32 that the codes stand for."""
+    if side.format is Format.ROWS:
+        return parts.codes.float()
+    if fixed is not None:
+        scale, zero = fixed
+        codes = table_of(side).to(scale.device)[parts.codes] if side.format.uses_table else parts.codes.float()
+        x = codes * scale + zero
+    else:
+        assert parts.scales is not None
+        found = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
+        x = _ungrouped(_decode_groups(found, side), side, parts.codes.shape[-1])
+    if parts.where is not None and parts.what is not None:
+        x = outliers.add(x, parts.where, parts.what)
+    return x
+
+
+def _decode_groups(found: Groups, side: Side) -> Tensor:
+    if side.format is Format.FP8:
+        return groups.decode_e4m3(found)
+    if side.format.uses_table:
+        return groups.decode_table(found, table_of(side).to(found.codes.device))
+    return groups.decode_affine(found, side.format.bits)
+
+
+# ----------------------------------------------------------------------------------------------- bytes
+
+
+def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
+    """(P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
+    if side.format is Format.ROWS:
+        return _bytes(parts.codes)
+    lanes = bit_tiles.key_lanes(parts.codes) if is_key else bit_tiles.value_lanes(parts.codes)
+    words, top = bit_tiles.pack(lanes, side.format.bits)
+    pieces = [_bytes(words), *([] if top is None else [_bytes(top)])]
+    for t in (parts.scales, parts.zeros):
+        if t is not None:
+            slotwise = not side.by_channel and side.format is not Format.FP8
+            pieces.append(_bytes(t.transpose(1, 2) if slotwise else t))
+    if parts.where is not None and parts.what is not None:
+        pieces += [_bytes(parts.where.to(torch.int32).to(torch.int16)), _bytes(parts.what)]
+    return torch.cat(pieces, 1)
+
+
+def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_key: bool) -> Parts:
+    """What P whole pages (P, page_bytes) uint8 hold on one side."""
+    n = page.shape[0]
+
+    def take(begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return page[:, begin : begin + count].contiguous().view(dtype).reshape(n, *shape)
+
+    if side.format is Format.ROWS:
+        return Parts(take(at.codes, (slots, dim), torch.bfloat16))
+    count, depth = (slots // 16, dim) if is_key else (dim // 16, slots)
+    bits = side.format.bits
+    words = take(at.codes, (count, depth * (2 if bits == 3 else bits) // 32, 16), torch.int32)
+    top = take(at.top, (count, -(-depth // 32), 16), torch.int32) if at.top >= 0 else None
+    lanes = bit_tiles.unpack(words, top, bits, depth)
+    parts = Parts(bit_tiles.from_key_lanes(lanes) if is_key else bit_tiles.from_value_lanes(lanes))
+    if side.format is Format.FP8:
+        parts.scales = take(at.scales, (1,), torch.float32)
+    elif at.scales >= 0:
+        shape = (slots // side.group, dim) if side.by_channel else (groups_of(side, dim), slots)
+        scales, zeros = (take(begin, shape, torch.float16) if begin >= 0 else None for begin in (at.scales, at.zeros))
+        if not side.by_channel:
+            scales, zeros = (t if t is None else t.transpose(1, 2) for t in (scales, zeros))
+        parts.scales, parts.zeros = scales, zeros
+    if side.n_extra:
+        parts.where = take(at.extra, (side.n_extra,), torch.int16).long() & 0xFFFF
+        parts.what = take(at.extra + 2 * side.n_extra, (side.n_extra,), torch.float16)
+    return parts
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().flatten(1).view(torch.uint8)
+
+
+def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
+    """The parts of one page with the slots from `first` on replaced by those of `new` (1, n, dim)."""
+    n = new.codes.shape[1]
+    codes = old.codes.clone()
+    codes[:, first : first + n] = new.codes
+    out = Parts(codes, where=new.where, what=new.what)
+    per = side.group if side.by_channel else 1
+    for name in ("scales", "zeros"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before is None:
+            continue
+        if side.format is not Format.FP8:
+            merged = before.clone()
+            merged[:, first // per : (first + n) // per] = after
+            after = merged
+        setattr(out, name, after)
+    return out
+
+
+def sides(layout: PackedLayout) -> tuple[tuple[Side, Offsets, int, bool], tuple[Side, Offsets, int, bool]]:
+    """(side, offsets, dim, whether it is the keys) of keys and values."""
+    return (
+        (layout.key, layout.key_offsets, layout.key_dim, True),
+        (layout.value, layout.value_offsets, layout.value_dim, False),
+    )

@@ -1,0 +1,1 @@
+"""Budgets of heads and layers: how a budget is shared out."""

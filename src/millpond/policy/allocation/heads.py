@@ -1,0 +1,137 @@
+"""Allocation: how many entries each KV head of a layer keeps. Totals are exact, and no head is emptied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.policy.allocation.layers import apportion
+from millpond.policy.selection import keep_best, priority
+
+
+class HeadAllocation(Protocol):
+    """Splits the budget of a layer over its KV heads."""
+
+    @property
+    def every(self) -> int:
+        """Decoding steps from one competition of the heads to the next; 0: what the plan gave them stays theirs."""
+        ...
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        """Entries that no competition takes from a head that protects `protected`; int64 of any shape."""
+        ...
+
+    def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        """Entries to keep per head, (H,) int64, with sum = min(H * budget, entries) exactly.
+
+        Args:
+            value: (H, N) float, higher is kept. valid, pinned: (H, N) bool; pinned entries are kept before others.
+            budget: entries per head on average.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Every head keeps the same number."""
+
+    every: int = 0
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        return torch.zeros_like(protected) + budget
+
+    def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        return valid.sum(1).clamp(max=budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Ada:
+    """Ada-KV: the heads of a layer compete in one top-k, each with a guaranteed floor (Feng et al., arXiv:2407.11550).
+
+    Every head first keeps its protected entries and its best floor(alpha * (budget - protected)); the rest of
+    H * budget goes to the highest values of all heads together. This minimises the paper's bound on the output error
+    among all allocations that respect the floor.
+
+    With `every`, the heads of a full layer compete again at each such step of decoding: as many entries as came in
+    leave, the lowest of all heads together. At the steps between each head gives up its own lowest.
+
+    Departs from the paper: the authors' code blends even shares with the result of a competition without a floor, and
+    rounds; `blend` does so too. Of b = budget - protected entries, head h wins b*_h in one top-k of all heads, and
+    keeps its protected entries and round((1 - alpha) b*_h + floor(alpha b)) more. The total is then up to H entries
+    below the budget. Where the rounding would go above it, or empty a head, the largest remainders fill it exactly.
+    """
+
+    alpha: float = 0.2
+    every: int = 0
+    blend: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise OptionError(f"alpha={self.alpha} must lie in 0..1")
+        if self.blend and self.every:
+            raise OptionError(f"every={self.every}: budgets that are blended are shared out once; use 0")
+        if self.every < 0:
+            raise OptionError(f"every={self.every} must not be negative; 0 never lets the heads compete again")
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        return (protected + (self.alpha * (budget - protected).clamp(min=0)).long()).clamp(min=1)
+
+    def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        if self.blend:
+            return self._blended(value, valid, pinned, budget)
+        n_heads = value.shape[0]
+        protected = (pinned & valid).sum(1)
+        floor = torch.minimum(self.floor(protected, budget), valid.sum(1))
+        secured = keep_best(value, valid, pinned, floor)
+        left = min(n_heads * budget, int(valid.sum())) - int(secured.sum())
+        if left <= 0:
+            return secured.sum(1)
+        others = valid & ~secured
+        highest = priority(value, others, torch.zeros_like(pinned)).flatten().topk(left).indices
+        chosen = torch.zeros_like(secured).flatten().index_fill_(0, highest, True).view_as(secured)
+        return secured.sum(1) + chosen.sum(1)
+
+    def _blended(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        won = Ada(0.0).keep_counts(value, valid, pinned, budget)
+        stored, total = valid.sum(1), int(won.sum())
+        if total == int(stored.sum()):
+            return won
+        protected = (pinned & valid).sum(1)
+        even = (self.alpha * (budget - protected).clamp(min=0)).long()
+        shares = (1 - self.alpha) * (won - protected).double() + even
+        counts = torch.minimum(protected + shares.round().long(), stored)
+        if int(counts.min()) > 0 and int(counts.sum()) <= total:
+            return counts
+        least = max(1, int(protected.min()))
+        return counts.new_tensor(apportion((protected + shares).tolist(), total, least, stored.tolist()))
+
+
+#: A key that no entry has: it leaves after all others.
+_LAST = torch.iinfo(torch.int64).max
+
+
+def lowest_scored(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor, n: int) -> Tensor:
+    """The `n` entries of each layer with the lowest values of all its heads together; ties leave oldest first.
+
+    Args:
+        value: (S, H, N) float32. positions: (S, H, N) int32. free: (S, H, N) bool, which of them may leave.
+        spare: (S, H) int64, how many each head can do without.
+
+    Returns:
+        (S, H, N) bool, fewer than n where there are no more to spare.
+    """
+    bits = (value.float() + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    key = ((ascending.long() << 32) + positions.long()).masked_fill(~free, _LAST)
+    low, column = key.topk(min(n, key.shape[-1]), dim=-1, largest=False)
+    rank = torch.arange(low.shape[-1], device=low.device)
+    low = low.masked_fill(rank >= spare[..., None], _LAST)
+    if low.shape[1] == 1:  # sorted already
+        return torch.zeros_like(free).scatter_(-1, column, low < _LAST)
+    first = low.flatten(1).argsort(dim=1, stable=True)[:, :n]
+    chosen = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
+    return torch.zeros_like(free).scatter_(-1, column, chosen & (low < _LAST))

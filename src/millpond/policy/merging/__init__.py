@@ -1,0 +1,1 @@
+"""Merging of evicted entries into kept ones."""

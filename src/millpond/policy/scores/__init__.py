@@ -1,0 +1,1 @@
+"""Eviction scores: how much an entry matters, one score a file."""

@@ -1,0 +1,158 @@
+"""Scores: a number per entry, higher is kept. Each names its signal and says how it goes on while decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.eviction import hash_priority
+from millpond.policy.view import View
+
+#: What a score wants of the queries at prefill: nothing; the attention of every one, of the last `window`, or of both
+#: kinds; or no attention, but mean and spread of them all (`QueryMoments`), as the layer uses them or before RoPE.
+Queries = Literal["none", "all", "window", "both", "rotated", "unrotated"]
+
+
+class Score(Protocol):
+    """A score at prefill, and the signal and the eviction order that continue it in the decode kernel."""
+
+    @property
+    def queries(self) -> Queries: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def signal(self) -> Signal: ...
+    @property
+    def evict(self) -> Evict | None:
+        """How the decode kernel goes on; None: no kernel can, the cache plans again after each step (slow)."""
+        ...
+
+    def score(self, view: View, seed: int) -> Tensor:
+        """(H, N) float32; the value where there is no entry does not matter."""
+        ...
+
+
+def _signal(view: View) -> Tensor:
+    assert view.signal is not None, "the cache hands over the signal that a score declares"
+    return view.signal
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulatedAttention:
+    """s_j = sum_i A_ij over every query i since entry j was written (H2O, Algorithm 2).
+
+    With `average` the sum is divided by the number of those queries, so that old entries have no head start. With a
+    `decay` below 1 each new query makes all before it count less: s_j = sum_i decay**(n - i) A_ij at query n (A2SF,
+    Jo and Shin, arXiv:2407.20485).
+    """
+
+    average: bool = False
+    decay: float = 1.0
+    queries: Queries = "all"
+    window: int = 0
+    signal: Signal = Signal.SUM
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise OptionError(f"decay={self.decay:g} must lie in (0, 1]; 1 forgets nothing")
+        if self.average and self.decay != 1:
+            raise OptionError(
+                f"average=true weighs all queries alike and decay={self.decay:g} does not; choose one of them"
+            )
+
+    @property
+    def evict(self) -> Evict:
+        return Evict.ACC_MEAN if self.average else Evict.ACC
+
+    def score(self, view: View, seed: int) -> Tensor:
+        if not self.average:
+            return _signal(view)
+        return _signal(view) / (view.seen - view.positions).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastAttention:
+    """s_j = - sum_i A_ij: the entries that have gathered most attention leave first."""
+
+    queries: Queries = "all"
+    window: int = 0
+    signal: Signal = Signal.SUM
+    evict: Evict = Evict.HEAVIEST
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return -_signal(view)
+
+
+@dataclass(frozen=True, slots=True)
+class LastAttention:
+    """s_j = A_tj of the newest query t alone (TOVA)."""
+
+    queries: Queries = "window"
+    window: int = 1
+    signal: Signal = Signal.LAST
+    evict: Evict = Evict.ACC
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return _signal(view)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAttention:
+    """Mean attention of the last `window` queries, pooled over neighbouring positions (SnapKV).
+
+    c_j = mean_i A_ij over the window's queries i, then a one-dimensional max or average pool of width `kernel` over
+    the entries before the window, in the order of positions. Average pooling counts the zero padding.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "avg", "none"] = "max"
+    queries: Queries = "window"
+    signal: Signal = Signal.SUM
+    evict: Evict = Evict.ACC
+
+    def score(self, view: View, seed: int) -> Tensor:
+        mean = _signal(view) / self.window
+        before = view.valid & (view.positions < view.seen - self.window)
+        if self.pool == "none" or self.kernel == 1:
+            return mean
+        fill = float("-inf") if self.pool == "max" else 0.0
+        values = torch.where(before, mean, fill)[None]
+        pad = self.kernel // 2
+        if self.pool == "max":
+            pooled = F.max_pool1d(values, self.kernel, stride=1, padding=pad)[0]
+        else:
+            pooled = F.avg_pool1d(values, self.kernel, stride=1, padding=pad)[0]
+        return torch.where(before, pooled, mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Recency:
+    """s_j = position of j: the newest stay."""
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict = Evict.OLDEST
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return view.positions.float()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPriority:
+    """s_j = a hash of (seed, layer, head, position): a uniform sample that no batch, chunk or order changes."""
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict = Evict.RANDOM
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return hash_priority(seed, view.heads, view.positions)

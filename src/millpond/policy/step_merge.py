@@ -1,0 +1,49 @@
+"""SlotPlan: what of a policy `ops.merge_slots` does behind each decoding step, in place of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from millpond.kernels.decode_rules import DecodeRule, Evict
+from millpond.kernels.merge.rules import MergeRule
+from millpond.policy.allocation.heads import Uniform
+from millpond.policy.merging.following_entries import NewestStay
+from millpond.policy.merging.protocol import SlotMerge
+from millpond.policy.policy import Policy
+from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, RandomPriority, Recency, Score
+from millpond.policy.scores.global_local import GlobalAndLocal
+
+
+@dataclass(frozen=True, slots=True)
+class StepMergePlan:
+    """Which entries leave, what becomes of them, and whether that depends on the attention of the last queries too."""
+
+    leave: DecodeRule
+    rule: MergeRule
+    looks_back: bool
+
+
+def slot_plan(policy: Policy, layer: int) -> StepMergePlan | None:
+    """What `policy` asks of the kernel; None where only a plan can do it.
+
+    The kernel follows a merge that has a rule and a score that each entry has on its own; all heads have one budget.
+    """
+    if not policy.plans_each_step or policy.shared or type(policy).plan is not Policy.plan:
+        return None
+    if not isinstance(policy.merge, SlotMerge) or not isinstance(policy.heads, Uniform):
+        return None
+    assert policy.score is not None, "a policy that plans has a score"
+    evict, rule = _order(policy.score), policy.merge.rule
+    if evict is None or rule is None:
+        return None
+    leave = replace(policy.decode_rule(layer), evict=evict)
+    return StepMergePlan(leave, replace(rule, masses=policy.mass_bias), isinstance(policy.score, GlobalAndLocal))
+
+
+def _order(score: Score) -> Evict | None:
+    """The order in which a score lets entries go, if it is one that the kernel knows. A class of its own is not."""
+    if type(score) in (AccumulatedAttention, LastAttention, Recency, RandomPriority):
+        return score.evict
+    if type(score) is NewestStay:
+        return Evict.OLDEST
+    return Evict.ACC if type(score) is GlobalAndLocal and score.kernel == 1 else None

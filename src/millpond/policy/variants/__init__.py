@@ -1,0 +1,1 @@
+"""Policies that need more than a score, an allocation and a merge rule."""

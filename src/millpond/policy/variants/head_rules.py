@@ -1,0 +1,226 @@
+"""NestedPolicy: each KV head has the cheapest of five nested rules that keeps enough of its attention (FastGen)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from millpond.errors import NumericsError, OptionError
+from millpond.kernels.decode_rules import DecodeRule, Evict
+from millpond.policy.allocation.heads import Uniform, lowest_scored
+from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.policy import EvictionPlan, Policy
+from millpond.policy.scores.attention import AccumulatedAttention
+from millpond.policy.token_classes import PUNCTUATION, SPECIAL, TokenClasses
+from millpond.policy.view import View
+
+
+class HeadRule(IntEnum):
+    """What a head keeps; each kind keeps all that the one before it does."""
+
+    SPECIAL = 0  #: special tokens
+    PUNCTUATION = 1  #: and punctuation
+    FREQUENT = 2  #: and the entries of most accumulated attention
+    LOCAL = 3  #: and the newest
+    FULL = 4  #: everything
+
+
+@dataclass(frozen=True, slots=True)
+class NestedPlan(EvictionPlan):
+    """A plan, and how its heads go on.
+
+    Attributes:
+        kinds: (H,) int64, the `HeadRule` of each head. local: newest positions that `HeadRule.LOCAL` keeps.
+    """
+
+    kinds: Tensor
+    local: int
+
+
+class Heads(NamedTuple):
+    """The heads of some sequences at one moment."""
+
+    value: Tensor  #: (S, H, N) float32, accumulated attention
+    positions: Tensor  #: (S, H, N) int32, -1 for none
+    classes: Tensor  #: (S, H, N) int8, see `TokenClasses.of`
+    kinds: Tensor  #: (S, H) int
+    seen: Tensor  #: (S,) int, tokens so far
+    local: Tensor  #: (S,) int, newest positions that `HeadRule.LOCAL` keeps
+    most: Tensor  #: (S,) int64, entries that all heads of a sequence may hold together
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRulesPolicy(Policy):
+    """Kinds of heads are chosen at the end of a prompt; while decoding each head admits what its kind keeps.
+
+    Attributes:
+        threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
+        frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
+        queries: recovery is measured on at most so many of them, evenly spread; 0 for all.
+        classes: of token ids.
+    """
+
+    threshold: float = 0.95
+    frequent: float = 0.3
+    local: float = 0.3
+    queries: int = 128
+    classes: TokenClasses = field(default_factory=TokenClasses)
+
+    def __post_init__(self) -> None:
+        Policy.__post_init__(self)
+        for name in ("threshold", "frequent", "local"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptionError(f"{name}={getattr(self, name)} must lie in 0..1")
+        if self.queries < 0:
+            raise OptionError(f"queries={self.queries} must not be negative; 0 measures on all of them")
+        alone = isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers) and self.protect.recent == 0
+        if not (alone and self.merge is None and isinstance(self.score, AccumulatedAttention)):
+            raise OptionError("a method whose heads have rules of their own cannot be the score of another method")
+
+    def decode_rule(self, layer: int) -> DecodeRule:
+        """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""
+        return replace(Policy.decode_rule(self, layer), evict=Evict.NEVER)
+
+    def plan(self, view: View, budget: int) -> NestedPlan:
+        """Choose the kinds of the heads of `view`, and what stays under at most `budget` entries a head on average.
+
+        Raises:
+            BudgetError: what must be protected does not fit.
+            NumericsError: the attention is NaN.
+        """
+        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        self.protect.check(budget)
+        if bool((view.signal.isnan() & view.valid).any()):
+            raise NumericsError(f"layer {view.layer}: attention is NaN; check the model's weights and inputs")
+        local = _share(self.local, view.seen)
+        most = budget * len(view.positions)
+        heads = Heads(
+            view.signal[None], view.positions[None], self.classes_of(view.ids, view.positions)[None],
+            view.positions.new_full((1, len(view.positions)), HeadRule.FULL),
+            *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, most)),
+        )  # fmt: skip
+        outside = self.by_kind(heads)
+        kinds = self._choose(view, outside, local)
+        leave = outside.gather(0, kinds.view(1, -1, 1).expand(outside[:1].shape))
+        leave = self._within(heads._replace(kinds=kinds[None]), leave)[0]
+        return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
+
+    def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The class of each entry; the first positions count as special tokens."""
+        return self.classes.of(ids).masked_fill(positions < self.protect.sinks, SPECIAL)
+
+    def _choose(self, view: View, outside: Tensor, local: int) -> Tensor:
+        """(H,) int64: the cheapest kind that is enough for every query head of a KV head."""
+        if self.threshold == 1:
+            return torch.full(view.positions.shape[:1], HeadRule.FULL, device=view.positions.device)
+        enough = self.recovery(view, outside, local) >= self.threshold
+        enough[..., HeadRule.FULL] = True
+        return enough.int().argmax(-1).amax(1)
+
+    def recovery(self, view: View, outside: Tensor, local: int) -> Tensor:
+        """(H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
+
+        mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
+
+        Args:
+            outside: (5, H, N) bool, see `by_kind`.
+        """
+        valid = view.valid[:, None]
+        far = view.received(local, 0).double().masked_fill(~valid, 0)
+        near = view.received(0, local).double().masked_fill(~valid, 0) if local else 0 * far
+        total = near + far
+        shares = [
+            torch.where(left[:, None], near if kind is HeadRule.LOCAL else 0, total).sum(-1)
+            for kind, left in zip(HeadRule, outside, strict=True)
+        ]
+        return torch.stack(shares, -1) / total.sum(-1)[..., None]
+
+    def by_kind(self, heads: Heads) -> Tensor:
+        """(5, H, N) bool: what each kind would not keep of the entries of one sequence."""
+        return torch.cat([self._outside(heads._replace(kinds=torch.full_like(heads.kinds, kind))) for kind in HeadRule])
+
+    def quota(self, seen: Tensor) -> Tensor:
+        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        return torch.tensor([_share(self.frequent, n) for n in seen.tolist()], device=seen.device)
+
+    def leaving(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: the entries that their head does not keep.
+
+        Frequent entries are the best ceil(frequent * seen) of those that nothing else keeps. Where all heads of a
+        sequence together hold more than they may, the longest give up entries until the total is exact: first what
+        is neither special, punctuation nor in the newest half of what the head may hold, then what is not special;
+        each time those of least attention.
+        """
+        return self._within(heads, self._outside(heads))
+
+    def _outside(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: the entries that are of no use to the kind of their head."""
+        kind, valid = heads.kinds[..., None], heads.positions >= 0
+        rest = valid & ~self._fixed(heads) & ~self._near(heads) & (kind < HeadRule.FULL)
+        quota = self.quota(heads.seen)
+        return _lowest(heads, rest, rest.sum(-1) - quota[:, None] * (heads.kinds >= HeadRule.FREQUENT))
+
+    def _within(self, heads: Heads, leave: Tensor) -> Tensor:
+        """(S, H, N) bool: what leaves, and as much beside it as the most that a sequence may hold asks for."""
+        valid = heads.positions >= 0
+        counts = (valid & ~leave).sum(-1)
+        if not bool((counts.sum(1) > heads.most).any()):
+            return leave
+        pairs = zip(counts.tolist(), heads.most.tolist(), strict=True)
+        allowed = torch.tensor([shorten(row, most) for row, most in pairs], device=leave.device)
+        newest = self._near(heads) & (_age(heads) <= allowed[..., None] // 2)
+        unpinned = valid & (heads.positions >= self.protect.sinks)
+        for free in (valid & ~self._fixed(heads) & ~newest, valid & (heads.classes != SPECIAL), unpinned):
+            spare = (valid & ~leave).sum(-1) - allowed
+            leave = leave | _lowest(heads, free & ~leave, spare)
+        return leave
+
+    def _fixed(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: entries that stay for their tokens."""
+        punctuation = (heads.classes == PUNCTUATION) & (heads.kinds[..., None] >= HeadRule.PUNCTUATION)
+        return (heads.classes == SPECIAL) | punctuation
+
+    def _near(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: entries that stay for being new."""
+        return (_age(heads) <= heads.local[:, None, None]) & (heads.kinds[..., None] >= HeadRule.LOCAL)
+
+
+def _age(heads: Heads) -> Tensor:
+    """(S, H, N): positions since each entry, 1 for the newest."""
+    return heads.seen[:, None, None] - heads.positions
+
+
+def shorten(counts: Sequence[int], total: int) -> list[int]:
+    """The counts with a sum of at most `total`: the longest are cut to one length, or one more where they had most.
+
+    Example:
+        >>> shorten([2, 9, 4, 9], 18)
+        [2, 6, 4, 6]
+    """
+    out = list(counts)
+    for place, i in enumerate(sorted(range(len(out)), key=lambda i: (out[i], i))):
+        out[i] = min(out[i], total // (len(out) - place))
+        total -= out[i]
+    return out
+
+
+def _share(share: float, n: int) -> int:
+    """ceil(share * n), where rounding of the product does not count."""
+    return math.ceil(round(share * n, 9))
+
+
+def _lowest(heads: Heads, free: Tensor, spare: Tensor) -> Tensor:
+    """The `spare` (S, H) entries of least attention of each head among the free ones; ties leave oldest first."""
+    n = int(spare.max())
+    if n <= 0:
+        return torch.zeros_like(free)
+    if bool((spare >= free.sum(-1)).all()):
+        return free
+    value, positions, free = (t.flatten(0, 1)[:, None] for t in (heads.value, heads.positions, free))
+    return lowest_scored(value, positions, free, spare.clamp(min=0).flatten()[:, None], n).view_as(heads.positions)

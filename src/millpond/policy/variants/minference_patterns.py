@@ -1,0 +1,169 @@
+"""The patterns of MInference: A-shape, vertical-slash and block-sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.errors import OptionError
+from millpond.kernels.reference import wide
+from millpond.policy.variants.sparse_prefill import BLOCK, HeadPrompt, Look, Pattern
+
+
+def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:
+    """A pattern by its name and two numbers, as a table of patterns has them; of blocks only the first one counts.
+
+    Raises:
+        OptionError: no such kind, or a number below 1.
+    """
+    match kind:
+        case "vertical_slash" | "vertical_and_slash":
+            return VerticalSlash(first, second, last=last)
+        case "a_shape" | "stream_llm":
+            return AShape(first, second)
+        case "block_sparse":
+            return BlockSparse(first)
+    raise OptionError(f"pattern {kind!r} is none of vertical_slash, a_shape and block_sparse")
+
+
+@dataclass(frozen=True, slots=True)
+class AShape:
+    """The first entries and the newest ones."""
+
+    first: int = 100
+    width: int = 800
+
+    def __post_init__(self) -> None:
+        _check(first=self.first, width=self.width)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return self.first, self.width
+
+    def covers(self, n: int) -> bool:
+        return max(self.first, self.width) >= n
+
+    def scaled(self, ratio: float) -> AShape:
+        return AShape(_times(self.first, ratio), _times(self.width, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        def columns(begin: int, end: int) -> Tensor:
+            first = min(self.first, end)
+            oldest = max(begin - self.width + 1, first)
+            return torch.cat([torch.arange(a, b, device=prompt.q.device) for a, b in ((0, first), (oldest, end))])
+
+        return columns
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalSlash:
+    """The columns and the diagonals that the last queries attend to most.
+
+    c_j = sum_i A_ij and d_o = sum_i A_i,i-o over the last queries i; the best columns j and distances o are looked at
+    by all. A block of rows looks at every column that a chosen diagonal crosses in it.
+
+    Attributes:
+        vertical, slash: how many columns and diagonals. last: queries that choose.
+        first, nearest: columns and diagonals that are always among them, as far as there are so many.
+    """
+
+    vertical: int = 1000
+    slash: int = 6096
+    last: int = 64
+    first: int = 30
+    nearest: int = 100
+
+    def __post_init__(self) -> None:
+        _check(vertical=self.vertical, slash=self.slash, last=self.last)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return None
+
+    def covers(self, n: int) -> bool:
+        return max(self.vertical, self.slash) >= n
+
+    def scaled(self, ratio: float) -> VerticalSlash:
+        return replace(self, vertical=_times(self.vertical, ratio), slash=_times(self.slash, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        columns, distances = self.choose(prompt)
+        below = F.pad(distances.cumsum(0), (1, 0))  # chosen distances under each number
+
+        def look(begin: int, end: int) -> Tensor:
+            # position j lies end - j .. begin - j away: some distance between them, both included, is chosen
+            crossed = below[1 : end + 1].flip(0) - F.pad(below[1 : begin + 1].flip(0), (0, end - begin))
+            return (columns[:end] | (crossed > 0)).nonzero()[:, 0]
+
+        return look
+
+    def choose(self, prompt: HeadPrompt) -> tuple[Tensor, Tensor]:
+        """(N,) bool: the chosen columns; (N,) bool: the chosen distances between a query and what it sees."""
+        p = prompt.last_rows(min(self.last, len(prompt.q)))
+        n_rows, n = p.shape
+        padded = F.pad(p.flip(1), (0, n_rows))  # row r: distance o stands in column n_rows - 1 - r + o
+        diagonals = padded.as_strided((n_rows, n), (n + n_rows - 1, 1), n_rows - 1).sum(0)
+        return _best(p.sum(0), self.vertical, self.first), _best(diagonals, self.slash, self.nearest)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """Blocks of entries whose mean key is most like the mean query of a block of rows, and the newest block.
+
+    Attributes:
+        blocks: how many blocks of BLOCK entries a block of rows looks at.
+    """
+
+    blocks: int = 100
+
+    def __post_init__(self) -> None:
+        _check(blocks=self.blocks)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return None
+
+    def covers(self, n: int) -> bool:
+        return self.blocks * BLOCK >= n
+
+    def scaled(self, ratio: float) -> BlockSparse:
+        return BlockSparse(_times(self.blocks, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        kind, n = wide(prompt.q.dtype), len(prompt.k)
+        starts = torch.arange(0, n, BLOCK, device=prompt.k.device)
+        sizes = (n - starts).clamp(max=BLOCK)
+        sums = F.pad(prompt.k.to(kind), (0, 0, 0, -n % BLOCK)).view(len(starts), BLOCK, -1).sum(1)
+        means = sums / sizes[:, None]
+
+        def look(begin: int, end: int) -> Tensor:
+            rows = prompt.q[begin - prompt.first : end - prompt.first].to(kind).mean(0)
+            worth = (means @ rows)[: -(-end // BLOCK)]
+            own = begin // BLOCK  # in a later turn blocks of rows and of entries need not begin together
+            worth[own:] = torch.inf
+            most = max(self.blocks, len(worth) - own)
+            chosen = worth.argsort(descending=True, stable=True)[:most].sort().values
+            places = (starts[chosen, None] + torch.arange(BLOCK, device=starts.device)).flatten()
+            return places[places < end]
+
+        return look
+
+
+def _check(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise OptionError(f"{name}={number} must be at least 1")
+
+
+def _times(number: int, ratio: float) -> int:
+    return max(1, round(number * ratio))
+
+
+def _best(sums: Tensor, n: int, always: int) -> Tensor:
+    """(N,) bool: the n largest, the first `always` before all others; ties to the first."""
+    sums = sums.clone()
+    sums[:always] = torch.inf
+    return torch.zeros_like(sums).bool().index_fill_(0, sums.argsort(descending=True, stable=True)[:n], True)

@@ -1,0 +1,58 @@
+"""RebuildPolicy: entries count by how much the model needs them to say its prompt again (KVzip)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict, Signal
+from millpond.policy.policy import Policy
+from millpond.policy.scores.attention import Queries
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """s_j = max_i max_h A_hij over the queries i that repeat the prompt, and the query heads h of the group."""
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        assert view.signal is not None, "the cache hands over what the repetition found"
+        return view.signal
+
+
+@dataclass(frozen=True, slots=True)
+class ReconstructionPolicy(Policy):
+    """After each prompt or turn the model repeats it over its cache; then a plan decides by what that looked at.
+
+    Attributes:
+        ask: what asks for the repetition, for the tokenizer to spell. ids: the same as token ids; None: not known yet.
+        chunk: tokens that are repeated in one pass.
+    """
+
+    ask: str = ""
+    ids: tuple[int, ...] | None = None
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        Policy.__post_init__(self)
+        if self.chunk < 1:
+            raise OptionError(f"chunk={self.chunk} must be at least 1")
+        plain = self.prefill == "once" and not self.every_step and not self.needs_all_layers and self.positions == "absolute"
+        if not (plain and isinstance(self.score, Rebuilt)):
+            raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
+
+    @property
+    def gathers(self) -> bool:
+        """What was found lies beside the entries."""
+        return True
+
+    @property
+    def repeats_prompt(self) -> bool:
+        return True

@@ -1,0 +1,121 @@
+"""LeanRunner: the forward of a model without its modules, where it gives what the modules give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.cache.types import AttentionShape
+from millpond.errors import UnsupportedModelError
+from millpond.kernels import ops
+from millpond.kernels.decoder_ops import TOLERANCE, choose
+from millpond.models.lean.block import Attend
+from millpond.models.lean.describe import describe
+from millpond.models.lean.watch import own_forward
+from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
+
+#: Where the tokens of the trial stand in their text.
+_PLACES = (0, 1, 5)
+
+
+class NativeForward:
+    """Runs packed rows through the weights of a model, whose layers that read the same rows are fused.
+
+    Args:
+        shapes: what the attention of each layer does. run: a pass of the modules, run(ids, positions, attend) -> logits
+            of all tokens.
+
+    Raises:
+        UnsupportedModelError: the model is of another family, or a part of it gives something else than ours.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[AttentionShape],
+        run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
+    ) -> None:
+        if any(own_forward(module) is not None for module in model.modules()):
+            raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
+        described = describe(model)
+        self._shapes = shapes
+        self._decoder, self._watch, self._layers = described.decoder, described.watch, described.layers
+        self._name = type(model).__name__
+        if not self.ready():
+            raise UnsupportedModelError(f"{self._name} has hooks, or trains; remove them, or call model.eval()")
+        if model.dtype not in TOLERANCE:
+            raise UnsupportedModelError(f"{self._name} computes in {model.dtype}")
+        self._try_out(model.device, run)
+
+    def ready(self) -> bool:
+        """Whether the modules may be passed by: nobody watches them, and their weights are those that we have."""
+        return self._watch.unchanged()
+
+    def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
+        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""
+        layers = self._decoder.in_one_call(len(ids)) if len(rows) == len(ids) else None
+        steps = None if layers is None else split.steps(self._shapes)
+        if layers is None or steps is None:
+            return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows)
+        logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
+        steps.end(lse)
+        return logits
+
+    def _by_rows(self, attend: LayerAttend) -> Attend:
+        def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(index, q, k, v, self._shapes[index]).reshape(q.shape[0], -1)
+
+        return by_rows
+
+    def _try_out(self, device: torch.device, run: Callable[[Tensor, Tensor, LayerAttend], Tensor]) -> None:
+        """Give every part what the modules gave theirs, a few tokens, and compare what comes out.
+
+        Raises:
+            UnsupportedModelError: something else.
+        """
+        decoder = self._decoder
+        positions = torch.tensor(_PLACES, device=device)
+        ids = torch.arange(1, 1 + len(_PLACES), device=device) * (len(decoder.tokens) - 1) // len(_PLACES)
+        seen: list[tuple[Tensor, Tensor]] = []
+        hooks = [layer.register_forward_hook(_noting(seen), with_kwargs=True) for layer in self._layers]
+        try:
+            logits = run(ids, positions, _attend)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        first, last = seen[0][0], seen[-1][1]
+        self._compare("the embeddings", decoder.embed(ids, positions), first, first)
+        rotary, attend = decoder.angles(first, positions), self._by_rows(_attend)
+        for block, (before, behind) in zip(decoder.blocks, seen, strict=True):
+            for few in (True, False):
+                found = block.forward(before.clone(), rotary, attend, choose(before, few))
+                self._compare(f"layer {block.index}", found, behind, behind - before)
+        self._compare("the head", decoder.logits(last), logits, logits)
+
+    def _compare(self, part: str, found: Tensor, expected: Tensor, size: Tensor) -> None:
+        if found.shape != expected.shape or not bool(
+            (found - expected).abs().max() <= TOLERANCE[found.dtype] * size.abs().max()
+        ):
+            raise UnsupportedModelError(f"{part} of {self._name} computes something else than its family does")
+
+
+def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
+    """A hook that notes what goes into a layer and what comes out, (N, width) each."""
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        behind = output[0] if isinstance(output, tuple) else output
+        seen.append((before[0], behind[0]))
+
+    return note
+
+
+def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Of the tokens of the trial over themselves."""
+    positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return ops.prefill(q, k, v, positions, **shape.kwargs)[0].transpose(0, 1)

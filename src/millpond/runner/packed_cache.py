@@ -1,0 +1,145 @@
+"""PackedPass: the cache of one pass over the tokens of many sequences, cut into segments at each attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from millpond.cache.layer.decode_step import PendingStep
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.types import AttentionShape
+from millpond.errors import CacheMismatchError
+from millpond.hf.attention import tag
+from millpond.hf.single_pass_layer import PassLayer
+from millpond.kernels import native
+
+#: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of a pass that go to one batch of caches.
+
+    Attributes:
+        cores: of all layers. begin, end: which rows. decoding: one row per sequence; else all rows are one sequence's.
+    """
+
+    cores: Sequence[LayerCache]
+    begin: int
+    end: int
+    decoding: bool
+
+
+class FusedSteps(NamedTuple):
+    """A decoding step of all layers."""
+
+    cores: Sequence[LayerCache]
+    newest: list[PendingStep]
+
+    def regions(self) -> list[native.Regions]:
+        """What the layers meet."""
+        return [step.regions() for step in self.newest]
+
+    def end(self, lse: Tensor) -> None:
+        """Take note of what happened; `lse`: (layers, S, Hq)."""
+        for core, step, sums in zip(self.cores, self.newest, lse, strict=True):
+            core.end_step(step, sums)
+
+
+class SegmentedAttention:
+    """Attention of each layer, segment by segment."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+
+    def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
+        if len(self._segments) == 1:
+            return self._one(self._segments[0], index, q, k, v, shape)
+        outs = [
+            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
+            for s in self._segments
+        ]
+        return torch.cat(outs)
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+    def steps(self, shapes: Sequence[AttentionShape]) -> FusedSteps | None:
+        """All layers ready for one decoding step, where the segment is one and each layer `is_fusable`."""
+        segment = self._segments[0]
+        n, cores = segment.end - segment.begin, segment.cores
+        if len(self._segments) > 1 or not segment.decoding:
+            return None
+        if not all(core.is_fusable(n, shape) for core, shape in zip(cores, shapes, strict=True)):
+            return None
+        return FusedSteps(cores, [core.begin_step(n, shape) for core, shape in zip(cores, shapes, strict=True)])
+
+    @staticmethod
+    def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        """(n, Hq, value_dim) of the rows of one segment."""
+        core = segment.cores[index]
+        if segment.decoding:
+            return core.attend_newest(q, k, v, shape)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+
+
+class ShapeWatch:
+    """Learns the shapes of keys and values, and keeps none."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, int, int]] = {}
+        self.shapes: dict[int, AttentionShape] = {}
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
+        self.shapes[index] = shape
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+class FunctionAttention:
+    """Attention by a function of rows."""
+
+    def __init__(self, rows: LayerAttend) -> None:
+        self._rows = rows
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
+
+
+Served = SegmentedAttention | ShapeWatch | FunctionAttention
+
+
+class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
+    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
+
+    def __init__(self, index: int, served: Served) -> None:
+        super().__init__()
+        self.index = index
+        self._served = served
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return tag(key_states, self), value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
+        """See `SegmentedAttention.attend`. The mask of the row says nothing: no row is a pad."""
+        if q.shape[0] != 1:
+            raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
+        return self._served.attend(self.index, q, k, v, shape)
+
+
+class PackedPass(Cache):
+    """The `past_key_values` of one packed pass."""
+
+    def __init__(self, served: Served, layers: int) -> None:
+        super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])

@@ -1,0 +1,247 @@
+"""PackedModel: one forward pass over the tokens of many sequences, each of which attends to its own cache.
+
+The tokens lie behind each other in one row, so every linear layer reads its weights once for all of them. At each
+attention the row is cut into segments: the next tokens of a group of decoding sequences, which one call serves, or
+tokens of one prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.errors import OptionError, UnsupportedModelError, unknown
+from millpond.hf.attention import begin_pass, check_window, end_pass
+from millpond.hf.compress import switch_attention
+from millpond.hf.grad_mode import no_autograd
+from millpond.hf.layer_budgets import layer_windows
+from millpond.hf.model_support import (
+    check_supported,
+    n_layers,
+    position_limit,
+    rotary_of,
+    stores_latents,
+    text_config,
+    unwrapped,
+)  # fmt: skip
+from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.native_layers.linears import use_native_linears
+from millpond.hf.signals.rotary import CHANGING
+from millpond.runner.native_forward import NativeForward
+from millpond.runner.packed_cache import (
+    FunctionAttention,
+    LayerAttend,
+    PackedPass,
+    Segment,
+    SegmentedAttention,
+    Served,
+    ShapeWatch,
+)
+
+#: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
+Runner = Literal["auto", "lean", "modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores of a token: keys of `key_dim` and values of `value_dim` numbers in each KV head.
+
+    window: positions that a query sees, its own among them; 0 for all. index: of the layer.
+    """
+
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    index: int = 0
+
+
+class PackedModel:
+    """A transformers decoder that runs packed passes, until it is closed.
+
+    Args:
+        runner: "lean": without the model's modules, whose weights are fused (`NativeForward`); "modules": through them;
+            "auto": lean where that gives what the modules give. Passes that somebody watches go through the modules.
+        native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
+
+    Attributes:
+        context_length: most tokens of one sequence; None where the model sets no limit.
+        layers: what each layer stores.
+        end_tokens: ids that end a text, as the model's configuration has them.
+        runner: which of the two runs.
+
+    Raises:
+        UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
+        OptionError: no such runner, or runner="lean" beside native_layers=False.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto", native_layers: bool = True) -> None:
+        if runner not in get_args(Runner):
+            raise unknown("runner", runner, get_args(Runner))
+        if not native_layers and runner == "lean":
+            raise OptionError(
+                "native_layers=False leaves layers to transformers and torch, and runner='lean' runs none of them; "
+                "leave one of the two out"
+            )
+        model = unwrapped(model)
+        check_supported(model)
+        self._check_packable(model)
+        self.model = model
+        self.config = text_config(model)
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.context_length = _context_length(model)
+        self.end_tokens = _end_tokens(model)
+        self.vocabulary = int(self.config.vocab_size)
+        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._undo: list[Callable[[], None]] = [switch_attention(model)]
+        try:
+            watch = self._probe()
+            self.layers = self._layers_of(watch)
+            self._lean = self._make_lean(watch, runner if native_layers else "modules")
+            if native_layers:
+                self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def runner(self) -> Runner:
+        return "modules" if self._lean is None else "lean"
+
+    def close(self) -> None:
+        """Give the model its own attention back."""
+        while self._undo:
+            self._undo.pop()()
+
+    @no_autograd
+    def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor) -> Tensor:
+        """Run tokens `ids` (T,) at `positions` (T,) of their own texts through the model.
+
+        Args:
+            segments: cut all T rows. rows: (n,) int64, ascending: those whose next token is asked for.
+
+        Returns:
+            (n, vocabulary): the logits of these rows.
+        """
+        split = SegmentedAttention(segments)
+        if self._lean is not None and self._lean.ready():
+            return self._lean.forward(ids, positions, split, rows)
+        return self._run(ids, positions, split, rows)
+
+    def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
+        """`forward` through the modules."""
+        begin_pass()
+        cache = PackedPass(served, n_layers(self.config))
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
+        out = self.model(
+            input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
+        )
+        end_pass()
+        logits: Tensor = out.logits[0]
+        return logits if len(logits) == len(rows) else logits[rows]
+
+    @no_autograd
+    def _make_lean(self, watch: ShapeWatch, runner: Runner) -> NativeForward | None:
+        """
+        Raises:
+            UnsupportedModelError: the model cannot run lean, and is asked to.
+        """
+        if runner == "modules":
+            return None
+        shapes = [watch.shapes[index] for index in range(len(self.layers))]
+
+        def run(ids: Tensor, positions: Tensor, attend: LayerAttend) -> Tensor:
+            return self._run(ids, positions, FunctionAttention(attend), torch.arange(len(ids), device=ids.device))
+
+        try:
+            return NativeForward(self.model, shapes, run)
+        except UnsupportedModelError as error:
+            if runner == "auto":
+                return None
+            raise UnsupportedModelError(f"{error}; runner='modules' runs it") from error
+
+    @no_autograd
+    def _probe(self) -> ShapeWatch:
+        """What the layers do with a token: one runs through the model and is not kept."""
+        watch = ShapeWatch()
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._run(token, token, watch, token)
+        return watch
+
+    def _layers_of(self, watch: ShapeWatch) -> list[LayerShape]:
+        layers = n_layers(self.config)
+        missing = [index for index in range(layers) if index not in watch.found]
+        if missing:
+            raise UnsupportedModelError(
+                f"layer {missing[0]} of {type(self.model).__name__} hands no keys and values to its cache"
+            )
+        windows = layer_windows(self.config, layers)
+        for index, window in enumerate(windows):
+            check_window(type(self.model).__name__, window, watch.shapes[index].window)
+        return [LayerShape(*watch.found[index], windows[index], index) for index in range(layers)]
+
+    @staticmethod
+    def _check_packable(model: PreTrainedModel) -> None:
+        name, config = type(model).__name__, text_config(model)
+        if stores_latents(config):
+            raise UnsupportedModelError(
+                f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "
+                "rows of many texts do not allow; use compress(model, ...).generate"
+            )
+        if "mrope_section" in str(getattr(config, "rope_parameters", None)) or config is not model.config:
+            raise UnsupportedModelError(
+                f"{name} takes images beside text, which the engine does not carry; use compress(model, ...).generate"
+            )
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedModelError(
+                f"{name} takes no position_ids, so tokens of several texts cannot run in one row; use "
+                "compress(model, ...).generate"
+            )
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens of a text; where rotary frequencies change with the length of a pass, as far as they do not."""
+    limit = position_limit(model)
+    rotary = rotary_of(model)
+    kinds = getattr(rotary, "rope_type", "default")
+    changing = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING)
+    if not changing:
+        return limit
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings") or getattr(
+        text_config(model), "original_max_position_embeddings", None
+    )
+    found = [int(n) for n in (original, limit) if n]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its rotary frequencies with the length of a pass "
+            f"({', '.join(sorted(changing))}) and does not say from where on"
+        )
+    return min(found)
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), text_config(model)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()
+
+
+def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
+    """
+    Raises:
+        OptionError: no tokens, or an id that the model does not have.
+    """
+    if not len(ids):
+        raise OptionError("the prompt is empty; give at least one token")
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise OptionError(f"token id {token} is not one of the model's {vocabulary} (0 to {vocabulary - 1})")

@@ -1,0 +1,128 @@
+"""Gate: who may come in. It counts what is under way, refuses what would wait too long, and empties the house."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from millpond.server.errors import ApiError
+from millpond.server.llm_protocol import ServedLLM
+
+#: Seconds that a refused client is asked to wait, at least and at most.
+_LEAST_WAIT, _MOST_WAIT = 1, 60
+#: One in so many places of the queue is for clients who have nothing under way.
+_FOR_OTHERS = 8
+#: Seconds that requests have to end when the server goes down, after they were told to.
+LEAVE_S = 2.5
+
+_log = logging.getLogger(__name__)
+
+
+class AdmissionControl:
+    """In front of the engine.
+
+    Attributes:
+        under_way: ids of the prompts that came in and are not answered. draining: nobody comes in any more.
+    """
+
+    def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
+        self.under_way: set[str] = set()
+        self.draining = False
+        self._step_limit_s = step_limit_s
+        self._drained_by: float | None = None
+        self._llm = llm
+        self._max_queue = max_queue
+        self._under_way_of: Counter[str] = Counter()  # by client
+        self._finish_times: deque[float] = deque(maxlen=32)
+
+    @contextmanager
+    def admit(self, ids: Sequence[str], client: str = "") -> Iterator[None]:
+        """Come in with some prompts, all or none of them. Who has some under way leaves the end of the queue to others.
+
+        Raises:
+            ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, so many
+                prompts never fit.
+        """
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_LEAST_WAIT))
+        if self.trouble is not None:
+            message = f"{self.trouble}: nothing new is let in"
+            raise ApiError(503, message, "engine_stalled", headers=_after(_MOST_WAIT))
+        self.check_number(len(ids))
+        waiting = self.waiting
+        holds = self._max_queue - (self._max_queue // _FOR_OTHERS if self._under_way_of[client] else 0)
+        if waiting + len(ids) > holds:
+            wait = self._wait_s(waiting)
+            message = f"{waiting} prompts wait and the queue holds {holds} for you; try again in {wait} s"
+            raise ApiError(429, message, "queue_full", headers=_after(wait))
+        self.under_way.update(ids)
+        self._under_way_of[client] += len(ids)
+        try:
+            yield
+        finally:
+            self.under_way.difference_update(ids)
+            self._under_way_of[client] -= len(ids)
+            if not self._under_way_of[client]:
+                del self._under_way_of[client]
+            self._finish_times.append(time.monotonic())
+
+    def check_number(self, prompts: int) -> None:
+        """Raises:
+        ApiError: 400, so many prompts never fit.
+        """
+        if prompts > self._max_queue:
+            rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
+            raise ApiError(400, f"{prompts} prompts in one request: {rule}", "too_many_prompts", "prompt")
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine answers nobody now, if it does not."""
+        return self._llm.trouble(self._step_limit_s)
+
+    async def watch(self) -> None:
+        """Log when the engine hangs, and when it goes on."""
+        known = False
+        while True:
+            trouble = self.trouble
+            if trouble is not None and not known:
+                _log.error("%s; /health says 503 until it goes on", trouble)
+            elif known and trouble is None:
+                _log.warning("the engine goes on")
+            known = trouble is not None
+            await asyncio.sleep(min(1.0, self._step_limit_s / 4))
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that came in and do not run yet."""
+        return max(0, len(self.under_way) - self._llm.stats().running)
+
+    def _wait_s(self, waiting: int) -> int:
+        """Seconds until half of those who wait are gone, at the rate of the last answers."""
+        if len(self._finish_times) < 2:
+            return _LEAST_WAIT
+        gap = (time.monotonic() - self._finish_times[0]) / len(self._finish_times)
+        return min(_MOST_WAIT, max(_LEAST_WAIT, math.ceil(gap * waiting / 2)))
+
+    async def drain(self, within_s: float) -> None:
+        """Let nobody in, give what runs `within_s` seconds from the first call on, then end it with what it has.
+
+        An engine that hangs ends nothing: it is waited for `LEAVE_S` seconds more.
+        """
+        self.draining = True
+        if self._drained_by is None:
+            self._drained_by = time.monotonic() + within_s
+        while self.under_way and time.monotonic() < self._drained_by:
+            await asyncio.sleep(0.02)
+        left = max(0.0, self._drained_by + LEAVE_S - time.monotonic())
+        ends = asyncio.gather(*(self._llm.cancel(request) for request in list(self.under_way)), return_exceptions=True)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ends, left)
+
+
+def _after(seconds: int) -> dict[str, str]:
+    return {"Retry-After": str(seconds)}

@@ -1,0 +1,93 @@
+"""Clients: who asks, what they may, and what of theirs others may share."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from ipaddress import IPv6Address, ip_address, ip_network
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from millpond.engine.request import Request
+from millpond.server.errors import ApiError
+from millpond.server.settings import ServerSettings
+
+#: Bits of an IPv6 address that say whose it is; with the rest one machine could pose as many.
+_IPV6_NETWORK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One of those who ask.
+
+    Attributes:
+        name: of a key its keyed hash, else the address. best_priority: the lowest that it may ask for.
+        salt: what its shared prompts are salted with; empty where it shares with everybody.
+    """
+
+    name: str
+    best_priority: int
+    salt: str
+
+
+class ClientRegistry:
+    """Tells clients apart: by API key where the server has some, else by address. No key is kept in what it makes."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._keyed = bool(settings.api_keys)
+        self._best = {self._hash(key): best for key, best in settings.priority_limits.items() if key}
+        self._usual = settings.priority_limits.get("", 0)
+
+    def of(self, http: HTTPConnection) -> Client:
+        """Who sends this, which has passed the doors."""
+        if self._keyed:
+            name = self._hash(key_of(http.scope).decode("utf-8", "surrogateescape"))
+            return Client(name, self._best.get(name, self._usual), name)
+        return Client(_network(http.client.host if http.client is not None else ""), self._usual, "")
+
+    def asked(self, client: Client, requests: Iterable[Request]) -> list[Request]:
+        """These requests as `client` sends them.
+
+        Raises:
+            ApiError: 403, a better priority than the client may ask for.
+        """
+        made = []
+        for request in requests:
+            if request.priority < client.best_priority:
+                rule = f"lower goes first, and you may ask for {client.best_priority} at the lowest"
+                message = f"priority={request.priority}: {rule}; the operator sets that with --priority-limit"
+                raise ApiError(403, message, "priority_not_allowed", "millpond.priority")
+            parts = [part for part in (client.salt, request.cache_salt) if part]
+            salt = self._hash(client.salt, request.cache_salt or "") if parts else None
+            made.append(replace(request, client=client.name, cache_salt=salt))
+        return made
+
+    def _hash(self, *parts: str) -> str:
+        found = hashlib.blake2b(key=self._secret, digest_size=16)
+        for part in parts:
+            coded = part.encode("utf-8", "surrogatepass")
+            found.update(len(coded).to_bytes(8, "little") + coded)
+        return found.hexdigest()
+
+
+def key_of(scope: Scope) -> bytes:
+    """The API key of a request as it was sent, empty where there is none."""
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if kind.lower() == "bearer" else b""  # latin-1: how headers are decoded
+
+
+def _network(host: str) -> str:
+    """What of an address tells clients apart."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped or ip_network((address, _IPV6_NETWORK), strict=False))
+    return host

@@ -1,0 +1,18 @@
+"""Every field of every body by name, for suggestions."""
+
+from __future__ import annotations
+
+from millpond.server.messages import Message, Tool
+from millpond.server.responses_schemas import InputMessage, ResponseBody, TextConfig
+from millpond.server.schemas import CacheFields, ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+
+KNOWN = sorted(
+    {
+        name
+        for body in (
+            CompletionBody, ChatBody, CacheFields, StreamOptions, Message, Tool, TokenizeBody, DetokenizeBody,
+            ResponseBody, InputMessage, TextConfig,
+        )
+        for name in body.model_fields
+    }
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""The document at /openapi.json: FastAPI's, with what is really sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse
+
+from millpond.server.openapi.base import ErrorAnswer
+from millpond.server.openapi.completions import Chat, ChatChunk, Completion, CompletionChunk
+from millpond.server.openapi.info import (
+    Detokenized,
+    Health,
+    MemoryOfLayer,
+    ServedModel,
+    ServedModels,
+    Tokenized,
+)
+from millpond.server.openapi.responses import EVENTS, ResponseAnswer
+
+#: The first version that can say what each event of a stream is.
+_VERSION = "3.2.0"
+_REF = "#/components/schemas/{model}"
+#: Why an error comes, by its status.
+_REASONS = {
+    400: "The request is not as it must be; `param` and `message` say where, and what to do.",
+    401: "No API key, or an unknown one.",
+    403: "A better priority than this client may ask for.",
+    404: "No such model, or no such request.",
+    408: "Time was up: that of the body, or that of the request before its first token.",
+    411: "The length of the body must be known.",
+    413: "The body is too long, or has too many values.",
+    421: "The request names another host.",
+    422: "What is asked for can be understood, and never be done: a budget, more memory than there is.",
+    429: "Too many prompts wait.",
+    500: "The server or its engine failed.",
+    503: "Nothing new is let in now: the server goes down, its engine hangs, or too many bytes are under way.",
+}
+#: Of every route.
+_ALWAYS = (408, 411, 413, 421, 500, 503)
+_WAITED = {408, 429, 503}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What a route sends.
+
+    Attributes:
+        whole: its answer; None: a text. events: what each event of a stream may be, but an error. done: streams end
+            with "[DONE]". errors: statuses beside those of every route. empty: a status without a body, and why.
+        others: answers of other statuses that are no errors.
+    """
+
+    whole: type[BaseModel] | None
+    events: tuple[type[BaseModel], ...] = ()
+    done: bool = False
+    errors: tuple[int, ...] = ()
+    empty: tuple[int, str] | None = None
+    others: tuple[int, type[BaseModel]] | None = None
+    needs_key: bool = True
+
+
+_OF_ANSWERS = (400, 403, 404, 422, 429)
+_SENT = {
+    ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _OF_ANSWERS),
+    ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
+    ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
+    ("/v1/models", "get"): _Sent(ServedModels),
+    ("/v1/models/{name}", "get"): _Sent(ServedModel, errors=(404,)),
+    ("/health", "get"): _Sent(Health, others=(503, Health), needs_key=False),
+    ("/metrics", "get"): _Sent(None),
+    ("/tokenize", "post"): _Sent(Tokenized, errors=(400, 404)),
+    ("/detokenize", "post"): _Sent(Detokenized, errors=(400, 404)),
+    ("/v1/millpond/memory/{request_id}", "get"): _Sent(
+        MemoryOfLayer, errors=(400, 404), empty=(204, "The request waits and holds nothing.")
+    ),
+}
+
+
+def describe(app: FastAPI, keyed: bool) -> None:
+    """Let `app.openapi` and /openapi.json say what `app` sends.
+
+    Args:
+        keyed: the server has API keys.
+    """
+    lock = Lock()
+    made: list[dict[str, Any]] = []
+
+    def complete() -> dict[str, Any]:
+        with lock:
+            if not made:
+                made.append(_completed(FastAPI.openapi(app), keyed))
+        return made[0]
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def document() -> JSONResponse:  # no coroutine: it takes long the first time, and runs in a thread of its own
+        return JSONResponse(complete())
+
+    app.openapi = complete  # type: ignore[method-assign]
+
+
+def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
+    document["openapi"] = _VERSION
+    components = document["components"]
+    for unsent in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(unsent, None)
+    kinds = list(dict.fromkeys(kind for sent in _SENT.values() for kind in _models(sent)))
+    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    for name, schema in made["$defs"].items():
+        had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format
+        assert had["properties"].keys() == schema["properties"].keys(), f"two schemas are called {name}"
+    if keyed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            sent = _SENT[path, method]
+            operation["responses"] = _responses(sent, keyed)
+            if keyed and sent.needs_key:
+                operation["security"] = [{"key": []}]
+    return document
+
+
+def _models(sent: _Sent) -> Iterator[type[BaseModel]]:
+    yield ErrorAnswer
+    yield from sent.events
+    if sent.whole is not None:
+        yield sent.whole
+
+
+def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
+    whole = {"text/plain": {"schema": {"type": "string"}}} if sent.whole is None else _json(_ref(sent.whole))
+    if sent.events:
+        whole["text/event-stream"] = {"itemSchema": _event(sent)}
+    found: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
+    if sent.empty is not None:
+        found[sent.empty[0]] = {"description": sent.empty[1]}
+    for status in {*_ALWAYS, *sent.errors, *([401] if keyed and sent.needs_key else [])}:
+        schema = _ref(ErrorAnswer)
+        if sent.others is not None and sent.others[0] == status:
+            schema = {"anyOf": [_ref(sent.others[1]), schema]}
+        found[status] = {"description": _REASONS[status], "content": _json(schema)}
+        if status in _WAITED:
+            found[status]["headers"] = {"Retry-After": _header("Seconds to wait; not always sent.", "integer")}
+        if status == 401:
+            found[status]["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
+    return {str(status): found[status] for status in sorted(found)}
+
+
+def _event(sent: _Sent) -> dict[str, Any]:
+    """An event of a stream; an error may be the last one where the status was long sent."""
+    kinds = [_ref(kind) for kind in (*sent.events, *((ErrorAnswer,) if sent.done else ()))]
+    data: dict[str, Any] = {
+        "type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds},
+    }  # fmt: skip
+    if sent.done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
+        return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["event", "data"]}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": _REF.format(model=kind.__name__)}
+
+
+def _header(text: str, kind: str) -> dict[str, Any]:
+    return {"description": text, "schema": {"type": kind}}

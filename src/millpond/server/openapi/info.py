@@ -1,0 +1,79 @@
+"""Answers of all routes that tell of the server, its tokenizer and its memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from millpond.server.openapi.base import Described
+
+
+class ModelCache(Described):
+    """How a model's caches are kept where a request says nothing, and what else a request can say."""
+
+    context_length: int
+    methods: list[str]
+    without_budget: list[str]
+    presets: dict[str, dict[str, Any]]
+    method: str | None
+    options: dict[str, Any]
+    budget: str | None
+    codec: str | list[str] | None
+    kv_limit_bytes: int | None
+    tokenizer: bool
+    chat_template: str | None
+
+
+class ServedModel(Described):
+    """The model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["millpond"]
+    millpond: ModelCache
+
+
+class ServedModels(Described):
+    """The model that is served, as the only one of a list."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class Health(Described):
+    """Whether new requests are let in; with a reason where the engine does not answer."""
+
+    status: Literal["ok", "shutting down", "stalled"]
+    reason: str | None = None
+
+
+class Tokenized(Described):
+    """The token ids of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(Described):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class MemoryOfLayer(Described):
+    """Per token: its text (from `since` on), the share of heads that keep it, and its mean score; and what is held."""
+
+    layer: int
+    n_layers: int
+    n_kv_heads: int
+    since: int
+    texts: list[str]
+    kept: list[float]
+    scores: list[float | None]
+    seen: int
+    held: float
+    kv_bytes: int
+    unused_bytes: int
+    full_kv_bytes: int
+    evicted: int

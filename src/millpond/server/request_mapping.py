@@ -1,0 +1,105 @@
+"""From a request's fields to the engine's words: how tokens are chosen, how the cache is kept, when time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
+from millpond.presets import preset
+from millpond.server.errors import ApiError
+from millpond.server.schemas import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
+from millpond.server.structured_outputs import constraint, two_of
+
+#: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
+_SAME = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "typical_p", "min_tokens", "logit_bias", "n", "seed", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
+
+
+def sampling(fields: TokenFields, **more: Any) -> SamplingParams:
+    """How tokens are chosen; `more` are `SamplingParams` that the kinds of answers name differently.
+
+    Raises:
+        OptionError: a value out of its range. ApiError: more than one field says what the answer must follow.
+    """
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
+    given |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
+    if (guided := constraint(fields)) is not None:
+        if any(more.get(name) is not None for name in CONSTRAINTS):
+            raise two_of(guided[0], "response_format or tool_choice")
+        more |= guided[1]
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    more["stop"] = stop + tuple(more.get("stop", ()))
+    return SamplingParams(**given | more)
+
+
+def cache_options(fields: CacheFields) -> CacheOptions:
+    """How the cache is kept.
+
+    Raises:
+        OptionError: no such preset. ApiError: a preset beside what it decides.
+    """
+    if fields.preset is not None:
+        for name in ("method", "budget", "codec"):
+            if getattr(fields, name) is not None:
+                message = f"preset {fields.preset!r} decides the {name} too: give one of the two"
+                raise ApiError(400, message, "invalid_value", f"millpond.{name}")
+        fields = fields.model_copy(update=preset(fields.preset))
+    return CacheOptions(method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec)
+
+
+def requests(
+    name: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    fields: CacheFields,
+    cache_salt: str | None,
+    timeout_s: float | None,
+) -> list[Request]:
+    """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
+    limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
+    return [
+        Request(
+            request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
+            cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
+        )
+        for place, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that an answer must follow."""
+    if isinstance(wanted, SchemaFormat):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
+
+
+def most_tokens(asked: int | None, limit: int | None, param: str = "max_tokens") -> int | None:
+    """New tokens at most: as asked, where nothing was asked the server's limit; None: what the context holds.
+
+    Args:
+        param: the field that asks.
+
+    Raises:
+        ApiError: more than the server's limit.
+    """
+    if asked is not None and limit is not None and asked > limit:
+        raise ApiError(400, f"{param}={asked}: this server gives at most {limit}", "invalid_value", param)
+    return limit if asked is None else asked
+
+
+def check_room(prompts: Sequence[tuple[int, ...]], asked: int | None, context: int) -> None:
+    """Raises:
+    ApiError: an empty prompt, or one that with its answer is longer than the model's context.
+    """
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt has no token", "empty_prompt", "prompt")
+        if len(prompt) + (asked or 1) > context:
+            parts = f"{len(prompt):,} tokens of prompt and {asked or 1:,} new ones"
+            message = f"{parts} are {len(prompt) + (asked or 1):,}; the model's context holds {context:,}"
+            raise ApiError(400, message, "context_length_exceeded", "prompt")

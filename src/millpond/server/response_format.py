@@ -1,0 +1,157 @@
+"""Voices: the same answer as a completion and as a chat, whole and piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from millpond.engine.outputs import Completion, RequestOutput
+from millpond.server.logprobs import for_chat, for_completions
+from millpond.server.usage import choice_stats, openai_reason
+
+
+@dataclass(slots=True)
+class StreamCursor:
+    """How much of one answer a client has: characters, tokens, whether anything at all, and whether all of it.
+
+    Attributes:
+        reading: what a voice remembers that reads calls out of the text.
+    """
+
+    characters: int = 0
+    tokens: int = 0
+    begun: bool = False
+    ended: bool = False
+    reading: Any = None
+
+    def update(self, completion: Completion) -> None:
+        """The client has all that there is."""
+        self.begun, self.ended = True, completion.finish_reason is not None
+        self.characters, self.tokens = len(completion.text), len(completion.token_ids)
+
+
+class ResponseFormat(Protocol):
+    """Words of one of OpenAI's two interfaces.
+
+    Attributes:
+        kind, chunk_kind: the `object` of an answer and of a piece of it. new_tokens: off where none were asked for.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def chunk_kind(self) -> str: ...
+
+    @property
+    def new_tokens(self) -> bool: ...
+
+    def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        """A whole answer to prompt `place`."""
+        ...
+
+    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+        """What is new since `sent`, which it brings up to date."""
+        ...
+
+
+def end_of(completion: Completion) -> dict[str, Any]:
+    """The reason, and what only Millpond says, once there is one."""
+    ended = completion.finish_reason is not None
+    return {"finish_reason": openai_reason(completion)} | ({"millpond": choice_stats(completion)} if ended else {})
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionVoice:
+    """POST /v1/completions.
+
+    Attributes:
+        n: answers per prompt. logprobs: whether they are told. new_tokens: whether more than the echo is.
+        echo: per prompt its text and the text of its first token, which has no log probability; empty: no echo.
+        token_ids: tell the ids of new tokens; for models without a tokenizer, whose answers have no text.
+    """
+
+    n: int = 1
+    logprobs: bool = False
+    new_tokens: bool = True
+    echo: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    token_ids: bool = False
+    kind: str = "text_completion"
+    chunk_kind: str = "text_completion"
+
+    def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        """A whole answer to prompt `place`."""
+        pieces = self.pieces(place, output, completion, StreamCursor())
+        assert len(pieces) == 1, "whole answers have ended"
+        return pieces[0]
+
+    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+        """What is new since `sent`; the first piece begins with the echo."""
+        echoes = bool(self.echo) and not sent.begun
+        text = completion.text[sent.characters :] if self.new_tokens else ""
+        ids = completion.token_ids[sent.tokens :] if self.new_tokens else ()
+        ended = completion.finish_reason is not None
+        if not (echoes or text or ended or ((self.logprobs or self.token_ids) and ids)):
+            return []
+        told = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
+        if echoes:
+            text = self.echo[place][0] + text
+        sent.update(completion)
+        index = place * self.n + completion.index
+        piece = {"index": index, "text": text, "logprobs": told} | end_of(completion)
+        return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
+
+    def _logprobs(
+        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor, echoes: bool, ids: Sequence[int]
+    ) -> dict[str, Any]:
+        prompt = len(self.echo[place][0]) if self.echo else 0
+        found = list((completion.logprobs or ())[sent.tokens :][: len(ids)])
+        texts = [entry.text for entry in found]
+        if not echoes:
+            return for_completions(ids, found, texts, prompt + sent.characters)
+        before = output.prompt_logprobs or ()
+        known = [self.echo[place][1] if entry is None else entry.text for entry in before]
+        return for_completions([*output.prompt_token_ids, *ids], [*before, *found], known + texts, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatVoice:
+    """POST /v1/chat/completions.
+
+    Attributes:
+        logprobs: whether they are told.
+    """
+
+    logprobs: bool = False
+    new_tokens: bool = True
+    kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        """A whole answer."""
+        return {
+            "index": completion.index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
+        } | end_of(completion)
+
+    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+        """What is new since `sent`: the role first, the reason of the end last."""
+        pieces: list[dict[str, Any]] = []
+        if not sent.begun:
+            pieces.append(self._piece(completion, {"role": "assistant", "content": ""}))
+        text, new = completion.text[sent.characters :], len(completion.token_ids) > sent.tokens
+        if text or (self.logprobs and new):
+            piece = self._piece(completion, {"content": text})
+            if self.logprobs:
+                piece["logprobs"] = for_chat((completion.logprobs or ())[sent.tokens :])
+            pieces.append(piece)
+        if completion.finish_reason is not None:
+            pieces.append(self._piece(completion, {}) | end_of(completion))
+        sent.update(completion)
+        return pieces
+
+    @staticmethod
+    def _piece(completion: Completion, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,1 @@
+"""HTTP routes, one file per group of endpoints."""

@@ -1,0 +1,67 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from millpond.server.body_parsing import ParsedRoute
+from millpond.server.choice_format import ChoicesJob
+from millpond.server.errors import ApiError
+from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.response_format import ChatVoice
+from millpond.server.schemas import ChatBody
+from millpond.server.service import Service
+from millpond.server.tokenizer_worker import PLAIN_STOP
+from millpond.server.tools.response_format import CallVoice
+from millpond.server.tools.tool_choice import tools_of
+
+
+def routes(service: Service) -> APIRouter:
+    """The route that answers chats."""
+    router = APIRouter(route_class=ParsedRoute)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        """The next message of a chat."""
+        return await service.answer(http, await job_of(service, body))
+
+    return router
+
+
+async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
+    """What a body asks for, checked.
+
+    Raises:
+        ApiError, OptionError: it cannot be.
+    """
+    service.check_model(body.model)
+    service.tokens.check_fields(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: give one"
+        raise ApiError(400, message, "invalid_value", "max_tokens")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
+    most = most_tokens(asked, service.settings.max_tokens)
+    tools = tools_of(body, service.calls, service.tokens.shown)
+    schema = schema_of(body.response_format)
+    tag = None if tools is None else tools.constraint(schema)
+    _, prompt = await service.tokens.chat(body.messages, body, use_tools=body.tool_choice != "none")
+    check_room([prompt], asked, service.llm.context_length)
+    params = sampling(
+        body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=schema if tag is None else None, structural_tag=tag,
+        kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
+        stop=() if service.tokens.has_template else (PLAIN_STOP,),
+    )  # fmt: skip
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
+    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)

@@ -1,0 +1,95 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from millpond.server.body_parsing import ParsedRoute
+from millpond.server.choice_format import ChoicesJob
+from millpond.server.errors import ApiError
+from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
+from millpond.server.response_format import CompletionVoice
+from millpond.server.schemas import CompletionBody
+from millpond.server.service import Service
+
+#: OpenAI's default.
+_MAX_TOKENS = 16
+
+
+def routes(service: Service) -> APIRouter:
+    """The route that continues texts."""
+    router = APIRouter(route_class=ParsedRoute)
+
+    @router.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, http: HttpRequest) -> Response:
+        """Continue texts or token ids; with `echo` and `logprobs`, score them."""
+        return await service.answer(http, await job_of(service, body))
+
+    return router
+
+
+async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
+    """What a body asks for, checked.
+
+    Raises:
+        ApiError, OptionError: it cannot be.
+    """
+    service.check_model(body.model)
+    service.tokens.check_fields(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"best_of={body.best_of}: exactly n={body.n or 1} answers are made, and none is thrown away"
+        raise ApiError(400, message, "unsupported_parameter", "best_of")
+    limit = service.settings.max_tokens
+    default = _MAX_TOKENS if limit is None else min(_MAX_TOKENS, limit)
+    asked = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
+    prompts, texts = await _prompts(service, body.prompt)
+    check_room(prompts, asked, service.llm.context_length)
+    # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
+    params = sampling(
+        body, max_tokens=max(asked or 0, 1), logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )  # fmt: skip
+    voice = CompletionVoice(
+        params.n, body.logprobs is not None, bool(asked), await _echo(service, prompts, texts) if body.echo else (),
+        token_ids=not service.tokens.exists,
+    )  # fmt: skip
+    name = f"cmpl-{uuid.uuid4().hex}"
+    made = requests(name, prompts, params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+
+
+async def _prompts(
+    service: Service, prompt: str | list[int] | list[str] | list[list[int]]
+) -> tuple[list[tuple[int, ...]], list[str | None]]:
+    """Ids of every prompt, and its text where it came as one."""
+    if isinstance(prompt, str):
+        return [await service.tokens.encode(prompt)], [prompt]
+    if all(isinstance(part, int) for part in prompt):  # an empty list too: one prompt without a token
+        prompt = [[part for part in prompt if isinstance(part, int)]]
+    service.gate.check_number(len(prompt))
+    prompts: list[tuple[int, ...]] = []
+    texts: list[str | None] = []
+    for part in prompt:
+        if isinstance(part, str):
+            prompts.append(await service.tokens.encode(part))
+            texts.append(part)
+        elif isinstance(part, list):
+            service.tokens.check(part, "prompt")
+            prompts.append(tuple(part))
+            texts.append(None)
+    return prompts, texts
+
+
+async def _echo(service: Service, prompts: list[tuple[int, ...]], texts: list[str | None]) -> list[tuple[str, str]]:
+    if not service.tokens.exists:
+        return [("", f"token_id:{prompt[0]}") for prompt in prompts]
+    firsts = await service.tokens.texts([prompt[0] for prompt in prompts])
+    whole = [
+        await service.tokens.decode(ids) if text is None else text for ids, text in zip(prompts, texts, strict=True)
+    ]
+    return list(zip(whole, firsts, strict=True))

@@ -1,0 +1,195 @@
+"""What clients send: the bodies of requests. A field that is not here is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
+
+from millpond.engine.request import MOST_SALT
+from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
+from millpond.server.markdown import MOST_CHARACTERS
+from millpond.server.messages import MOST_TOOLS, Body, Message, Name, Tool
+from millpond.server.structured_outputs import GuidedFields
+
+#: Of seeds and priorities: what 64 bits hold.
+_INT64 = 2**63 - 1
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+#: Lists of what clients send end at the first bad value: the errors of all would be many.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
+StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
+#: A name or a note of a client's own; OpenAI's have 512 characters at most.
+Label = Annotated[str, Field(max_length=512)]
+
+
+class CacheFields(Body):
+    """`millpond`: how this request's cache is kept and when it is served.
+
+    Attributes:
+        preset: method, budget and codec in one word, in place of the three.
+        watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
+    """
+
+    preset: str | None = None
+    method: str | None = None
+    budget: StrictInt | StrictFloat | str | None = None
+    codec: str | tuple[str, str] | None = None
+    options: dict[str, StrictBool | StrictInt | StrictFloat | str | None] = Field(default_factory=dict)
+    priority: int = Field(default=0, ge=-1_000, le=1_000)
+    deadline_s: float | None = Field(default=None, gt=0)
+    watch: bool = False
+
+
+class StreamOptions(Body):
+    """How a stream ends; pieces are sent as they come, without noise that would hide their length."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class TokenFields(GuidedFields):
+    """How tokens are chosen and the cache is kept, in every kind of answer; null stands for the default."""
+
+    model: str | None = None
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=_INT64)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
+    millpond: CacheFields = CacheFields()
+    # said for the one who runs the server; no answer depends on them
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
+    store: bool | None = None
+    service_tier: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+
+
+class SamplingFields(TokenFields):
+    """What completions and chats have in common."""
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1, le=128)
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    best_of: int | None = Field(default=None, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class JsonSchema(Body):
+    """A schema by name; ours is always strict."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """No rule."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatFields(Body):
+    """What makes a prompt of messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class NamedFunction(Body):
+    """A function of one of the tools."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(SamplingFields, ChatFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    # null is what clients send who mean nothing by them; see `UNSUPPORTED`
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeBody(ChatFields):
+    """POST /tokenize: either a text or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class MarkdownBody(Body):
+    """POST /page/markdown."""
+
+    text: str = Field(max_length=MOST_CHARACTERS)

@@ -1,0 +1,233 @@
+"""Tokens: text to ids and back, away from the event loop; long texts in a thread of their own, so that short ones
+wait for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from millpond.server.errors import ApiError
+from millpond.server.llm_protocol import ServedLLM
+from millpond.server.messages import Message, Tool
+from millpond.server.schemas import ChatFields, TokenFields
+from millpond.server.tools.plain import in_words
+from millpond.server.tools.template import ask_template
+
+T = TypeVar("T")
+
+#: For tokenizers without a chat template: names before the messages, and the model writes until the user's next turn.
+PLAIN_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+PLAIN_STOP = "\nUser:"
+#: Characters from which on a text is a long one; and most of them per token of the model's context.
+_LONG, _PER_TOKEN = 2**15, 32
+#: What the template is given by the server, and `chat_template_kwargs` may not change.
+_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
+
+
+class TokenizerWorker:
+    """The tokenizer of a model behind one thread, and a copy behind another for long texts.
+
+    Attributes:
+        exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
+            written plainly. shown: what the template does with tools.
+    """
+
+    def __init__(self, llm: ServedLLM) -> None:
+        self.exists = llm.tokenizer is not None
+        self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
+        self.shown = ask_template(llm.tokenizer)
+        self._tokenizer = llm.tokenizer
+        self._vocab_size = llm.vocab_size
+        self._most = max(_LONG, _PER_TOKEN * llm.context_length)
+        self._threads = {long: ThreadPoolExecutor(1, "tokenizer") for long in (False, True)}
+        self._tokenizers = {False: llm.tokenizer}  # two threads cannot share one
+
+    def close(self) -> None:
+        """Let the threads go."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def need(self, what: str, param: str | None = None) -> None:
+        """Raises:
+        ApiError: the model has no tokenizer, and `what` needs one.
+        """
+        if self._tokenizer is None:
+            message = f"{what} needs a tokenizer, and this model has none: send the prompt of a completion as token ids"
+            raise ApiError(400, message, "no_tokenizer", param)
+
+    async def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the tokenizer puts around it or without.
+
+        Raises:
+            ApiError: the text is no Unicode, far longer than the model's context, or there is no tokenizer.
+        """
+        self.need("a text", "prompt")
+        self._check_length(len(text), "prompt")
+        check_text(text, "prompt")
+        return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included.
+
+        Raises:
+            ApiError: an id that is no token, or there is no tokenizer.
+        """
+        self.need("the text of tokens", "tokens")
+        self.check(ids, "tokens")
+        return await self._run(lambda own: str(own.decode(list(ids), skip_special_tokens=False)), len(ids))
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of every id alone; `token_id:N` where there is no tokenizer."""
+        if self._tokenizer is None:
+            return [f"token_id:{i}" for i in ids]
+        return await self._run(lambda own: [str(own.decode([i], skip_special_tokens=False)) for i in ids], len(ids))
+
+    def check(self, ids: Sequence[int], param: str) -> None:
+        """Raises:
+        ApiError: an id that is no token of this model.
+        """
+        worst = max(ids, default=0)
+        if worst >= self._vocab_size or min(ids, default=0) < 0:
+            rule = f"the model's tokens are 0 to {self._vocab_size - 1}"
+            raise ApiError(400, f"token id {worst}: {rule}", "invalid_token", param)
+
+    def check_fields(self, body: TokenFields) -> None:
+        """Raises:
+        ApiError: a field names an id that is no token of this model.
+        """
+        self.check(list(body.logit_bias or ()), "logit_bias")
+        self.check(body.stop_token_ids or (), "stop_token_ids")
+        self.check(body.allowed_token_ids or (), "allowed_token_ids")
+        for what, name in (("a stop text", "stop"), ("a bad word", "bad_words")):
+            if getattr(body, name):
+                self.need(what, name)
+        for word in body.bad_words or ():
+            check_text(word, "bad_words")
+
+    async def chat(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+    ) -> tuple[str, tuple[int, ...]]:
+        """A chat as the model reads it: the text, and its ids.
+
+        Raises:
+            ApiError: the template refuses these messages, there are tools and no template that shows them, or there is
+                no tokenizer.
+        """
+        self.need("a chat", "messages")
+        shown = (body.tools or []) if use_tools else []
+        size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
+        self._check_length(size, "messages")
+        messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
+        extra = body.chat_template_kwargs or {}
+        if taken := sorted(_OWN & extra.keys()):
+            raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
+        if not self.has_template:
+            if extra:
+                message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
+                raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
+            text = plain_chat(messages, body.add_generation_prompt)
+        else:
+            text = await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
+        return text, await self.encode(text, special=not self.has_template)
+
+    def special(self, texts: Collection[str]) -> tuple[int, ...]:
+        """Ids of the special tokens that are written so."""
+        added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return tuple(token for token, about in added.items() if about.special and about.content in texts)
+
+    def _for_template(
+        self, said: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools as the template expects them, or in words where it knows no tools."""
+        messages = [_plain(message) for message in said]
+        shown = [_whole(tool) for tool in tools]
+        if not self.shown.tools:
+            return in_words(messages, shown), []
+        names: dict[str, str] = {}
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                names[call.get("id", "")] = function["name"]
+                if self.shown.as_text:
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            if message["role"] == "tool" and message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages, shown
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._most:
+            message = (
+                f"{characters:,} characters: this server reads texts of at most {self._most:,}, {_PER_TOKEN} per token "
+                "of the model's context"
+            )
+            raise ApiError(400, message, "context_length_exceeded", param)
+
+    async def _run(self, work: Callable[[Any], T], size: int) -> T:
+        """What `work` makes with a tokenizer of so many characters."""
+        loop, long = asyncio.get_running_loop(), size > _LONG
+        if long not in self._tokenizers:
+            copied = loop.run_in_executor(self._threads[False], copy.deepcopy, self._tokenizer)
+            self._tokenizers[long] = await copied
+        return await loop.run_in_executor(self._threads[long], work, self._tokenizers[long])
+
+
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **extra
+            )
+        )
+    except Exception as error:  # the template is a program of the model's, run on what the client sent
+        message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
+        raise ApiError(400, message, "template_error", "messages") from error
+
+
+def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+    """A chat without a template: a line per message, with a name in front.
+
+    Example:
+        >>> plain_chat([{"role": "user", "content": "Hi"}], True)
+        'User: Hi\\nAssistant:'
+    """
+    lines = [f"{PLAIN_NAMES[message['role']]}: {message.get('content') or ''}" for message in messages]
+    return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: one text, and nothing that says nothing."""
+    found = message.model_dump(exclude_none=True, exclude={"annotations"})
+    if isinstance(message.content, list):
+        found["content"] = "".join(part.text for part in message.content)
+    found.setdefault("content", "")
+    for call in found.get("tool_calls", ()):
+        call.pop("index", None)
+    if not found.get("tool_calls", True):
+        del found["tool_calls"]
+    for part in found.values():
+        if isinstance(part, str):
+            check_text(part, "messages")
+    return found
+
+
+def _whole(tool: Tool) -> dict[str, Any]:
+    """A tool with all that templates look for."""
+    found = tool.model_dump(exclude_none=True)
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return found | {"function": empty | found["function"]}
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises:
+    ApiError: half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"half of a surrogate pair at character {error.start}: not a text"
+        raise ApiError(400, message, "invalid_text", param) from None

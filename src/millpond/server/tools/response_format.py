@@ -1,0 +1,101 @@
+"""CallVoice: a chat's answer whose calls of tools are taken out of the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from millpond.engine.outputs import Completion, RequestOutput
+from millpond.server.logprobs import for_chat
+from millpond.server.response_format import StreamCursor, end_of
+from millpond.server.tools.events import Arguments, CallBegins, CallEnds, Content, Event, found_in
+from millpond.server.tools.reader import Reader
+from millpond.server.tools.tool_choice import Tools
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Where a streamed answer stands: calls that were begun, and those of them that are complete."""
+
+    reader: Reader
+    begun: int = 0
+    complete: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallVoice:
+    """POST /v1/chat/completions where tools can be called.
+
+    A call that breaks off is content in a whole answer; in a stream, where its beginning was sent, it stays unfinished.
+
+    Attributes:
+        tools: that can be called. logprobs: whether they are told.
+    """
+
+    tools: Tools
+    logprobs: bool = False
+    new_tokens: bool = True
+    kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        """A whole answer."""
+        reader = self.tools.reader()
+        found = found_in([*reader.add(completion.text), *reader.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.calls:
+            message["content"] = found.content or None
+            message["tool_calls"] = [self._call(name, arguments) for name, arguments in found.calls]
+        return {
+            "index": completion.index, "message": message,
+            "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
+        } | _end(completion, len(found.calls))  # fmt: skip
+
+    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+        """What is new since `sent`: the role first, the reason of the end last."""
+        if sent.reading is None:
+            sent.reading = _Reading(self.tools.reader())
+        reading: _Reading = sent.reading
+        events = reading.reader.add(completion.text[sent.characters :])
+        if completion.finish_reason is not None:
+            events += reading.reader.finish()
+        deltas = [delta for event in events if (delta := self._delta(event, reading)) is not None]
+        told = for_chat((completion.logprobs or ())[sent.tokens :]) if self.logprobs else None
+        if told is not None and told["content"] and not deltas:
+            deltas.append({})
+        pieces = [_piece(completion, delta) for delta in deltas]
+        if pieces:
+            pieces[0]["logprobs"] = told
+        if not sent.begun:
+            pieces.insert(0, _piece(completion, {"role": "assistant", "content": None}))
+        if completion.finish_reason is not None:
+            pieces.append(_piece(completion, {}) | _end(completion, reading.complete))
+        sent.update(completion)
+        return pieces
+
+    def _delta(self, event: Event, reading: _Reading) -> dict[str, Any] | None:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case CallBegins(name):
+                reading.begun += 1
+                return {"tool_calls": [{"index": reading.begun - 1} | self._call(name, "")]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": reading.begun - 1, "function": {"arguments": text}}]}
+            case CallEnds():
+                reading.complete += 1
+        return None
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        return {
+            "id": self.tools.format.new_id(), "type": "function", "function": {"name": name, "arguments": arguments},
+        }  # fmt: skip
+
+
+def _piece(completion: Completion, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _end(completion: Completion, calls: int) -> dict[str, Any]:
+    end = end_of(completion)
+    return end | {"finish_reason": "tool_calls"} if calls and end["finish_reason"] == "stop" else end

@@ -1,0 +1,1 @@
+"""Shared parts of training: checkpoints, optimizer, progress bars."""

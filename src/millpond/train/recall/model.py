@@ -1,0 +1,53 @@
+"""The shape of `pond-recall`, its fresh weights, and how it is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from millpond.models.pond.tokenizer import build_tokenizer
+from millpond.models.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from millpond.train.common.progress_bars import no_bars
+
+MAX_POSITIONS = 8192
+ANSWER_TOKENS = 16
+BUNDLED_DIR = Path(__file__).resolve().parents[1] / "models" / "bundled" / "pond-recall"
+
+
+def recall_config() -> LlamaConfig:
+    """The shape of the model: 2.1 million parameters, five layers, grouped queries, tied embeddings."""
+    return LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 2e5},
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+
+
+def build_model(seed: int) -> LlamaForCausalLM:
+    """A fresh float32 model on the CPU; equal seeds give equal weights. The caller's random state is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(recall_config())
+
+
+def save_bundle(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write weights (safetensors), configs and tokenizer, so that the Auto classes load the folder."""
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=ANSWER_TOKENS, do_sample=False,
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
+    )  # fmt: skip
+    with no_bars():
+        model.save_pretrained(folder)
+    build_tokenizer(MAX_POSITIONS).save_pretrained(folder)
