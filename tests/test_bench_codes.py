@@ -60,7 +60,11 @@ def test_every_codec_has_a_row_and_a_verdict(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_target_holds_or_is_missed() -> None:
-    rows = [KernelRow("a", 1.0, 0.0, 2.0, "bf16", 1.6), KernelRow("b", 1.0, 0.0, 1.5, "bf16", 1.6), KernelRow("c", 1.0, 0.0, 1.0, "b")]
+    rows = [
+        KernelRow("a", 1.0, 0.0, 2.0, "bf16", 1.6),
+        KernelRow("b", 1.0, 0.0, 1.5, "bf16", 1.6),
+        KernelRow("c", 1.0, 0.0, 1.0, "b"),
+    ]
     assert [row.verdict for row in rows] == ["holds (160%)", "missed (160%)", ""]
     data = {"hardware": "h", "software": "s", "command": "c", "rounds": 1}
     results = [{**vars(row), "verdict": row.verdict} for row in rows]

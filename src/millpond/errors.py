@@ -1,14 +1,14 @@
 """Every error that Millpond raises on purpose.
 
-    MillpondError
-    ├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
-    │   └── BudgetError                  a budget that cannot be met
-    ├── DataError (ValueError)           a data file that cannot be read, or lacks a field
-    ├── UnsupportedModelError            a model whose attention cannot be replaced
-    ├── CacheMismatchError               a cache used with another model, batch or order than it was made for
-    ├── NotPicklableError (TypeError)    a cache that is to be pickled
-    ├── PoolFullError (MemoryError)      the page pool reached its hard limit; what is cached stays readable
-    └── NumericsError (ArithmeticError)  NaN where a number is needed
+MillpondError
+├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
+│   └── BudgetError                  a budget that cannot be met
+├── DataError (ValueError)           a data file that cannot be read, or lacks a field
+├── UnsupportedModelError            a model whose attention cannot be replaced
+├── CacheMismatchError               a cache used with another model, batch or order than it was made for
+├── NotPicklableError (TypeError)    a cache that is to be pickled
+├── PoolFullError (MemoryError)      the page pool reached its hard limit; what is cached stays readable
+└── NumericsError (ArithmeticError)  NaN where a number is needed
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def test_numbers_by_hand() -> None:
     outcomes = [
         RequestOutcome(0.0, sent_s=0.0, first_s=1.0, ended_s=4.0, prompt_tokens=10, output_tokens=4),
         RequestOutcome(1.0, sent_s=2.0, first_s=5.0, ended_s=5.0, prompt_tokens=30, output_tokens=1),
-        RequestOutcome(2.0, sent_s=2.0, first_s=3.0, ended_s=8.0, prompt_tokens=99, output_tokens=99, failure="cut off"),
+        RequestOutcome(
+            2.0, sent_s=2.0, first_s=3.0, ended_s=8.0, prompt_tokens=99, output_tokens=99, failure="cut off"
+        ),
     ]
     s = summarise(outcomes, {"ttft": 2.0, "tpot": 1.0, "e2e": 3.5})
     assert s["ttft_s"] == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98, "max": 3})

@@ -67,7 +67,8 @@ def test_agents_by_hand(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(row("b", 90_500_000, "uno"), row("b", 91_500_000, "uno due")))
     write(tmp_path / "c.jsonl", "")
     assert agents(tmp_path) == [
-        LoadRequest(0, "one", 3, "a"), LoadRequest(0, "uno", 3, "b"), LoadRequest(1, "uno due", 3, "b"), LoadRequest(2, "one two", 3, "a")
+        LoadRequest(0, "one", 3, "a"), LoadRequest(0, "uno", 3, "b"), LoadRequest(1, "uno due", 3, "b"), LoadRequest(2,
+        "one two", 3, "a")
     ]  # fmt: skip
     assert agents(tmp_path / "a.jsonl") == [LoadRequest(0, "one", 3, "a"), LoadRequest(2, "one two", 3, "a")]
 

@@ -20,7 +20,7 @@ def runs_of(rows: list[list[int]], full: list[int], worth: int = 1) -> list[Shar
     ids = np.array([[row, [100 + page for page in row]] for row in rows], dtype=np.int32)
     arrays = PageArrays(256, 8, 4, 4, torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "WORTH", worth)
+        patch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", worth)
         found = SharedPrefixRuns.of(ids, np.array(full, dtype=np.int32), arrays)
     return [] if found is None else found.runs
 
@@ -43,7 +43,7 @@ def test_small_runs_are_not_worth_a_call() -> None:
 
 @pytest.mark.parametrize("method", [{"method": "full"}, {"method": "snapkv", "budget": 40}])
 def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "WORTH", 1)
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 1)
     calls = []
     monkeypatch.setattr(ops, "attend", lambda *args, real=ops.attend, **more: calls.append(1) or real(*args, **more))
     model = llama(heads="gqa")
@@ -64,7 +64,7 @@ def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypa
 
 
 def test_methods_that_write_scores_have_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "WORTH", 1)
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 1)
     monkeypatch.setattr(ops, "attend", lambda *_, **__: pytest.fail("a score goes into every slot"))
     model = llama(heads="gqa")
     with torch.no_grad(), mp.compress(model, "h2o", 20, page_slots=8) as cache:

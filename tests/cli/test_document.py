@@ -99,9 +99,7 @@ def test_a_preset_in_one_word(tmp_path: Path) -> None:
     with safe_open(file, "pt") as found:
         settings = json.loads(found.metadata()["settings"])
     assert (settings["method"], settings["codec"]) == ("ada", "rotated4")
-    assert "decides the method too" in wrong(
-        "remember", file, "--prompt", text, "--preset", "tiny", "--method", "h2o"
-    )
+    assert "decides the method too" in wrong("remember", file, "--prompt", text, "--preset", "tiny", "--method", "h2o")
 
 
 def test_long_work_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

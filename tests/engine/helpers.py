@@ -50,9 +50,7 @@ def greedy(new: int = NEW, **options: Any) -> mp.SamplingParams:
 
 def engine_for(method: str = "h2o", family: str = "llama", **options: Any) -> Engine:
     chosen = {"max_step_tokens": 16, "page_slots": 4} | options
-    return Engine(
-        shared_model(family), method=method, options=METHODS[method], budget=budget_of(method), **chosen
-    )
+    return Engine(shared_model(family), method=method, options=METHODS[method], budget=budget_of(method), **chosen)
 
 
 def ask(length: int, params: mp.SamplingParams | None = None, name: str | None = None, **rest: Any) -> Request:

@@ -59,9 +59,7 @@ def alone(case: str, length: int) -> list[int]:
 
 def engine_for(case: str, **more: Any) -> Engine:
     method, options, budget, codec = CASES[case]
-    return Engine(
-        model(), method=method, options=options, budget=budget, codec=codec, max_step_tokens=64, **more
-    )
+    return Engine(model(), method=method, options=options, budget=budget, codec=codec, max_step_tokens=64, **more)
 
 
 def ask(length: int, **more: Any) -> Request:

@@ -146,9 +146,7 @@ def test_bytes_of_one_sequence_bound_what_is_decoded_too(method: str) -> None:
     chosen: dict[str, Any] = {"duo_attention": {"recent": 4}, "snapkv": {"window": 4}, "h2o": {"decode": "grow"}}
     options, amount, new = chosen.get(method, {"score": "snapkv/window=4"}), 20_000, 60
     model = shared_model("llama")
-    engine = Engine(
-        model, method=method, options=options, budget=f"{amount}B", page_slots=4, max_step_tokens=16
-    )
+    engine = Engine(model, method=method, options=options, budget=f"{amount}B", page_slots=4, max_step_tokens=16)
     add(engine, *(ask(n, greedy(new)) for n in (57, 31)))
     done = finish(engine)
     engine.close()

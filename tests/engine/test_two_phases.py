@@ -12,7 +12,7 @@ from tests.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_what_prompts_begin_with_is_read_once(sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "WORTH", 8)
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED_ENTRIES", 8)
     calls = []
     monkeypatch.setattr(ops, "attend", lambda *args, real=ops.attend, **more: calls.append(1) or real(*args, **more))
     engine = engine_for("full", prefix_cache=sharing)

@@ -58,9 +58,10 @@ def compare(
     task = TASKS.get("recall")(length=320)
     examiner = Evaluator("cell", model, tokenizer, task, find_contender(spec), budget, codec, limit=None)
     for prompt, record in zip(prompts, examiner.examine(PromptBatch(protocol, "generate", prompts)), strict=True):
-        with torch.inference_mode(), compress(
-            model, spec.name, budget or None, codec, tokenizer=tokenizer, **spec.options
-        ) as cache:
+        with (
+            torch.inference_mode(),
+            compress(model, spec.name, budget or None, codec, tokenizer=tokenizer, **spec.options) as cache,
+        ):
             model(torch.tensor([prompt.opening]), past_key_values=cache)
             stats = cache.stats()
         kept = sum(entries for layer in stats.stored for sequence in layer for entries in sequence)

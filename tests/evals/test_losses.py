@@ -104,9 +104,7 @@ def test_heads_that_compete_have_the_lower_bound(seed: int) -> None:
 def test_bound_over_random_layers(seed: int, group: int, window: int, sink: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     n, m, hkv = 20, 6, 2
-    q, k, v = (
-        3 * torch.randn(h, t, 4, generator=generator) for h, t in ((hkv * group, m), (hkv, n), (hkv, n))
-    )
+    q, k, v = (3 * torch.randn(h, t, 4, generator=generator) for h, t in ((hkv * group, m), (hkv, n), (hkv, n)))
     w = torch.randn(hkv * group, 4, 7, generator=generator)
     keep = torch.rand(hkv, n, generator=generator) < 0.4
     keep[:, n - m :] = True

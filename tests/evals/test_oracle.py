@@ -190,7 +190,7 @@ def test_no_method_holds_more_of_the_later_attention(seed: int) -> None:
         assert (held.sum(1) == 2 * BUDGET).all(), name
         if (held == BUDGET).all():
             assert (best >= mass).all(), name
-            assert (best.sum() > mass.sum()), name  # random attention: nobody else guesses it all
+            assert best.sum() > mass.sum(), name  # random attention: nobody else guesses it all
 
 
 @pytest.mark.parametrize("decode", ["grow", "evict"])

@@ -61,7 +61,9 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
 
 @given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_gate_on_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: GatedActivation) -> None:
+def test_gate_on_every_instruction_set(
+    isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: GatedActivation
+) -> None:
     draw = draws(dtype)
     x, (a, b), bias = draw(m, k), (draw(n, k), draw(n, k)), draw(n)
     found = native.Linears(((a, bias), (b, None)), gate=gate)(x)

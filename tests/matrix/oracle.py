@@ -115,9 +115,7 @@ class Oracle:
             return dict(head.score)
         before = [j for j in head.kept if j < n - self.rule.window]
         half = self.rule.kernel // 2
-        return {
-            j: max(head.score[x] for x in before[max(0, i - half) : i + half + 1]) for i, j in enumerate(before)
-        }
+        return {j: max(head.score[x] for x in before[max(0, i - half) : i + half + 1]) for i, j in enumerate(before)}
 
     def _evict(self, heads: list[Head], budget: int, n: int, is_step: bool) -> None:
         rule = self.rule

@@ -240,9 +240,7 @@ def served(server: Live, cases: list[tuple[str, str]]) -> None:
         assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
         return [answer.json() for answer in answers]
 
-    found = {
-        case: body["choices"][0]["text"].split() for case, body in zip(cases, asyncio.run(ask_all()), strict=True)
-    }
+    found = {case: body["choices"][0]["text"].split() for case, body in zip(cases, asyncio.run(ask_all()), strict=True)}
     assert found == {case: tokenizer.decode(generated(*case)).split() for case in cases}
 
 

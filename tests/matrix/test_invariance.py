@@ -149,9 +149,9 @@ def test_bytes_are_real_and_freed(method: str) -> None:
         entries = sum(n for layer in stats.stored for seq in layer for n in seq)
         regions = len(cache.layers) * 2 * 2
         assert entries * entry <= stats.kv_bytes <= entries * entry + regions * 4 * entry
-        assert stats.kv_bytes + stats.metadata_bytes - sum(c.table.nbytes for c in cache.layer_caches if c.table) == sum(
-            pool.n_live * pool.page_bytes for pool in cache.pools
-        )
+        assert stats.kv_bytes + stats.metadata_bytes - sum(
+            c.table.nbytes for c in cache.layer_caches if c.table
+        ) == sum(pool.n_live * pool.page_bytes for pool in cache.pools)
         assert stats.seen == [int(n) + 7 for n in mask.sum(1)]
         assert stats.evicted == sum(stats.seen) * 2 * len(cache.layers) - entries
         assert stats.full_kv_bytes == sum(stats.seen) * 2 * len(cache.layers) * entry

@@ -58,9 +58,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(load: Callable[[str], Any], hu
     assert hub.asked == 1
 
 
-def test_what_was_downloaded_earlier_is_loaded(
-    hub: DeadHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_downloaded_earlier_is_loaded(hub: DeadHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models--someone--pond"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123")

@@ -41,7 +41,9 @@ def view(scores: list[float], heads: int = 1) -> View:
     n = len(scores)
     j = torch.arange(n, dtype=torch.float64).expand(heads, -1)
     parts = {"keys": torch.stack([j, 1 + 0 * j], -1), "values": torch.stack([j * j, 1 + 0 * j], -1)}
-    return View(j.int(), torch.tensor(scores).float().expand(heads, -1), n, layer=0, read_entries=lambda part: parts[part])
+    return View(
+        j.int(), torch.tensor(scores).float().expand(heads, -1), n, layer=0, read_entries=lambda part: parts[part]
+    )
 
 
 def held(plan: Any) -> list[int]:

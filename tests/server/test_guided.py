@@ -124,9 +124,10 @@ class TestWithXgrammar:
         found = self.post(server, {"guided_regex": "[a-y]+", "allowed_token_ids": [token]})
         assert found.status_code == 400
         assert "no token of the vocabulary goes on as the regex wants within allowed_token_ids" in found.text
-        assert self.post(server, {"guided_regex": "[a-z]+", "allowed_token_ids": [token]}).json()["choices"][0][
-            "text"
-        ] == "z" * 100
+        assert (
+            self.post(server, {"guided_regex": "[a-z]+", "allowed_token_ids": [token]}).json()["choices"][0]["text"]
+            == "z" * 100
+        )
 
     def test_a_large_schema_holds_nobody_up(self, server: Live) -> None:
         """Five at a time, beyond what may be compiled or long in the making: a bystander's answers come as alone."""

@@ -219,7 +219,6 @@ class TestOpenAI:
         with pytest.raises(openai.NotFoundError, match="'other' is not here"):
             client.responses.create(model="other", input="w5")
 
-
     def test_langchain(self, client: openai.OpenAI) -> None:
         """Its client goes back to this interface for what it sends, several turns and streams."""
         lang = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")

@@ -255,9 +255,7 @@ def test_passes_multiply_in_the_precision_that_was_asked_for(
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
 
 
-def test_a_run_keeps_its_precision(
-    done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_keeps_its_precision(done: tuple[TextRun, TokenFile], corpus: Path, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="precision bf16, not fp32"):
         train_text(folder, corpus, TINY, precision="fp32", **QUIET)
     with pytest.raises(OptionError, match="precision"):

@@ -69,9 +69,13 @@ def _stream(
             stats = cache.stats()
             stages.append(
                 Stage(
-                    method, stats.seen[0], 1e6 * statistics.median(times),
+                    method,
+                    stats.seen[0],
+                    1e6 * statistics.median(times),
                     max(n for layer in stats.stored for sequence in layer for n in sequence),
-                    stats.kv_bytes, stats.reserved_bytes, resident_bytes(),
+                    stats.kv_bytes,
+                    stats.reserved_bytes,
+                    resident_bytes(),
                 )
             )
     return stages

@@ -52,7 +52,8 @@ def _of_codec(policy: Policy, codec: Codec) -> list[tuple[bool, str]]:
         ),
         (
             codec.tiered and bool(policy.decode_allocation.every),
-            f"heads compete every {policy.decode_allocation.every} steps for one budget, and a lower tier has none; set every=0",
+            f"heads compete every {policy.decode_allocation.every} steps for one budget, and a lower tier has none; "
+            "set every=0",
         ),
         (
             codec.tiered and isinstance(policy, HeadRulesPolicy),

@@ -38,7 +38,7 @@ def to_tensors(core: LayerCache) -> dict[str, Tensor]:
     width = int(table.lengths().max(initial=0))
     found = ops.read(table.pool.arrays, table.pages, table.lens, width)
     out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
-    out |= {name: getattr(table, name).clone() for name in ("lens", "caps", "recent", "kinds")}
+    out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
     shape = core.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)
     if table.sealed is not None:
@@ -88,7 +88,7 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     for name, dtype in (("positions", torch.int32), ("scores", torch.float32), ("log_masses", torch.float32)):
         if (found := stored[name] if name != "log_masses" else stored.get(name)) is not None:
             need(found.shape == (heads, width) and found.dtype == dtype, f"{name} are (heads, entries)")
-    for name in ("lens", "caps", "recent", "kinds"):
+    for name in ("lens", "capacities", "recent", "head_rules"):
         need(stored[name].shape == (heads,) and not stored[name].is_floating_point(), f"{name} has one number a head")
     need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
     positions = stored["positions"]
@@ -111,8 +111,8 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
     )  # fmt: skip
     table.set_lengths(0, lens)
     recent = stored["recent"].cpu().numpy()
-    table.set_budget(0, stored["caps"].cpu().numpy(), recent)
-    table.set_head_rules(0, stored["kinds"].cpu().numpy(), recent)
+    table.set_budget(0, stored["capacities"].cpu().numpy(), recent)
+    table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
     if table.sealed is not None:
         numbers = {name[7:]: t for name, t in stored.items() if name.startswith("sealed.") and "pages" not in name}
         n_arrays = sum(name.startswith("sealed.pages.") for name in stored)
@@ -131,9 +131,7 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         core.companions.memories[0] = stored["memory"]
 
 
-def _check_counts(
-    layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]
-) -> None:
+def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]) -> None:
     """
     Raises:
         DataError: not as many pages, or entries in them, as the numbers say; none was taken.

@@ -31,9 +31,7 @@ CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millp
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]
-PresetName = Annotated[
-    str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")
-]
+PresetName = Annotated[str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")]
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
 PromptFile = Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")]

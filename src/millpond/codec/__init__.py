@@ -8,7 +8,7 @@ from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, is_plain
 from millpond.errors import OptionError, unknown
 
-__all__ = ["DTYPES", "Codec", "codecs", "codec_named", "resolve"]
+__all__ = ["DTYPES", "Codec", "codec_named", "codecs", "resolve"]
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -1,7 +1,7 @@
 """Calibration: what KVQuant (arXiv:2401.18079) knows of a model before it stores a key: tables and ranges per layer.
 
-Made once per model by `millpond.hf.calibration.measure`, from a text; kept in a safetensors file. It does not know the model,
-only the mark by which the model is known again.
+Made once per model by `millpond.hf.calibration.measure`, from a text; kept in a safetensors file. It does not know
+the model, only the mark by which the model is known again.
 """
 
 from __future__ import annotations

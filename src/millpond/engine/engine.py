@@ -98,7 +98,9 @@ class Engine:
             defaults = CacheOptions(method=method, options=chosen, budget=budget, codec=codec)
             self._files = None if swap_to is None else SwapFiles(swap_to)
             budget_of(method, budget, policy_of(method, chosen))  # refuses one where none is taken
-            self._recipes = GroupRegistry(self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration))
+            self._recipes = GroupRegistry(
+                self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration)
+            )
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
@@ -106,7 +108,9 @@ class Engine:
             self._let_go()
             raise
         self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files)
-        self._intake = RequestValidator(self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer)
+        self._intake = RequestValidator(
+            self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer
+        )
         self._turn = StepExecutor(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._finished = self._evicted = 0
         self._stats = self._count()
@@ -305,7 +309,9 @@ class Engine:
             answer.end(reason)
         self._tidy(live)
 
-    def _break_off(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception) -> list[RequestState]:
+    def _break_off(
+        self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
+    ) -> list[RequestState]:
         """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
         lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
         lives += [live for live, _ in reading if live not in lives]

@@ -45,7 +45,9 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
     return MemoryNeed(reading, shared, each)
 
 
-def pages_to_settle(recipe: CacheFactory, layers: list[LayerShape], prompt: int, stack: BatchCache | None = None) -> Pages:
+def pages_to_settle(
+    recipe: CacheFactory, layers: list[LayerShape], prompt: int, stack: BatchCache | None = None
+) -> Pages:
     """Pages that the plan of a prompt takes beside those that it gives back before.
 
     Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are

@@ -201,7 +201,7 @@ def merge_slots(
     if native is not None:
         native.merge_slots(pages, table, lens, caps, recent, q_pos, memory, leave, rule, local)
         return
-    from millpond.kernels import slots  # it stands on what this module chooses
+    from millpond.kernels.merge import slots  # it stands on what this module chooses
 
     slots.merge_slots(pages, table, lens, caps, recent, q_pos, memory, leave, rule, local)
 

@@ -21,9 +21,7 @@ def ems(
     sinks: Annotated[int, "first positions that always stay"] = 0,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging, or grow"] = "merge",
-    every: Annotated[
-        int | str, "with decode=merge: entries that gather before they are merged; auto is 8"
-    ] = "auto",
+    every: Annotated[int | str, "with decode=merge: entries that gather before they are merged; auto is 8"] = "auto",
 ) -> Policy:
     """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
 

@@ -23,7 +23,8 @@ def minference(
     ratio: Annotated[float, "factor on all these numbers of entries"] = 1.0,
     patterns: Annotated[
         str,
-        "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.offline.head_patterns` finds one",
+        "a JSON file, per layer a map from query head to [kind, vertical, slash]; "
+        "`millpond.hf.offline.head_patterns` finds one",
         FILE,
     ] = "",
 ) -> Policy:

@@ -16,9 +16,7 @@ from millpond.policy.scores.query_filters import QueryFilter
 
 @method("qfilters", paper="arXiv:2503.02812")
 def qfilters(
-    filters: Annotated[
-        str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own", FILE
-    ] = "",
+    filters: Annotated[str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own", FILE] = "",
     flip: Annotated[bool, "the file's filters point away from the queries, as those that the authors publish"] = False,
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
@@ -31,8 +29,8 @@ def qfilters(
     attention is observed; queries and keys are compared after RoPE.
 
     Departs from the paper: it finds the filters once per model, from queries of calibration texts. Here they are the
-    prompt's own, unless a file names others; `millpond.hf.offline.query_filters` writes such a file from any prompts. While
-    decoding with decode="evict" filters of the prompt follow the queries; each step ends with a plan, and is slow.
+    prompt's own, unless a file names others; `millpond.hf.offline.query_filters` writes such a file from any prompts.
+    With decode="evict" filters of the prompt follow the queries; each step ends with a plan, and is slow.
     """
     return Policy(
         score=QueryFilter(_load(filters, flip)),

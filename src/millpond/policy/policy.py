@@ -122,8 +122,8 @@ class Policy:
             )
         if self.decode_allocation.every:
             raise OptionError(
-                f"heads compete every {self.decode_allocation.every} steps and drop what they lose; with merging they compete at "
-                "each plan, so set every=0"
+                f"heads compete every {self.decode_allocation.every} steps and drop what they lose; with merging they "
+                "compete at each plan, so set every=0"
             )
 
     @property

@@ -64,7 +64,7 @@ class Protect:
         return tokens <= min(SHORT_TURN_TOKENS, (budget - self.sinks) // 2)
 
     def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
-        """(H, N) bool: the protected entries, and those of the newest `turn` tokens where `keeps_short_turn` says so."""
+        """(H, N) bool: the protected entries, and those of the newest `turn` tokens if `keeps_short_turn`."""
         count = self.newest(budget)
         if self.keeps_short_turn(turn, budget):
             count = max(count, turn)

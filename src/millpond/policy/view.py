@@ -41,7 +41,7 @@ class View:
         outputs: hands over the maps from values to the layer's output; None where no model is there.
         tokens: hands over the token ids of the entries; None where nobody knows them.
         head_attention: hands over attention by query head, see `received`; None where no queries are kept.
-        recent_attention: hands over the attention of the last queries, see `window_signal`; None where no queries are kept.
+        recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
         memory: what the last merge of this sequence left for the next; None for nothing.
     """

@@ -51,7 +51,9 @@ class ResponseFormat(Protocol):
         """A whole answer to prompt `place`."""
         ...
 
-    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+    def pieces(
+        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
+    ) -> list[dict[str, Any]]:
         """What is new since `sent`, which it brings up to date."""
         ...
 
@@ -86,7 +88,9 @@ class CompletionVoice:
         assert len(pieces) == 1, "whole answers have ended"
         return pieces[0]
 
-    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+    def pieces(
+        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
+    ) -> list[dict[str, Any]]:
         """What is new since `sent`; the first piece begins with the echo."""
         echoes = bool(self.echo) and not sent.begun
         text = completion.text[sent.characters :] if self.new_tokens else ""
@@ -103,7 +107,13 @@ class CompletionVoice:
         return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
 
     def _logprobs(
-        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor, echoes: bool, ids: Sequence[int]
+        self,
+        place: int,
+        output: RequestOutput,
+        completion: Completion,
+        sent: StreamCursor,
+        echoes: bool,
+        ids: Sequence[int],
     ) -> dict[str, Any]:
         prompt = len(self.echo[place][0]) if self.echo else 0
         found = list((completion.logprobs or ())[sent.tokens :][: len(ids)])
@@ -136,7 +146,9 @@ class ChatVoice:
             "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
         } | end_of(completion)
 
-    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+    def pieces(
+        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
+    ) -> list[dict[str, Any]]:
         """What is new since `sent`: the role first, the reason of the end last."""
         pieces: list[dict[str, Any]] = []
         if not sent.begun:

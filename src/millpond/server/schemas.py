@@ -93,10 +93,7 @@ class CompletionBody(SamplingFields):
     """POST /v1/completions."""
 
     prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[TokenIds], Field(fail_fast=True)]
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     best_of: int | None = Field(default=None, ge=1)
     echo: bool | None = None

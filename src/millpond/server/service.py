@@ -102,7 +102,9 @@ class Service:
             return await asyncio.to_thread(job.whole, self.llm.model_name, answers)
         return job.whole(self.llm.model_name, answers)
 
-    async def _events(self, job: GenerationJob, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, job: GenerationJob, first: tuple[int, RequestOutput], rest: Outputs
+    ) -> AsyncGenerator[str, None]:
         events = job.events(self.llm.model_name)
         try:
             for event in events.more(*first):

@@ -37,9 +37,7 @@ class PeerProcess:
         note: its versions, or why it was skipped.
     """
 
-    def __init__(
-        self, name: str, python: Path, script: Path, made_by: str, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def __init__(self, name: str, python: Path, script: Path, made_by: str, timeout_s: float = TIMEOUT_S) -> None:
         self.name = name
         self._timeout_s = timeout_s
         self._child: subprocess.Popen[str] | None = None

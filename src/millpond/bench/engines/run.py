@@ -93,7 +93,8 @@ class EngineEntry:
 
 
 def run(
-    plan: EnginesPlan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str], None] = lambda text: None,
+    plan: EnginesPlan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str],
+    None] = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every contestant in every cell; returns what `markdown` writes.

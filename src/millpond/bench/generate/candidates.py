@@ -94,7 +94,9 @@ def ours(method: str, budget: str, **options: Any) -> GenerateCandidate:
     return GenerateCandidate(f"millpond {method}", ", ".join(setting), run)
 
 
-def stock(kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_layers: bool = False) -> GenerateCandidate:
+def stock(
+    kind: str, attention: str = "sdpa", *, force_gqa: bool = False, our_layers: bool = False
+) -> GenerateCandidate:
     """A DynamicCache ("dynamic") or StaticCache ("static") of transformers under one of its own attentions.
 
     `our_layers`: its layers are ours, so that what remains of the difference is the cache and its attention.

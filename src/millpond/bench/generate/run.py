@@ -126,7 +126,13 @@ def _cell(
 
 
 def _take(
-    result: GenerateResult, candidate: GenerateCandidate, model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int, *, keep: bool
+    result: GenerateResult,
+    candidate: GenerateCandidate,
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    *,
+    keep: bool,
 ) -> None:
     """One reading. A candidate that fails is reported with its reason and not run again in this cell."""
     if result.failure:

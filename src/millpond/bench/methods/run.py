@@ -123,12 +123,17 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
     }  # fmt: skip
 
 
-def _turns(plan: MethodsPlan, model: PreTrainedModel, entrants: Sequence[MethodCandidate], progress: Callable[[str], None]) -> None:
+def _turns(
+    plan: MethodsPlan, model: PreTrainedModel, entrants: Sequence[MethodCandidate], progress: Callable[[str], None]
+) -> None:
     rng = random.Random(plan.seed)
     warm_up = draw_prompts(plan.shape, 1, min(plan.prompt, WARM_UP), plan.seed)
     for entrant in entrants:
         progress(f"warming up: {entrant.name} {entrant.setting}")
-        with suppress(Exception), TimedRun(model, entrant.policy, warm_up, plan.budget) as course:  # the first turn tells
+        with (
+            suppress(Exception),
+            TimedRun(model, entrant.policy, warm_up, plan.budget) as course,
+        ):  # the first turn tells
             course.prefill()
             course.decode(1)
     anchor = next(filter(_is_anchor, entrants))
@@ -143,7 +148,12 @@ def _turns(plan: MethodsPlan, model: PreTrainedModel, entrants: Sequence[MethodC
 
 
 def _heat(
-    plan: MethodsPlan, model: PreTrainedModel, prompt: Tensor, anchor: MethodCandidate, chosen: Sequence[MethodCandidate], rng: random.Random
+    plan: MethodsPlan,
+    model: PreTrainedModel,
+    prompt: Tensor,
+    anchor: MethodCandidate,
+    chosen: Sequence[MethodCandidate],
+    rng: random.Random,
 ) -> None:
     """One reading of each. Prompts one after the other, then decoding in turns.
 
@@ -163,7 +173,11 @@ def _heat(
 
 
 def _race(
-    plan: MethodsPlan, courses: dict[int, TimedRun], anchor: MethodCandidate, others: Sequence[MethodCandidate], rng: random.Random
+    plan: MethodsPlan,
+    courses: dict[int, TimedRun],
+    anchor: MethodCandidate,
+    others: Sequence[MethodCandidate],
+    rng: random.Random,
 ) -> dict[int, list[float]]:
     """Decode in turns; the ratio of each turn to the mean of those of the anchor before and behind it, by entrant."""
     steps = min(TURN, plan.new_tokens)

@@ -23,7 +23,9 @@ def poisson(n: int, per_s: float, seed: int) -> list[float]:
     return times
 
 
-async def open_loop(asks: Sequence[LoadRequest], times: Sequence[float], send: Send, now: Callable[[], float]) -> list[RequestOutcome]:
+async def open_loop(
+    asks: Sequence[LoadRequest], times: Sequence[float], send: Send, now: Callable[[], float]
+) -> list[RequestOutcome]:
     """Each ask at its time, however many are still unanswered; as users do who do not know of each other."""
 
     async def one(ask: LoadRequest, at: float) -> RequestOutcome:
@@ -33,7 +35,9 @@ async def open_loop(asks: Sequence[LoadRequest], times: Sequence[float], send: S
     return list(await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, times, strict=True))))
 
 
-async def closed_loop(asks: Sequence[LoadRequest], users: int, send: Send, now: Callable[[], float]) -> list[RequestOutcome]:
+async def closed_loop(
+    asks: Sequence[LoadRequest], users: int, send: Send, now: Callable[[], float]
+) -> list[RequestOutcome]:
     """So many users, each with one unanswered ask at a time; a session is one user's, one ask after another."""
     sessions: dict[str | int, deque[int]] = {}
     for i, ask in enumerate(asks):

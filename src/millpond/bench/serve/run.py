@@ -56,7 +56,9 @@ class LoadPlan:
         }  # fmt: skip
 
 
-async def run(plan: LoadPlan, asks: Sequence[LoadRequest], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+async def run(
+    plan: LoadPlan, asks: Sequence[LoadRequest], progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
     """Send all asks; returns the summary, the server's own numbers and each request's times.
 
     Raises:

@@ -106,9 +106,7 @@ class MLAAttention(PagedAttention):
         (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), found.positions)
         return Entries(keys, values, found.positions.expand(len(keys), -1), found.scores)
 
-    def _window_by_query(
-        self, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce, decay: float = 1.0
-    ) -> Tensor:
+    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce, decay: float = 1.0) -> Tensor:
         """(1, N): sum_i decay**(w - 1 - i) reduce_h A[h, i, j] over queries q (Hq, w, D) that share their entries."""
         total = torch.zeros(1, found.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):

@@ -84,7 +84,17 @@ class PagedAttention:
         """A step where nothing leaves and nothing is scored: what is a sequence's own, then what it shares."""
         lens = table.lens - runs.taken
         out, lse, _ = ops.decode(
-            q, k, v, table.pool.arrays, runs.own, lens, table.capacities, table.recent, q_pos, KEEP_ALL, **self.shape.kwargs
+            q,
+            k,
+            v,
+            table.pool.arrays,
+            runs.own,
+            lens,
+            table.capacities,
+            table.recent,
+            q_pos,
+            KEEP_ALL,
+            **self.shape.kwargs,
         )
         table.lens.copy_(lens + runs.taken)
         out = runs.attend(q, out.contiguous(), lse, self.shape)

@@ -185,7 +185,9 @@ def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor) -> Tensor:
     return torch.zeros_like(loose).scatter_(1, order, chosen)
 
 
-def _write(table: PageTable, sealed: QuantizedStore, sequence: int, found: Entries, codes: Tensor, plain: Tensor) -> None:
+def _write(
+    table: PageTable, sealed: QuantizedStore, sequence: int, found: Entries, codes: Tensor, plain: Tensor
+) -> None:
     """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones.
 
     Codes are made of numbers as plain pages hold them, whether an entry ever lay in one or not.

@@ -23,8 +23,8 @@ Ints = npt.NDArray[np.int32]
 class PageTable:
     """Tables of `n_seq * n_kv_heads` regions over one pool.
 
-    The kernels read `pages`, `lens`, `capacities` and `recent` on the pool's device; the host keeps its own copy of each
-    (on the CPU the two are one memory), so that no step waits for a device.
+    The kernels read `pages`, `lens`, `capacities` and `recent` on the pool's device; the host keeps its own copy of
+    each (on the CPU the two are one memory), so that no step waits for a device.
 
     Attributes:
         pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
@@ -288,7 +288,11 @@ class PageTable:
         """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
         regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
         self._rows.select(regions)
-        self._lens, self._capacities, self._recent = self._lens[regions], self._capacities[regions], self._recent[regions]
+        self._lens, self._capacities, self._recent = (
+            self._lens[regions],
+            self._capacities[regions],
+            self._recent[regions],
+        )
         self._head_rules = self._head_rules[regions]
         self.n_seq = len(sequences)
         if self.sealed is not None:
@@ -300,7 +304,7 @@ class PageTable:
         """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
         assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
         self._rows.join(other._rows)
-        for name in ("_lens", "_caps", "_recent", "_kinds"):
+        for name in ("_lens", "_capacities", "_recent", "_head_rules"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         self.n_seq += other.n_seq
         if self.sealed is not None and other.sealed is not None:
@@ -347,7 +351,11 @@ class PageTable:
     def emptied(self, pool: PagePool) -> PageTable:
         """A table of the same sequences, budgets and codes over another pool, without plain entries."""
         other = PageTable(pool, self.n_seq, self.n_kv_heads, self.sealed)
-        other._capacities, other._recent, other._head_rules = self._capacities.copy(), self._recent.copy(), self._head_rules.copy()
+        other._capacities, other._recent, other._head_rules = (
+            self._capacities.copy(),
+            self._recent.copy(),
+            self._head_rules.copy(),
+        )
         other._publish()
         return other
 

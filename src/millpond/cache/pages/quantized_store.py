@@ -37,8 +37,8 @@ class QuantizedStore:
     Attributes:
         codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
         lens: (R,) slots in use, tombstones included.
-        steps_until_check: decoding steps in which no page falls due to be sealed; 0: somebody has to look. Who changes the plain
-            lengths by anything but a step sets it to 0.
+        steps_until_check: decoding steps in which no page falls due to be quantized; 0: check at the next step. Any
+            change of the unquantized lengths other than a decoding step sets it to 0.
 
     Args:
         fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.

@@ -22,7 +22,9 @@ class StepMerger:
         looks_back: whether the last queries must be kept.
     """
 
-    def __init__(self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, companions: SequenceState) -> None:
+    def __init__(
+        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, companions: SequenceState
+    ) -> None:
         self.looks_back = plan.looks_back
         self._plan = plan
         self._reduce = reduce

@@ -22,15 +22,15 @@ from millpond.policy.view import View, columns_of
 class ViewBuilder:
     """The views of one layer: they read what the policy asks for when it asks."""
 
-    def __init__(self, policy: Policy, timeline: PositionTracker, attention: PagedAttention, companions: SequenceState) -> None:
+    def __init__(
+        self, policy: Policy, timeline: PositionTracker, attention: PagedAttention, companions: SequenceState
+    ) -> None:
         self._policy = policy
         self._timeline = timeline
         self._attention = attention
         self._companions = companions
 
-    def of(
-        self, table: PageTable, sequence: int, found: Entries, positions: Tensor, order: Tensor, seen: int
-    ) -> View:
+    def of(self, table: PageTable, sequence: int, found: Entries, positions: Tensor, order: Tensor, seen: int) -> View:
         """What the policy sees of candidates of a table, their signal as `scores`, in the given order.
 
         positions: of the candidates, -1 for those that it shall not see.
@@ -91,4 +91,4 @@ class ViewBuilder:
             return sums.gather(2, order[:, None].expand_as(sums))
 
         row = torch.tensor([sequence], device=order.device)
-        return replace(view, tokens=lambda: tokens.at(row, view.positions[None])[0], look=look)
+        return replace(view, tokens=lambda: tokens.at(row, view.positions[None])[0], head_attention=look)

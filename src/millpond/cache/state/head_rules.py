@@ -51,7 +51,7 @@ class HeadRuleState:
     # ------------------------------------------------------------------ the prompt
 
     def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor) -> None:
-        """Keep the queries of one pass behind those of the passes before it, if plans look at them; see `PromptQueries`."""
+        """Append the queries of one pass to those of earlier passes, where plans use them; see `PromptQueries`."""
         if self._policy.threshold == 1:
             return
         old = self._asked.get(sequence)
@@ -110,8 +110,9 @@ class HeadRuleState:
             chosen = torch.from_numpy(numbers).to(device)
             together, seen = limits.most[chosen], torch.from_numpy(positions[numbers] + 1).to(device)
         if table.sealed is None and ops.admit(
-            table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device), table.head_rules,
-            table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks, window=window,
+            table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device),
+            table.head_rules, table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks,
+            window=window,
         ):  # fmt: skip
             table.trim()
             return
@@ -136,7 +137,9 @@ class HeadRuleState:
             limited = (table.rules() < HeadRule.FULL).any(1) | (most < UNBOUNDED)
             device = table.lens.device
             everyone = torch.arange(len(most), device=device) if limited.all() else None
-            known = self._limits = HeadLimits(table.capacities, table.head_rules, limited, torch.from_numpy(most).to(device), everyone)
+            known = self._limits = HeadLimits(
+                table.capacities, table.head_rules, limited, torch.from_numpy(most).to(device), everyone
+            )
         return known
 
     # ------------------------------------------------------------------ the batch

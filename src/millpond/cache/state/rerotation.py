@@ -41,7 +41,9 @@ class Rerotation:
         self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
         self._ready: Tensor | None = None  # (AHEAD, S, H, sinks, key_dim): at as many places in a row
         self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
-        self._placed: tuple[Tensor, list[int], SlotWriter] | None = None  # page ids, sequences, and where their sinks lie
+        self._placed: tuple[Tensor, list[int], SlotWriter] | None = (
+            None  # page ids, sequences, and where their sinks lie
+        )
 
     def copy(self, sequences: list[int] | None = None) -> Rerotation:
         """A copy that changes on its own, of the given sequences in this order, or of all."""

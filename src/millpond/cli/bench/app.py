@@ -118,12 +118,12 @@ def methods(
 ) -> None:
     """Time every method beside snapkv: its prefill, the plan's share of that, its decoding, and the bytes it holds."""
     from millpond.bench.common.report import methods_markdown
-    from millpond.bench.methods.run import QUICK, GeneratePlan, run
+    from millpond.bench.methods.run import QUICK, MethodsPlan, run
     from millpond.budget import Budget
     from millpond.evals.spec import parse_specs
 
     Budget.parse(budget)
-    base = QUICK if quick else GeneratePlan()
+    base = QUICK if quick else MethodsPlan()
     plan = replace(
         base, shape=_shape(shape) if shape else base.shape, prompt=prompt or base.prompt,
         methods=tuple((s.name, s.options) for s in parse_specs(methods, "methods")) if methods else None,

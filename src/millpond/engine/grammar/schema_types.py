@@ -221,9 +221,7 @@ def _number(own: dict[str, Any], where: str) -> dict[str, Any]:
 def _integer(own: dict[str, Any], where: str) -> dict[str, Any]:
     step = own.get("multipleOf")
     bounds = {name: _bound(own, name, where) for name in own if name != "multipleOf"}
-    least = max(
-        [math.ceil(bounds.get("minimum", -_MOST)), math.floor(bounds.get("exclusiveMinimum", -_MOST - 1)) + 1]
-    )
+    least = max([math.ceil(bounds.get("minimum", -_MOST)), math.floor(bounds.get("exclusiveMinimum", -_MOST - 1)) + 1])
     most = min([math.floor(bounds.get("maximum", _MOST)), math.ceil(bounds.get("exclusiveMaximum", _MOST + 1)) - 1])
     if "multipleOf" in own and not (is_number(step) and step > 0 and step == int(step)):
         raise bad(where, "multipleOf", f"a whole number above 0 can be enforced, not {shown(step)}")

@@ -61,7 +61,7 @@ class Candidate(Protocol):
 
 #: Contenders that are no method of the package. Found by importing the modules of this folder, which therefore
 #: import no extra at their top.
-CONTENDERS: Registry[Candidate] = Registry("method", "millpond.evals")
+CONTENDERS: Registry[Candidate] = Registry("method", "millpond.evals.candidates")
 
 contender = CONTENDERS.register
 

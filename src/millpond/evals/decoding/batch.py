@@ -97,7 +97,9 @@ def encode(sample: Sample, tokenizer: PreTrainedTokenizerBase, kind: Kind, proto
 def _aware(sample: Sample, context: Tokens, asked: EncodedQuestion) -> EncodedPrompt:
     whole = context + asked.tokens
     cut = max(len(whole) - 1, 1)
-    return EncodedPrompt(sample, whole[:cut], (EncodedQuestion(asked.index, asked.question, whole[cut:], asked.targets),))
+    return EncodedPrompt(
+        sample, whole[:cut], (EncodedQuestion(asked.index, asked.question, whole[cut:], asked.targets),)
+    )
 
 
 def _asked(tokenizer: PreTrainedTokenizerBase, index: int, question: Question, kind: Kind) -> EncodedQuestion:

@@ -127,7 +127,9 @@ class Evaluator:
     def _open(self, batch: PromptBatch) -> MillpondCache:
         return self.contender.open(self.model, self.tokenizer, batch, self.budget, self.codec)
 
-    def _results(self, batch: PromptBatch, readers: list[BatchReader], turns: Sequence[QuestionTurn | None]) -> list[EvalResult | None]:
+    def _results(
+        self, batch: PromptBatch, readers: list[BatchReader], turns: Sequence[QuestionTurn | None]
+    ) -> list[EvalResult | None]:
         reader = readers[0]
         asked = [None if turn is None else turn.asked for turn in turns]
         if batch.kind == "generate":

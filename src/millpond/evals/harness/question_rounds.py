@@ -24,7 +24,9 @@ class QuestionTurn:
     failure: str = ""
 
 
-def rounds(readers: Sequence[BatchReader], batch: PromptBatch, limit: int | None) -> Iterator[list[QuestionTurn | None]]:
+def rounds(
+    readers: Sequence[BatchReader], batch: PromptBatch, limit: int | None
+) -> Iterator[list[QuestionTurn | None]]:
     """Ask the questions of a batch whose openings were read: a list with one turn for each row of the readers.
 
     None stands for a row that is not asked in this round. The caller answers each list before it takes the next;
@@ -48,7 +50,10 @@ def rounds(readers: Sequence[BatchReader], batch: PromptBatch, limit: int | None
 
 
 def _ask(
-    readers: Sequence[BatchReader], pairs: Sequence[tuple[EncodedPrompt, EncodedQuestion] | None], held: list[Held], limit: int | None
+    readers: Sequence[BatchReader],
+    pairs: Sequence[tuple[EncodedPrompt, EncodedQuestion] | None],
+    held: list[Held],
+    limit: int | None,
 ) -> list[QuestionTurn | None]:
     """Read what leads to the answers, where it fits into the model."""
     first = readers[0]

@@ -111,7 +111,9 @@ def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreT
     if isinstance(contender, Compressed):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnusedCacheWarning)
-            contender.open(model, tokenizer, PromptBatch(cell.protocol, "generate", ()), cell.budget, cell.codec).close()
+            contender.open(
+                model, tokenizer, PromptBatch(cell.protocol, "generate", ()), cell.budget, cell.codec
+            ).close()
 
 
 def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:

@@ -63,7 +63,8 @@ class PeerExaminer:
         return self._made(prompt, asked, "", 0.0, failure, {} if reply is None else _pretended(reply), reply)
 
     def _made(
-        self, prompt: EncodedPrompt, asked: EncodedQuestion, text: str, score: float, failure: str, extra: dict[str, float],
+        self, prompt: EncodedPrompt, asked: EncodedQuestion, text: str, score: float, failure: str, extra: dict[str,
+        float],
         reply: Reply | None,
     ) -> Record:  # fmt: skip
         held = reply or Reply((), 0.0, 0, 0)

@@ -106,8 +106,8 @@ class Runs:
 
         Budgets in shares of a prompt and in entries are kept apart. Ours against kvpress is `PEERS` at shares, where
         as many entries are kept, and `AT_BYTES` at numbers of entries: whole pages, so that equal entries are equal
-        bytes where every head and layer has as many (`ClaimResult.at_equal_bytes`). A claim is measured at shares, or else
-        at entries.
+        bytes where every head and layer has as many (`ClaimResult.at_equal_bytes`). A claim is measured at shares, or
+        else at entries.
         """
         shares = [row for row in self.rows if Budget.parse(row.budget).kind == "ratio"]
         entries = [row for row in self.rows if Budget.parse(row.budget).kind == "tokens"]
@@ -123,14 +123,22 @@ class Runs:
         return found
 
     def _measured(
-        self, claim: str, first: str, second: str, middle: bool, shares: Sequence[SummaryRow], entries: Sequence[SummaryRow]
+        self,
+        claim: str,
+        first: str,
+        second: str,
+        middle: bool,
+        shares: Sequence[SummaryRow],
+        entries: Sequence[SummaryRow],
     ) -> list[ClaimResult]:
         found = list(self._compare(claim, first, _named(second), middle, shares))
         known = {finding.protocol for finding in found}
         more = self._compare(claim, first, _named(second), middle, entries)
         return found + [finding for finding in more if finding.protocol not in known]
 
-    def _compare(self, claim: str, first: str, second: Side, middle: bool, rows: Sequence[SummaryRow]) -> Iterator[ClaimResult]:
+    def _compare(
+        self, claim: str, first: str, second: Side, middle: bool, rows: Sequence[SummaryRow]
+    ) -> Iterator[ClaimResult]:
         for where in dict.fromkeys(map(_where, rows)):
             here = [row for row in rows if _where(row) == where]
             mine = {(row.budget, row.task): row for row in here if _named(first)(row)}
@@ -144,7 +152,9 @@ class Runs:
                 if pairs:
                     yield from self._finding(claim, label, pairs, middle)
 
-    def _finding(self, claim: str, budget: str, pairs: Sequence[tuple[SummaryRow, SummaryRow]], middle: bool) -> Iterator[ClaimResult]:
+    def _finding(
+        self, claim: str, budget: str, pairs: Sequence[tuple[SummaryRow, SummaryRow]], middle: bool
+    ) -> Iterator[ClaimResult]:
         sides = self._by_task([row for row, _ in pairs], middle), self._by_task([row for _, row in pairs], middle)
         if not sides[0]:
             return  # no task says where its facts lie

@@ -56,8 +56,5 @@ def _fits(module: nn.Linear) -> bool:
     """Whether the layer is of a kind that `kernels.linear` reads fast, and has torch's forward or already ours."""
     weight = module.weight
     return (
-        own_forward(module) is None
-        and weight.is_cpu
-        and weight.dtype in NATIVE_DTYPES
-        and weight.nbytes >= LEAST_BYTES
+        own_forward(module) is None and weight.is_cpu and weight.dtype in NATIVE_DTYPES and weight.nbytes >= LEAST_BYTES
     )

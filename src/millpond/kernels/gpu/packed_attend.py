@@ -74,9 +74,7 @@ def attend_packed(
     for first in range(begin, end, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         ok = slot < n
-        at = tile_rows(
-            bases, n_arenas, POSITIONS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.int32
-        )
+        at = tile_rows(bases, n_arenas, POSITIONS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.int32)
         position = tl.load(at, mask=ok, other=-1)
         visible = position >= 0
         if HAS_WINDOW:
@@ -86,15 +84,51 @@ def attend_packed(
         page = base.to(tl.pointer_type(tl.uint8)) + (number & ((1 << LOG_PAGES) - 1)).to(tl.int64) * PAGE_BYTES
         inside = (slot & (SLOTS - 1))[:, None]
         k = numbers_at(
-            page, inside // LANES, inside % LANES, d[None, :], inside, d[None, :],
-            ok[:, None] & (d < KEY_DIM)[None, :], key_numbers, key_scales + fixed, key_zeros + fixed,
-            K_FORMAT, K_BITS, K_CODES, K_TOP, K_SCALES, K_ZEROS, K_GROUP, K_BY_CHANNEL, K_FIXED, KEY_DIM, SLOTS,
+            page,
+            inside // LANES,
+            inside % LANES,
+            d[None, :],
+            inside,
+            d[None, :],
+            ok[:, None] & (d < KEY_DIM)[None, :],
+            key_numbers,
+            key_scales + fixed,
+            key_zeros + fixed,
+            K_FORMAT,
+            K_BITS,
+            K_CODES,
+            K_TOP,
+            K_SCALES,
+            K_ZEROS,
+            K_GROUP,
+            K_BY_CHANNEL,
+            K_FIXED,
+            KEY_DIM,
+            SLOTS,
             KEY_DIM,
         )  # (BLOCK, K)
         v = numbers_at(
-            page, e[None, :] // LANES, e[None, :] % LANES, inside, inside, e[None, :],
-            ok[:, None] & (e < VALUE_DIM)[None, :], value_numbers, key_scales, key_zeros,
-            V_FORMAT, V_BITS, V_CODES, V_TOP, V_SCALES, V_ZEROS, V_GROUP, V_BY_CHANNEL, V_FIXED, VALUE_DIM, SLOTS,
+            page,
+            e[None, :] // LANES,
+            e[None, :] % LANES,
+            inside,
+            inside,
+            e[None, :],
+            ok[:, None] & (e < VALUE_DIM)[None, :],
+            value_numbers,
+            key_scales,
+            key_zeros,
+            V_FORMAT,
+            V_BITS,
+            V_CODES,
+            V_TOP,
+            V_SCALES,
+            V_ZEROS,
+            V_GROUP,
+            V_BY_CHANNEL,
+            V_FIXED,
+            VALUE_DIM,
+            SLOTS,
             SLOTS,
         )  # (BLOCK, V)
         if K_N_EXTRA > 0:

@@ -82,9 +82,7 @@ class Linears:
         q, k, v = (torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
         return q, k, v
 
-    def heads_struct(
-        self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[bytes, bytes]:
+    def heads_struct(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, bytes]:
         """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
         n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], torch.get_num_threads()
         q_row, k_row = self._widths[:2]

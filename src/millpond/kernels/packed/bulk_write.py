@@ -64,7 +64,9 @@ def _write(
         keys = regions.rope.turn_back(keys.float(), positions)
     coded = []
     for (side, _, _, is_key), x in zip(side_codec.sides(pages.layout), (keys, values), strict=True):
-        coded.append(side_codec.to_bytes(side_codec.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
+        coded.append(
+            side_codec.to_bytes(side_codec.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key)
+        )
     _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
     _put(pages.scores, ids, torch.zeros_like(positions).float() if scores is None else scores.float())

@@ -47,7 +47,12 @@ class Block:
         return plain and len(self.qkv.parts) == 3
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, dense: DecoderOps, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        dense: DecoderOps,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """The rows x (N, width) behind the layer; with `rows` (n,) only these, though all take part in attention.
 

@@ -61,9 +61,7 @@ class Decoder:
             return None
         return in_one_call([(block.qkv, block.rest) for block in self.blocks], self.blocks[0].head_dim)
 
-    def step(
-        self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[Regions]
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[Regions]) -> tuple[Tensor, Tensor]:
         """`forward` of the newest token of each sequence, all of whose logits are asked for.
 
         Args:

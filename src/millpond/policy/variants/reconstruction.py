@@ -44,7 +44,12 @@ class ReconstructionPolicy(Policy):
         Policy.__post_init__(self)
         if self.chunk < 1:
             raise OptionError(f"chunk={self.chunk} must be at least 1")
-        plain = self.prefill == "once" and not self.every_step and not self.needs_all_layers and self.positions == "absolute"
+        plain = (
+            self.prefill == "once"
+            and not self.every_step
+            and not self.needs_all_layers
+            and self.positions == "absolute"
+        )
         if not (plain and isinstance(self.score, Rebuilt)):
             raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
 

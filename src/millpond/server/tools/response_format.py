@@ -51,7 +51,9 @@ class CallVoice:
             "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
         } | _end(completion, len(found.calls))  # fmt: skip
 
-    def pieces(self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor) -> list[dict[str, Any]]:
+    def pieces(
+        self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
+    ) -> list[dict[str, Any]]:
         """What is new since `sent`: the role first, the reason of the end last."""
         if sent.reading is None:
             sent.reading = _Reading(self.tools.reader())

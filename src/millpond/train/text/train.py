@@ -182,7 +182,9 @@ def _loss_of(model: LlamaForCausalLM, compiled: bool) -> Loss:
 
 def _line(run: TextRun, done: list[_Step]) -> TextLogLine:
     loss = sum(step.loss for step in done) / len(done)
-    return TextLogLine(run.step, run.tokens, round(run.time_s, 1), done[-1].length, round(done[-1].rate, 4), round(loss, 4))
+    return TextLogLine(
+        run.step, run.tokens, round(run.time_s, 1), done[-1].length, round(done[-1].rate, 4), round(loss, 4)
+    )
 
 
 def _keep(run: TextRun, folder: Path) -> None:
