@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.millpond-installed
 TOOLS := $(VENV)/.millpond-tools
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
 
 .PHONY: help demo test test-slow lint types docs docs-check bench install clean

@@ -15,7 +15,7 @@ from millpond.kernels.native import library
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
-#: the order of fields is that of csrc/args.hpp
+#: the order of fields is that of csrc/common/args.hpp
 DECODE = Struct("=44q3d").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack

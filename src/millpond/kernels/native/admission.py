@@ -12,7 +12,7 @@ from millpond.kernels.native.abi import INT32, _flat, entry_point
 from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
 
-#: the order of fields is that of csrc/args.hpp
+#: the order of fields is that of csrc/common/args.hpp
 ADMIT = Struct("=25q").pack
 
 

@@ -1,0 +1,275 @@
+// The C ABI: one struct of 8-byte fields per op, packed by the Python side in the same order (see native/calls.py).
+// Strides count elements, not bytes. Pointers may be null where the Python side says None.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.hpp"
+
+namespace mp {
+
+enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
+enum Signal : int64_t { NO_SIGNAL = 0, SUM = 1, LAST = 2 };
+enum Reduce : int64_t { MEAN = 0, MAX = 1, ADD = 2 };
+enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4 };
+enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4, HEAVIEST = 5, SPACED = 6 };
+
+enum Weigh : int64_t { BY_NORMS = 0, BY_EXP = 1, BY_COUNT = 2, BY_SCORE = 3, BY_CHANCE = 4 };
+enum Over : int64_t { OVER_TARGETS = 0, OVER_RECENT = 1, OVER_MAX = 2 };
+
+// The memory of a page pool: page i is row i % pages_per_arena of arena i / pages_per_arena.
+struct PoolArgs {
+  const int64_t* bases;  // (5, n_arenas): keys, values, positions, scores, log masses
+  int64_t n_arenas, pages_per_arena, slots, key_dim, value_dim, dtype;
+  int64_t masses;  // whether there are log masses
+};
+
+struct DecodeArgs {
+  PoolArgs pool;
+  const void* q;      // (S, Hq, key_dim)
+  const void* k_new;  // (S, Hkv, key_dim)
+  const void* v_new;  // (S, Hkv, value_dim)
+  int64_t q_dtype, k_dtype, v_dtype;
+  int64_t q_seq, q_head, k_seq, k_head, v_seq, v_head;  // strides
+  const int32_t* table;                                 // (R, n)
+  int64_t table_row;                                    // stride
+  int32_t* lens;                                        // (R,)
+  const int32_t *caps, *recent;                         // (R,)
+  const int32_t* q_pos;                                 // (S,)
+  const float* sink_logits;                             // (Hq,) or null
+  void* out;                                            // (S, Hq, value_dim) in q's dtype
+  float* lse;                                           // (S, Hq)
+  int32_t* evicted;                                     // (R,)
+  int64_t n_seq, n_heads, n_kv_heads, window;
+  int64_t signal, reduce, evict, sinks, shared, seed;
+  int64_t unit_width, unit_shift, stride;  // of SPACED
+  int64_t n_threads;
+  double scale, softcap, decay;
+};
+
+struct WriteArgs {
+  PoolArgs pool;
+  const int32_t* table;  // (R, n)
+  int64_t table_row, n_regions;
+  const int32_t *start, *count;  // (R,)
+  const int32_t* index;          // (R, width)
+  int64_t index_row, width;
+  const void *keys, *values;    // (R, N, dim)
+  const int32_t* positions;     // (R, N)
+  const float* scores;          // (R, N) or null
+  const float* log_masses;      // (R, N) or null
+  int64_t k_dtype, v_dtype;
+  int64_t k_region, k_row, v_region, v_row, p_region, p_row, s_region, s_row, m_region, m_row;  // strides
+  int64_t n_threads;
+};
+
+struct ReadArgs {
+  PoolArgs pool;
+  const int32_t* table;
+  int64_t table_row, n_regions;
+  const int32_t* lens;
+  int64_t width;
+  void *keys, *values;  // (R, width, dim) in the pool's dtype
+  int32_t* positions;
+  float* scores;
+  float* log_masses;  // null where the pool has none
+  int64_t n_threads;
+};
+
+struct PrefillArgs {
+  const void *q, *k, *v;  // (Hq, Q, key_dim), (Hkv, N, key_dim), (Hkv, N, value_dim) or null: value_dim is 0
+  int64_t q_dtype, k_dtype, v_dtype;
+  int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
+  const int32_t* q_pos;                                 // (Q,)
+  const int32_t* past_pos;                              // (Hkv or 1, n_past), null where there is no past
+  int64_t past_row;                                     // stride, 0 where all heads share it
+  const float* past_log_masses;                         // (Hkv or 1, n_past) or null: all 0
+  int64_t mass_row;                                     // stride, 0 where all heads share it
+  const float* sink_logits;                             // (Hq,) or null
+  void* out;                                            // (Hq, Q, value_dim), null without values
+  float* lse;                                           // (Hq, Q)
+  float* sums;                                          // (Hkv, N) or null: column sums
+  int64_t n_heads, n_kv_heads, n_queries, n_columns, n_past, key_dim, value_dim;  // n_past: N - Q, or N
+  int64_t window, reduce, n_threads;
+  int64_t lse_given;  // whether lse is what the probabilities are taken from, not a result: then there are no values
+  double scale, softcap;
+  double decay;  // factor on the column sums of earlier queries at each query
+};
+
+// Queries that all see the same entries: one of each sequence that shares them.
+struct AttendArgs {
+  PoolArgs pool;
+  const void* q;  // (S, Hq, key_dim)
+  int64_t q_dtype, q_seq, q_head;  // strides
+  const int32_t* table;            // (Hkv, n)
+  int64_t table_row;               // stride
+  const int32_t* lens;             // (Hkv,)
+  const int64_t* members;          // (n_members,): the sequences that share, each at most once
+  void* out;                       // (S, Hq, value_dim): what members have found elsewhere, then all of it
+  int64_t out_dtype;
+  float* lse;                      // (S, Hq): likewise, -inf where there is nothing yet
+  int64_t n_members, n_heads, n_kv_heads, n_threads;
+  double scale, softcap;
+};
+
+// Products x . y of the entries of each head with the vectors of its sets, of which few things are kept.
+struct ScanArgs {
+  const void *x, *y;  // (H, N, dim), (H * n_sets, n_others, dim)
+  int64_t x_dtype, y_dtype;
+  int64_t x_head, x_row, y_head, y_row;  // strides
+  int64_t n_heads, n_rows, n_sets, n_others, dim;
+  float* sums;          // (H, N): sum of |x . y|
+  const float* scales;  // (H, scale_head): 1 / length of each entry, zeros behind the last
+  int64_t scale_head;   // stride, whole chunks of columns
+  const int32_t* lens;  // (H,): entries that are there
+  int32_t* at;          // (H, N, most): which others are alike, the newest first
+  float* cosines;       // (H, N, most)
+  int64_t most, n_threads;
+  double threshold;
+};
+
+constexpr int MOST_PARTS = 4;
+
+struct LinearPart {
+  const void *w, *bias;  // (n, k), (n,) or null
+  int64_t n, w_row;
+};
+
+// out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1, or gate(out_0) of a single part; with a
+// residual: out_0 += residual.
+struct LinearArgs {
+  const void *x, *residual;  // (m, k); (m, n of part 0) or null
+  void* out[MOST_PARTS];     // (m, n) of each part, contiguous
+  int64_t m, n_threads;
+  // From here on the same for all rows that go through these matrices.
+  const void *norm, *norm_bias;  // (k,) or null: the weight of a norm of x; (k,) or null
+  int64_t k, dtype, gate, n_parts, centred;  // all tensors are of one dtype
+  LinearPart parts[MOST_PARTS];
+  double eps;
+};
+
+// q and k turn in place by the rotary embedding: x * cos + half(x) * sin, where half is (-second half, first half).
+struct RotateArgs {
+  void *q, *k;                                // (m, heads, >= dim) each; the first dim numbers of a head turn
+  const void *cos, *sin;                      // (m, dim)
+  int64_t m, q_heads, k_heads, dim, cos_row;
+  int64_t q_row, q_head, k_row, k_head;       // strides
+  int64_t dtype, n_threads;
+};
+
+// Rows into queries, keys and values, of which the first two turn.
+struct HeadsArgs {
+  LinearArgs into;
+  RotateArgs turn;
+};
+
+// What follows attention in a layer: x += seen through the first matrix, then x += x through the two others.
+struct BehindArgs {
+  const void *seen, *x;  // (m, k of the first), (m, n of the first)
+  void* out;             // (m, n of the last)
+  int64_t m, n_threads;
+  LinearArgs steps[3];   // of which only what is the same for all rows is read
+};
+
+// A layer for rows that decode, one of each sequence.
+struct LayerArgs {
+  HeadsArgs heads;
+  DecodeArgs decode;
+  BehindArgs behind;
+};
+
+// Layers, each behind the one before it.
+struct LayersArgs {
+  int64_t n;
+  LayerArgs layers[1];  // n of them
+};
+
+// RMSNorm, or LayerNorm where `centred`.
+struct NormArgs {
+  const void *x, *weight, *bias;  // (m, heads, n); (n,); (n,) or null
+  void* out;                      // (m, heads, n); may be x
+  int64_t m, heads, n, x_row, x_head, out_row, out_head, dtype, centred, n_threads;  // strides
+  double eps;
+};
+
+// The largest number of each row and where it stands first; NaN counts as larger than all.
+struct LargestArgs {
+  const void* x;   // (m, n), contiguous rows
+  float* largest;  // (m,)
+  int64_t* at;     // (m,)
+  int64_t m, n, x_row, dtype, n_threads;
+};
+
+// out = act(first half of x) * second half.
+struct GateArgs {
+  const void* x;  // (m, 2 n), contiguous rows
+  void* out;      // (m, n), contiguous
+  int64_t m, n, x_row, dtype, act, n_threads;
+};
+
+// out = residual + act(norm(x) times the matrix + bias), all of bf16; with `halves` the matrix has 2 n columns, and it is
+// act(the first n) * the other n.
+struct GemmArgs {
+  const void *x, *weight, *bias;     // (m, k), (n or 2 n, k), as many numbers or null; contiguous
+  const void *norm, *norm_bias;      // (k,) or null: of the rows of x, RMSNorm, or LayerNorm where `centred`
+  const void* residual;              // (m, n), contiguous, or null
+  void* out;                         // (m, n), contiguous
+  int64_t m, k, n, halves, act, centred, n_threads;  // k: a multiple of 32; act: not GELU; 0 for none
+  double eps;
+};
+
+// Regions that hold more than their caps merge: see ops.merge_slots and MergeRule on the Python side.
+struct MergeArgs {
+  PoolArgs pool;
+  const int32_t* table;  // (R, n)
+  int64_t table_row;
+  int32_t* lens;                                // (R,)
+  const int32_t *caps, *recent, *q_pos;         // (R,), (R,), (S,)
+  double* memory;                               // (S,): thresholds, NaN for none
+  const float* local;                           // (R, N) or null
+  int64_t local_row, n_seq, n_kv_heads;
+  int64_t evict, sinks, seed;
+  int64_t weigh, closed, targets, over, average, draw, bias, uses_masses, n_threads;
+  double threshold, rate, cover, most;
+};
+
+// For each source the target that is most like it. Flags are one byte each.
+struct NearestArgs {
+  const void *keys, *values;  // (H, N, dim); values null: only keys count
+  int64_t k_dtype, v_dtype, k_head, k_row, v_head, v_row;
+  const uint8_t *sources, *targets;  // (H, N)
+  int64_t* into;                     // (H, N)
+  double* alike;                     // (H, N)
+  int64_t n_heads, n, key_dim, value_dim, n_threads;
+  double floor;  // what is not more alike is none
+};
+
+// Rows that go into others, and the means over them.
+struct MeanArgs {
+  const void* x;  // (H, N, dim)
+  int64_t dtype, x_head, x_row;
+  const double *weight, *own;  // (H, N)
+  const int64_t* into;         // (H, N)
+  const uint8_t* leaves;       // (H, N)
+  float* out;                  // (H, N, dim)
+  int64_t n_heads, n, dim, n_threads;
+};
+
+// The entries of some sequences that no rule of their heads keeps leave: see ops.admit.
+struct AdmitArgs {
+  PoolArgs pool;
+  const int32_t* table;  // (R, n)
+  int64_t table_row;
+  int32_t* lens;             // (R,)
+  const int64_t* sequences;  // (n_sequences,)
+  const int64_t* ids;        // (S, n): token ids by position
+  int64_t ids_row;
+  const uint8_t* classes;  // (n_classes,): by token id, the last for all ids beyond
+  int64_t n_classes;
+  const int64_t* kinds;               // (R,)
+  const int32_t* local;               // (R,): newest positions that local heads keep
+  const int64_t *seen, *quota, *most;  // (n_sequences,)
+  int64_t n_sequences, n_kv_heads, sinks, window;
+};
+
+}  // namespace mp
