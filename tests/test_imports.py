@@ -15,11 +15,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: A part imports only what stands to its left.
 ORDER = [
-    {"errors", "scalar", "budget", "option_files", "registry"},
+    {"errors", "scalar", "budget", "optional", "option_files", "registry"},
     {"kernels"},
     {"codec"},
     {"policy"},
     {"methods", "presets"},
+    {"plugins"},
     {"cache"},
     {"models"},
     {"hf"},
@@ -32,7 +33,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 #: Libraries and the parts that may know them. bench compares with transformers' own caches; the command line takes
 #: its types and its streamer.
 OUTSIDE = {
-    "transformers": {"models", "hf", "evals", "train", "bench", "cli"},
+    "transformers": {"models", "hf", "runner", "evals", "train", "bench", "cli"},
     "matplotlib": {"cli", "evals", "bench"},
     "rich": {"cli", "bench", "engine", "train"},
     "typer": {"cli"},
@@ -86,13 +87,20 @@ def test_peers_of_one_rank_do_not_import_each_other() -> None:
                 assert RANK.get(other, -1) < RANK[part], f"{module}: {name}"
 
 
-def test_importing_the_package_loads_nothing_optional() -> None:
-    code = "import sys, millpond; print(sorted({'transformers', 'triton', 'matplotlib', 'typer'} & {*sys.modules}))"
+def test_importing_the_package_loads_neither_torch_nor_anything_optional() -> None:
+    libraries = {"torch", "numpy", "transformers", "triton", "matplotlib", "typer", "rich"}
+    code = f"import sys, millpond; print(sorted({libraries} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
+def test_importing_the_package_takes_no_time() -> None:
+    code = "import time; start = time.perf_counter(); import millpond; print(time.perf_counter() - start)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.3
+
+
 def test_listing_the_methods_needs_no_transformers() -> None:
-    code = "import sys, millpond; millpond.methods(); print('transformers' in sys.modules)"
+    code = "import sys, millpond; millpond.list_methods(); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

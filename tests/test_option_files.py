@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from millpond import option_files
-from millpond.codec import codecs, resolve
+from millpond.codec import list_codecs, resolve
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.option_files import OptionFile, listed_files, only_listed, read_file
@@ -82,7 +82,7 @@ def test_no_option_of_any_method_opens_what_is_not_listed(
     assert path not in opens
 
 
-@pytest.mark.parametrize("codec", codecs())
+@pytest.mark.parametrize("codec", list_codecs())
 def test_no_codec_takes_a_file(codec: str, tmp_path: Path, opens: list[str]) -> None:
     path = str(tmp_path / "there.json")
     for name in (path, f"{codec}:{path}", (codec, path), f"{codec}+{path}"):

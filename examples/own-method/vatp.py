@@ -4,12 +4,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from millpond.kernels.decode_rules import Evict, Signal
-from millpond.methods import method
-from millpond.policy.policy import Policy
-from millpond.policy.protect import Protect
-from millpond.policy.scores.attention import Queries
-from millpond.policy.view import View
+from millpond.plugins import Evict, Policy, Protect, Queries, Signal, View, method
 
 
 class AttentionTimesValue:

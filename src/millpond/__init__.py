@@ -1,36 +1,69 @@
 """Millpond: give any Hugging Face decoder a memory budget for its KV cache.
 
-Importing this package patches nothing; `compress` switches one model's attention, and `close` switches it back.
+Importing this package patches nothing and loads no torch; each name is imported when it is first used. `compress`
+switches one model's attention, and `close` switches it back.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from millpond.budget import Budget
-from millpond.codec import codecs
-from millpond.errors import (
-    BudgetError,
-    CacheMismatchError,
-    MillpondError,
-    NumericsError,
-    OptionError,
-    PoolFullError,
-    UnsupportedModelError,
-)
-from millpond.methods import METHODS as _METHODS  # here, so that the name `methods` stays the function below
-from millpond.presets import preset
-
 if TYPE_CHECKING:
+    from millpond.budget import Budget
+    from millpond.codec import list_codecs
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
+    from millpond.errors import (
+        BudgetError,
+        CacheMismatchError,
+        DataError,
+        MillpondError,
+        NotPicklableError,
+        NumericsError,
+        OptionError,
+        PoolFullError,
+        UnsupportedModelError,
+    )
     from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
     from millpond.hf.document import restore_document, save_document
     from millpond.hf.stats import CacheStats
+    from millpond.methods import list_methods
+    from millpond.models.load import load_model, load_tokenizer
+    from millpond.policy.policy import Policy
+    from millpond.presets import preset
 
 __version__ = "0.1.0"
+
+#: Public names and the modules that define them.
+_HOME = {
+    "AsyncLLM": "millpond.engine.async_llm",
+    "Budget": "millpond.budget",
+    "BudgetError": "millpond.errors",
+    "CacheMismatchError": "millpond.errors",
+    "CacheStats": "millpond.hf.stats",
+    "DataError": "millpond.errors",
+    "LLM": "millpond.engine.llm",
+    "MillpondCache": "millpond.hf.cache",
+    "MillpondError": "millpond.errors",
+    "NotPicklableError": "millpond.errors",
+    "NumericsError": "millpond.errors",
+    "OptionError": "millpond.errors",
+    "Policy": "millpond.policy.policy",
+    "PoolFullError": "millpond.errors",
+    "SamplingParams": "millpond.engine.sampling.params",
+    "UnsupportedModelError": "millpond.errors",
+    "compress": "millpond.hf.compress",
+    "list_codecs": "millpond.codec",
+    "list_methods": "millpond.methods",
+    "load_model": "millpond.models.load",
+    "load_tokenizer": "millpond.models.load",
+    "preset": "millpond.presets",
+    "restore_document": "millpond.hf.document",
+    "save_document": "millpond.hf.document",
+}
 
 __all__ = [  # noqa: RUF022 (plainly sorted)
     "AsyncLLM",
@@ -38,42 +71,34 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "BudgetError",
     "CacheMismatchError",
     "CacheStats",
+    "DataError",
     "LLM",
     "MillpondCache",
     "MillpondError",
+    "NotPicklableError",
     "NumericsError",
     "OptionError",
+    "Policy",
     "PoolFullError",
     "SamplingParams",
     "UnsupportedModelError",
-    "codecs",
     "compress",
-    "methods",
+    "list_codecs",
+    "list_methods",
+    "load_model",
+    "load_tokenizer",
     "preset",
     "restore_document",
     "save_document",
 ]
 
-_LAZY = {
-    "AsyncLLM": "millpond.engine.async_llm",
-    "CacheStats": "millpond.hf.stats",
-    "LLM": "millpond.engine.llm",
-    "MillpondCache": "millpond.hf.cache",
-    "SamplingParams": "millpond.engine.sampling.params",
-    "compress": "millpond.hf.compress",
-    "restore_document": "millpond.hf.document",
-    "save_document": "millpond.hf.document",
-}
-
-
-def methods() -> list[str]:
-    """The names of all methods that decide what is kept."""
-    return _METHODS.names()
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
+    if name not in _HOME:
+        raise AttributeError(f"module 'millpond' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'millpond' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return list(__all__)

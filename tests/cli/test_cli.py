@@ -73,7 +73,7 @@ def test_version() -> None:
 
 def test_module_is_the_same_program() -> None:
     done = subprocess.run([sys.executable, "-m", "millpond", "codecs"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == millpond.codecs()
+    assert done.stdout.split() == millpond.list_codecs()
 
 
 def test_an_error_of_the_program_goes_to_stderr_with_status_2() -> None:
@@ -86,12 +86,12 @@ def test_an_error_of_the_program_goes_to_stderr_with_status_2() -> None:
 
 def test_methods_lists_all_with_their_papers() -> None:
     text = right("methods").stdout
-    for name in millpond.methods():
+    for name in millpond.list_methods():
         assert f"\n{name} " in text
     assert "arXiv:2306.14048" in text
 
 
-@pytest.mark.parametrize("name", millpond.methods())
+@pytest.mark.parametrize("name", millpond.list_methods())
 def test_methods_shows_one(name: str) -> None:
     from millpond.methods import METHODS
 
@@ -102,7 +102,7 @@ def test_methods_shows_one(name: str) -> None:
 
 
 def test_codecs() -> None:
-    assert right("codecs").stdout.split() == millpond.codecs()
+    assert right("codecs").stdout.split() == millpond.list_codecs()
 
 
 def test_generate_streams_text_and_closes_with_numbers(folder: str) -> None:

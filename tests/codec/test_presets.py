@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millpond.codec import codec_named, codecs, resolve
+from millpond.codec import codec_named, list_codecs, resolve
 from millpond.codec.presets import PRESETS
 from millpond.errors import OptionError
 
@@ -67,7 +67,7 @@ def test_groups_that_do_not_fit_a_model_are_refused_by_name() -> None:
 
 
 def test_the_list_names_what_a_cache_can_use() -> None:
-    names = codecs()
+    names = list_codecs()
     assert names[:4] == ["auto", "f32", "f16", "bf16"]
     assert {"int4", "kivi2", "flexgen4", "fp8", "mikv", "think", "rotated4"} < set(names)
     for name in names[4:]:

@@ -11,13 +11,13 @@ from torch import Tensor
 from codec.layers import DIM, HEADS, KV, SHAPE, check, codes, decode, feed, make, parts, positions, tokens
 from millpond.cache.entries import quantize
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.codec import codecs, resolve
+from millpond.codec import list_codecs, resolve
 from millpond.codec.balance import query_balance
 from millpond.codec.channels import channel_scores, kept_channels
 from millpond.codec.spec import Codec
 from millpond.errors import OptionError
 
-CODECS = [name for name in codecs() if isinstance(resolve(name), Codec)]
+CODECS = [name for name in list_codecs() if isinstance(resolve(name), Codec)]
 KEEPS_ALL = [name for name in CODECS if name != "mikv"]
 NO_TIERS = ["int4", "kivi2", "flexgen4", "fp8", "think", "rotated4", "bf16+int4"]
 

@@ -19,7 +19,7 @@ LENGTHS = (40, 57, 1, 31)
 NEW = 14
 
 #: Methods that the engine runs, with the options that they need.
-METHODS: dict[str, dict[str, Any]] = {name: {} for name in mp.methods() if name not in ("kvzip", "sirllm")}
+METHODS: dict[str, dict[str, Any]] = {name: {} for name in mp.list_methods() if name not in ("kvzip", "sirllm")}
 METHODS["fastgen"] = {"special": "1", "punctuation": "5;6;7"}
 KEEP_ALL = ("full", "minference")
 

@@ -28,7 +28,7 @@ from millpond.kernels import ops
 from tests.engine.helpers import finish
 from tests.matrix.test_codecs import llama
 
-CODECS = mp.codecs()
+CODECS = mp.list_codecs()
 METHODS: dict[str, dict[str, Any]] = {
     "full": {}, "h2o": {}, "ada": {"every": 0}, "snapkv": {"window": 8},
 }  # fmt: skip

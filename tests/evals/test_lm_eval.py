@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def test_the_command_runs_a_local_task(door: Any, folder: str, tasks: Path) -> N
 
 
 def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millpond.cli.lm_eval.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
     assert result.exit_code == 2
     assert "pip install 'millpond[lm-eval]'" in " ".join(result.stderr.split())

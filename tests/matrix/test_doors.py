@@ -50,13 +50,13 @@ def is_possible(method: str, codec: str) -> bool:
     return (method, codec) != ("full", "mikv")  # nothing leaves, so there is no lower tier
 
 
-CROSS = [(method, codec) for codec in mp.codecs() for method in METHODS if is_possible(method, codec)]
+CROSS = [(method, codec) for codec in mp.list_codecs() for method in METHODS if is_possible(method, codec)]
 
 
 def cover() -> list[tuple[str, str]]:
     """One method for each codec, each method in turn; all methods for codecs that rotate."""
     chosen = []
-    for place, codec in enumerate(mp.codecs()):
+    for place, codec in enumerate(mp.list_codecs()):
         stored = resolve(codec)
         possible = [method for method in METHODS if is_possible(method, codec)]
         rotated = isinstance(stored, Codec) and stored.rotated
@@ -200,7 +200,7 @@ def test_the_rest_of_the_cross(method: str, codec: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    assert {codec for _, codec in cover()} == set(mp.codecs())
+    assert {codec for _, codec in cover()} == set(mp.list_codecs())
     assert {method for method, _ in cover()} == set(METHODS)
     assert {codec for method, codec in cover() if method == "full"} >= {"rotated4", "rotated2"}
 

@@ -1,8 +1,15 @@
-"""The command line: thin, with its options taken from the registry."""
+"""The command line: thin, with its options taken from the registry. Needs the extra `cli`."""
+
+import sys
 
 
 def main() -> None:
     """Run the command line."""
-    from millpond.cli.app import app
+    try:
+        from millpond.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"millpond's command line needs {error.name}; install it with: pip install 'millpond[cli]'")
 
     app(prog_name="millpond")

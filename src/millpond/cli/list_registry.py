@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output
-from millpond.codec import codecs as codec_names
+from millpond.codec import list_codecs
 from millpond.methods import METHODS
 from millpond.registry import Entry
 
@@ -25,7 +25,7 @@ def methods(
 
 def codecs() -> None:
     """List the number formats in which entries can be stored."""
-    for name in codec_names():
+    for name in list_codecs():
         typer.echo(name)
 
 

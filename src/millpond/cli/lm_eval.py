@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import typer
 
-from millpond.errors import OptionError
+from millpond.optional import require
 
 #: Of lm-eval's own; everything else is an evaluation.
 OTHER_COMMANDS = {"ls", "validate", "-h", "--help"}
@@ -19,8 +18,7 @@ def lm_eval(context: typer.Context) -> None:
 
     For example: millpond lm-eval --model_args pretrained=pond-recall,method=h2o,budget=20% --tasks lambada_openai
     """
-    if find_spec("lm_eval") is None:
-        raise OptionError("lm-evaluation-harness is not installed; install it with: pip install 'millpond[lm-eval]'")
+    require("lm_eval", "lm-eval", "millpond lm-eval")
     from lm_eval.__main__ import cli_evaluate
 
     import millpond.evals.adapters.lm_eval  # noqa: F401  # registers the model

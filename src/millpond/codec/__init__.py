@@ -8,7 +8,7 @@ from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, is_plain
 from millpond.errors import OptionError, unknown
 
-__all__ = ["DTYPES", "Codec", "codec_named", "codecs", "resolve"]
+__all__ = ["DTYPES", "Codec", "codec_named", "list_codecs", "resolve"]
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -16,7 +16,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 JOINT = "+"
 
 
-def codecs() -> list[str]:
+def list_codecs() -> list[str]:
     """The names of all number formats. "auto" stores what the model computes; "a+b" is keys as a and values as b."""
     return ["auto", *DTYPES, *(name for name in PRESETS if name not in DTYPES)]
 
@@ -46,5 +46,5 @@ def _one(name: str) -> torch.dtype | Codec | None:
     if name in DTYPES:
         return DTYPES[name]
     if name not in PRESETS:
-        raise unknown("codec", name, codecs())
+        raise unknown("codec", name, list_codecs())
     return PRESETS[name]

@@ -18,6 +18,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.models.load import find_tokenizer, load_model
+from millpond.optional import require
 from millpond.runner.packed_model import Runner
 
 #: What `generate` takes: a text, token ids, or several of either.
@@ -189,6 +190,4 @@ def _prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:
 
 def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
     """The outputs, and a bar that says how many there were."""
-    from rich.progress import track
-
-    yield from track(outputs, description="generating", total=total)
+    yield from require("rich.progress", "cli", "progress=True").track(outputs, description="generating", total=total)

@@ -56,12 +56,12 @@ def compress(
     Args:
         model: any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or
             what `torch.compile` returned.
-        method: what is kept; `millpond.methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
+        method: what is kept; `millpond.list_methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
             none, and `fastgen` needs none. Of `infllm`, which stores everything, it is what is attended to.
-        codec: how entries are stored; "auto" stores what the model computes, `millpond.codecs()` names the others. A
-            pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
+        codec: how entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
+            A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.

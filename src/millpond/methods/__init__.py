@@ -6,3 +6,8 @@ from millpond.registry import Registry
 METHODS: Registry[Policy] = Registry("method", __name__)
 
 method = METHODS.register
+
+
+def list_methods() -> list[str]:
+    """The names of all methods, sorted: those of this package and those that installed packages add."""
+    return METHODS.names()

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from millpond.cli.console import notes, output, size
+from millpond.optional import require
 
 if TYPE_CHECKING:
     from millpond.cli.demo.task import DemoOutcome
@@ -29,6 +30,7 @@ def demo(
     methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = METHODS,
 ) -> None:
     """Compare methods at one small budget on the bundled model, and draw what each head kept."""
+    require("matplotlib", "plot", "the picture")
     from millpond.cli.demo.picture import draw
     from millpond.cli.demo.task import PAIRS, DemoTask, run_method
     from millpond.methods import METHODS as registry

@@ -10,6 +10,7 @@ import typer
 
 from millpond.cli.console import output
 from millpond.errors import OptionError
+from millpond.optional import require
 
 if TYPE_CHECKING:
     from millpond.train.text.analysis import AttentionStatistics
@@ -29,6 +30,7 @@ def heavy_hitters(
     import torch
     from transformers import AutoModelForCausalLM
 
+    require("matplotlib", "plot", "the picture")
     from millpond.cli.train.heavy_hitters_picture import draw
     from millpond.models.load import load_tokenizer, resolve
     from millpond.train.common.progress_bars import no_bars

@@ -24,6 +24,7 @@ from millpond.engine.grammar.process import WORKER, Ask, GrammarProcess
 from millpond.engine.grammar.schema import MOST_BYTES, enforceable
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.optional import require
 
 #: Most blanks in a row between two parts of a JSON value: a model may indent, but not for ever.
 MOST_BLANKS = 32
@@ -207,8 +208,4 @@ def _lawful(vocabulary: Sequence[bytes], also: bytes) -> Tensor:
 
 
 def _xgrammar(name: str) -> Any:
-    try:
-        import xgrammar
-    except ImportError:
-        raise OptionError(f"{name} needs xgrammar; install it with: pip install 'millpond[constrained]'") from None
-    return xgrammar
+    return require("xgrammar", "constrained", name)

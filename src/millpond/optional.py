@@ -1,0 +1,25 @@
+"""Optional libraries: imported when they are needed, with the extra that installs them named where they are missing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from millpond.errors import OptionError
+
+
+def require(library: str, extra: str, purpose: str) -> Any:
+    """Import a library that only an extra installs.
+
+    Args:
+        library: its module, such as "matplotlib". extra: of this package, such as "plot".
+        purpose: what needs it, as the subject of the error's sentence.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    try:
+        return import_module(library)
+    except ModuleNotFoundError:
+        name = library.partition(".")[0]
+        raise OptionError(f"{purpose} needs {name}; install it with: pip install 'millpond[{extra}]'") from None

@@ -1,0 +1,53 @@
+"""What a package with methods or evaluation tasks of its own builds on; see docs/tutorial/write-your-own-method.md.
+
+A package names its modules under the entry points `millpond.methods` and `millpond.evals.tasks`.
+"""
+
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
+from millpond.methods import method
+from millpond.option_files import FILE
+from millpond.policy.allocation.heads import Ada, HeadAllocation, Uniform
+from millpond.policy.allocation.layers import LayerAllocation, LayerTable, Pyramid
+from millpond.policy.merging.protocol import Merge, Merged
+from millpond.policy.policy import EvictionPlan, Policy
+from millpond.policy.protect import Protect
+from millpond.policy.scores.attention import (
+    AccumulatedAttention,
+    LastAttention,
+    LeastAttention,
+    Queries,
+    RandomPriority,
+    Recency,
+    Score,
+    WindowAttention,
+)
+from millpond.policy.view import View
+
+__all__ = [  # noqa: RUF022 (plainly sorted)
+    "AccumulatedAttention",
+    "Ada",
+    "DecodeRule",
+    "Evict",
+    "EvictionPlan",
+    "FILE",
+    "HeadAllocation",
+    "LastAttention",
+    "LayerAllocation",
+    "LayerTable",
+    "LeastAttention",
+    "Merge",
+    "Merged",
+    "Policy",
+    "Protect",
+    "Pyramid",
+    "Queries",
+    "RandomPriority",
+    "Recency",
+    "Reduce",
+    "Score",
+    "Signal",
+    "Uniform",
+    "View",
+    "WindowAttention",
+    "method",
+]
