@@ -78,6 +78,24 @@ def test_a_part_imports_only_what_stands_to_its_left(module: Path) -> None:
             assert part in OUTSIDE[top], f"{part} imports {top}"
 
 
+PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_package_says_what_it_holds(package: Path) -> None:
+    doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+    assert doc
+    assert doc.splitlines()[0].endswith((".", "`")), doc
+
+
+@pytest.mark.parametrize("package", [p for p in PACKAGES if p.parent == PACKAGE], ids=lambda p: p.name)
+def test_every_part_says_what_it_imports(package: Path) -> None:
+    doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    names = {name for module in package.rglob("*.py") for name in imported(module)}
+    parts = sorted({name.split(".")[1] for name in names if name.startswith("millpond.")} - {package.name})
+    assert " ".join(doc.partition("Imports: ")[2].split()) == ", ".join(parts) + "."
+
+
 def test_peers_of_one_rank_do_not_import_each_other() -> None:
     for module in MODULES:
         part = part_of(module)

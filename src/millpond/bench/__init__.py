@@ -1,1 +1,4 @@
-"""Speed and memory, measured beside what they are compared with."""
+"""Benchmarks of speed and memory, each beside what it is compared with.
+
+Imports: budget, cache, codec, errors, hf, kernels, methods, policy.
+"""

@@ -1,1 +1,4 @@
-"""Where entries live: the page pool, the tables of a layer, and the step that writes, attends, plans and applies."""
+"""The KV cache of a batch: page pools, page tables, and the steps that write, attend, plan and evict.
+
+Imports: codec, errors, kernels, policy.
+"""

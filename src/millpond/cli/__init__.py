@@ -1,4 +1,8 @@
-"""The command line: thin, with its options taken from the registry. Needs the extra `cli`."""
+"""The command line: thin, with its options taken from the registry. Needs the extra `cli`.
+
+Imports: bench, budget, cache, codec, engine, errors, evals, hf, methods, models, optional, presets, registry, server,
+train.
+"""
 
 import sys
 

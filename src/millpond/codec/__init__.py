@@ -1,4 +1,7 @@
-"""How an entry is stored: number formats by name."""
+"""Number formats of stored entries, by name.
+
+Imports: errors, kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""What a cache method costs in quality: tasks, decoding with the evicting cache, intervals, pictures."""
+"""Evaluation of quality: tasks, decoding with the evicting cache, intervals, reports.
+
+Imports: budget, cache, codec, errors, hf, kernels, methods, models, optional, policy, registry.
+"""

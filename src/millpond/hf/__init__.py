@@ -1,1 +1,4 @@
-"""The door for transformers: a cache for unmodified generate(), and the attention function that feeds it."""
+"""Integration with transformers: the cache for `generate()` and the attention function that feeds it.
+
+Imports: budget, cache, codec, errors, kernels, methods, models, policy, scalar.
+"""

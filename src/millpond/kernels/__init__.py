@@ -1,1 +1,4 @@
-"""The op set: what makes the rest fast. `ops` dispatches, `reference` is the truth, `native` and `gpu` are quick."""
+"""The op set: `ops` dispatches, `reference` defines every op in plain torch, `native` is C++ and `gpu` is Triton.
+
+Imports: errors.
+"""

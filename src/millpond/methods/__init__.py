@@ -1,4 +1,7 @@
-"""One file per paper: a named composition with the paper's defaults. Dropping a file in registers it."""
+"""One file per method: a composition of shared parts with the paper's defaults. A new file registers itself.
+
+Imports: errors, option_files, policy, registry.
+"""
 
 from millpond.policy.policy import Policy
 from millpond.registry import Registry

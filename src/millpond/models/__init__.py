@@ -1,1 +1,4 @@
-"""What a model family needs, and where models come from. Importing this package loads nothing."""
+"""Model families and model loading. Importing this package loads nothing.
+
+Imports: codec, errors, kernels.
+"""

@@ -1,1 +1,4 @@
-"""What is kept: scores, protection, allocation and selection. Sees numbers (scores, positions), never pages."""
+"""Eviction policies: scores, protection, allocation, selection and merging. They see numbers and positions, never pages.
+
+Imports: errors, kernels.
+"""

@@ -1,1 +1,1 @@
-"""Doors for other people's harnesses. A folder of its own, because its modules import what is not always installed."""
+"""Adapters for other evaluation harnesses; their modules import libraries that are optional."""

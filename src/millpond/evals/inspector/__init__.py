@@ -1,4 +1,4 @@
-"""The inspector: one HTML page that shows a trace. The page's own files lie beside this one."""
+"""The inspector: one HTML page that shows a trace; its static files are in this folder."""
 
 from __future__ import annotations
 

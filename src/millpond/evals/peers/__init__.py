@@ -1,1 +1,1 @@
-"""Other people's implementations on the same model and the same prompts, each in an environment of its own."""
+"""Peer implementations on the same model and prompts, each in an environment of its own."""
