@@ -44,6 +44,7 @@ MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 PICTURES = ROOT / "docs" / "images" / "quality"
+SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
 
 
@@ -58,8 +59,8 @@ def pages() -> dict[Path, str]:
     texts[reference / "api.md"] = api_page()
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()
     readme = ROOT / "README.md"
-    filled = fill(readme.read_text(encoding="utf-8"), "methods", method_table("docs/reference/methods/"))
-    texts[readme] = fill(filled, "results", result_table())
+    texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
+    texts[SPEED] = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
@@ -253,15 +254,38 @@ def signature_of(function: Any) -> str:
 
 
 def result_table() -> str:
-    """The committed measurement of generate() at the longest prompt of one sequence, or how to make one."""
-    if not RESULTS.exists():
-        return "No measurement is committed yet: `make bench` makes one, `make docs` puts it here."
+    """The committed measurement of generate() at the longest prompt of one sequence."""
+    data, prompt, rows = measured()
+    origin = f"{data['hardware']}; {data['software']}; `{data['command']}`."
+    where = f"One sequence, prompt {prompt:,} ([all cells](../../{RESULTS.with_suffix('.md').relative_to(ROOT)}))."
+    return f"{origin}\n{where}\n\n{generate_table(rows, data['anchor'])}"
+
+
+def measured() -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
+    """The committed measurement of generate(), its longest prompt of one sequence, and the rows of that."""
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
     prompt = max(r["prompt"] for r in data["results"] if r["batch"] == 1)
-    rows = [r for r in data["results"] if (r["batch"], r["prompt"]) == (1, prompt)]
-    origin = f"{data['hardware']}; {data['software']}; `{data['command']}`."
-    where = f"One sequence, prompt {prompt:,} ([all cells]({RESULTS.with_suffix('.md').relative_to(ROOT)}))."
-    return f"{origin} {where}\n\n{generate_table(rows, data['anchor'])}"
+    return data, prompt, [r for r in data["results"] if (r["batch"], r["prompt"]) == (1, prompt)]
+
+
+def savings() -> str:
+    """The README's three numbers: what our layers save, and what eviction saves."""
+    data, prompt, rows = measured()
+    names = (("transformers DynamicCache", "sdpa"), ("millpond full", ""), ("millpond h2o", "20%"))
+    stock, full, h2o = (next(r for r in rows if (r["name"], r["setting"]) == name) for name in names)
+    times = [r["decode_ms"] for r in (stock, full, h2o)]
+    table = markdown_table(
+        ("", "DynamicCache", "Millpond, full cache", "Millpond, `h2o` at 20 %"),
+        [
+            ("KV cache, MB", *(f"{r['kv_bytes'] / 1e6:.1f}" for r in (stock, full, h2o))),
+            ("decoding, ms a step", *(f"{ms:.1f}" for ms in times)),
+        ],
+    )
+    return (
+        f"A prompt of {prompt:,} tokens, a random Llama of 168M parameters in bf16, {data['hardware']}:\n\n"
+        f"{table}\nOf the time saved, {times[0] - times[1]:.1f} ms are our layers and kernels, and "
+        f"{times[1] - times[2]:.1f} ms are eviction, whose own saving is the memory."
+    )
 
 
 def main() -> None:
