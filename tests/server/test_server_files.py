@@ -15,7 +15,7 @@ import pytest
 import millpond
 from evals.small import text, tiny_model, tiny_tokenizer
 from millpond.cache.swap import files
-from millpond.codec import codecs
+from millpond.codec import list_codecs
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import DataError, MillpondError
 from millpond.methods import METHODS
@@ -77,7 +77,7 @@ def test_every_method_and_codec_as_a_client_names_it(tmp_path: Path, monkeypatch
 
     refused = 0
     with live(engine) as server, server.client() as client:
-        for kept in [{"method": name} for name in METHODS.names()] + [{"codec": name} for name in codecs()]:
+        for kept in [{"method": name} for name in METHODS.names()] + [{"codec": name} for name in list_codecs()]:
             for options in ({}, {"budget": 1}, {"options": {"score": "none/heads=x"}}):
                 body = {"prompt": "w5 w6 w7", "max_tokens": 1, "millpond": kept | options}
                 answer = client.post("/v1/completions", json=body)

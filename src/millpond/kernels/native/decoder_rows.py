@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import DTYPES, entry_point
 
-#: the order of fields is that of csrc/args.hpp
+#: the order of fields is that of csrc/common/args.hpp
 LINEAR_ROWS = Struct("=8q").pack
 LINEAR_SAME = Struct("=23qd").pack
 ROTATE = Struct("=15q").pack

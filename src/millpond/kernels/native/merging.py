@@ -14,7 +14,7 @@ from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point
 from millpond.kernels.native.ops import pool_numbers
 from millpond.kernels.pages import PageArrays
 
-#: the order of fields is that of csrc/args.hpp
+#: the order of fields is that of csrc/common/args.hpp
 MERGE = Struct("=31q4d").pack
 NEAREST = Struct("=17qd").pack
 MEAN = Struct("=13q").pack

@@ -23,7 +23,7 @@ MOST_NAMED = 256
 
 
 class Format(IntEnum):
-    """What a code means. The numbers are those of csrc/tiles.hpp."""
+    """What a code means. The numbers are those of csrc/quantized/bit_tiles.hpp."""
 
     INT2 = 2
     INT3 = 3
