@@ -24,7 +24,8 @@ from millpond.bench.generate.candidates import (
     stock,
 )
 from millpond.bench.generate.kvpress import KVPress
-from millpond.bench.generate.run import QUICK, GeneratePlan, run
+from millpond.bench.generate.plan import QUICK, GeneratePlan
+from millpond.bench.generate.run import run
 from millpond.cli.app import app
 
 TINY = GeneratePlan(

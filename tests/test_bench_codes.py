@@ -14,7 +14,7 @@ from millpond.bench.common.report import kernels_markdown
 from millpond.bench.generate import codec_candidates
 from millpond.bench.generate.candidates import ModelShape, draw_prompts
 from millpond.bench.generate.codec_candidates import coded_candidates, quanto
-from millpond.bench.generate.run import GeneratePlan
+from millpond.bench.generate.plan import GeneratePlan
 from millpond.bench.kernels import quantized_decode
 from millpond.bench.kernels.attention import KernelRow
 from millpond.bench.kernels.quantized_decode import TARGETS, AttentionCase, decode_rows, packing_rows, paired_ratios

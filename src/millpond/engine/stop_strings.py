@@ -15,7 +15,7 @@ class StopStringMatcher:
         found: the stop text that was met.
 
     Example:
-        >>> finder = StopFinder(["END"])
+        >>> finder = StopStringMatcher(["END"])
         >>> finder.add("the E"), finder.add("N"), finder.add("D of it"), finder.found
         ('the ', '', '', 'END')
     """

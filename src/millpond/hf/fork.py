@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,13 +13,24 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.hf.grad_mode import no_autograd
+from millpond.hf.protocol import LayerCaches
+from millpond.hf.signals.reconstruction import PromptReconstruction
+from millpond.hf.signals.token_entropy import TokenEntropyHook
 
-if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+
+class ForkableCache(LayerCaches, Protocol):
+    """A cache with what some policies keep besides its layers.
+
+    Attributes:
+        entropies: of tokens, for SirLLM. rebuilder: the second pass over a prompt, for KVzip.
+    """
+
+    entropies: TokenEntropyHook | None
+    rebuilder: PromptReconstruction | None
 
 
 @no_autograd
-def share(cache: MillpondCache, other: MillpondCache) -> None:
+def share(cache: ForkableCache, other: ForkableCache) -> None:
     """Let `other`, an empty cache of the same kind and pools, stand where `cache` stands; pages are shared.
 
     A page that one of the two writes is copied first.
@@ -44,7 +55,7 @@ def share(cache: MillpondCache, other: MillpondCache) -> None:
         finalizer.atexit = False
 
 
-def check_pages(caches: Iterable[MillpondCache]) -> None:
+def check_pages(caches: Iterable[LayerCaches]) -> None:
     """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
     tables = [core.table for cache in caches for core in cache.layer_caches if core.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
@@ -52,7 +63,7 @@ def check_pages(caches: Iterable[MillpondCache]) -> None:
         pool.check_integrity([part.held() for part in parts if part.pool is pool])
 
 
-def pages_of(cache: MillpondCache, pool: RefCountedPool[Any]) -> int:
+def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
     """Pages of a pool that one of several caches holds, those that it shares among them."""
     tables = [core.table for core in cache.layer_caches if core.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]

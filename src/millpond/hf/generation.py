@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from millpond.errors import CacheMismatchError, OptionError
 
 if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+    from millpond.hf.protocol import LayerCaches
 
 
 class UnusedCacheWarning(UserWarning):
@@ -28,8 +28,8 @@ class _Switched:
 
     before: Callable[..., Any] | None
     users: int = 0
-    caches: weakref.WeakSet[MillpondCache] = field(default_factory=weakref.WeakSet)
-    blocks: list[tuple[int, weakref.ref[MillpondCache]]] = field(default_factory=list)  # thread, cache; innermost last
+    caches: weakref.WeakSet[LayerCaches] = field(default_factory=weakref.WeakSet)
+    blocks: list[tuple[int, weakref.ref[LayerCaches]]] = field(default_factory=list)  # thread, cache; innermost last
     running: set[int] = field(default_factory=set)  # threads inside `generate`
 
 
@@ -69,7 +69,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         switched.running.discard(thread)
 
 
-def use_generate(model: PreTrainedModel, cache: MillpondCache) -> Callable[[], None]:
+def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], None]:
     """Let `generate` of the model look at this cache; returns what undoes it, once no other cache needs it."""
     if not hasattr(model, "generate"):
         return lambda: None
@@ -100,14 +100,14 @@ def use_generate(model: PreTrainedModel, cache: MillpondCache) -> Callable[[], N
     return undo
 
 
-def enter(model: PreTrainedModel, cache: MillpondCache) -> None:
+def enter(model: PreTrainedModel, cache: LayerCaches) -> None:
     """A `with` block of the cache begins in this thread: `generate` uses it where it is given none."""
     with _lock:
         if model in _switched:
             _switched[model].blocks.append((threading.get_ident(), weakref.ref(cache)))
 
 
-def leave(model: PreTrainedModel, cache: MillpondCache) -> None:
+def leave(model: PreTrainedModel, cache: LayerCaches) -> None:
     """The block ends."""
     with _lock:
         if model in _switched:
@@ -115,7 +115,7 @@ def leave(model: PreTrainedModel, cache: MillpondCache) -> None:
             blocks[:] = [block for block in blocks if block[1]() not in (None, cache)]
 
 
-def check_goes_on(cache: MillpondCache, ids: Any, kwargs: dict[str, Any]) -> None:
+def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
     """
     Raises:
         CacheMismatchError: the prompt `ids` (S, n) is not the text that the cache has read, and more.
@@ -143,7 +143,7 @@ def check_goes_on(cache: MillpondCache, ids: Any, kwargs: dict[str, Any]) -> Non
         )
 
 
-def _goes_on(cache: MillpondCache, ids: Any, kwargs: dict[str, Any]) -> bool:
+def _goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the prompt is the text that the cache was given outside `generate`, and more."""
     if not isinstance(ids, Tensor) or len(ids) != cache.timeline.n_seq:
         return False

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+    from millpond.hf.protocol import LayerCaches
 
 #: What configurations call the ids of tokens that stand for pictures and films.
 NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -37,7 +37,7 @@ def image_ids(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(i for i in found if isinstance(i, int))
 
 
-def image_tokens(cache: MillpondCache, ids: frozenset[int]) -> ImageTokens:
+def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
     """How many tokens with one of `ids` a cache has seen, and how many it holds.
 
     Raises:

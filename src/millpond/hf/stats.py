@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from millpond.hf.fork import pages_of
 
 if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+    from millpond.hf.protocol import LayerCaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class CacheStats:
     bits_per_element: float
 
 
-def measure(cache: MillpondCache) -> CacheStats:
+def measure(cache: LayerCaches) -> CacheStats:
     """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
     stored = [core.stored for core in cache.layer_caches]
     seen = cache.timeline.seen

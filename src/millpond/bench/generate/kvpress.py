@@ -16,7 +16,7 @@ from millpond.bench.generate.candidates import GenerateCandidate, GenerateTiming
 from millpond.budget import Budget
 
 if TYPE_CHECKING:
-    from millpond.bench.generate.run import GeneratePlan
+    from millpond.bench.generate.plan import GeneratePlan
 
 PRESSES = ("SnapKV", "ObservedAttention", "AdaKV(SnapKV)")
 

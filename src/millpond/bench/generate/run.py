@@ -18,38 +18,16 @@ from transformers import PreTrainedModel
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.generate.candidates import (
-    TINY,
     GenerateCandidate,
     GenerateTiming,
-    ModelShape,
     default_candidates,
     draw_prompts,
 )
 from millpond.bench.generate.kvpress import KVPress
+from millpond.bench.generate.plan import GeneratePlan
 
 WARM_UP = 256  #: tokens of the prompts before the clock runs
 ANCHOR = "transformers DynamicCache"
-
-
-@dataclass(frozen=True)
-class GeneratePlan:
-    """What is measured."""
-
-    shape: ModelShape = field(default_factory=ModelShape)
-    cells: tuple[tuple[int, int], ...] = ((1, 2048), (1, 4096), (4, 2048))  # (batch, prompt)
-    new_tokens: int = 64
-    repeats: int = 5
-    budget: str = "20%"
-    threads: int | None = None
-    seed: int = 0
-
-
-QUICK = GeneratePlan(
-    shape=TINY,
-    cells=((1, 256), (2, 192)),
-    new_tokens=8,
-    repeats=2,
-)
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Every type of language model that the installed transformers knows, in tiny form: does a Millpond cache carry it?"""
+"""A survey of the language model types of transformers in tiny form: whether a Millpond cache carries each."""

@@ -26,7 +26,7 @@ class TokenBlocks:
         """The token ids, evenly drawn from 0 to vocab_size - 1; the same for the same names and seed.
 
         Example:
-            >>> a, b = Blocks(((1, 4), (2, 3))).tokens(100, 0), Blocks(((1, 4), (3, 3))).tokens(100, 0)
+            >>> a, b = TokenBlocks(((1, 4), (2, 3))).tokens(100, 0), TokenBlocks(((1, 4), (3, 3))).tokens(100, 0)
             >>> len(a), a[:4] == b[:4], a[4:] == b[4:]
             (7, True, False)
         """

@@ -77,7 +77,8 @@ def generate(
     from millpond.bench.common.report import generate_markdown
     from millpond.bench.generate.codec_candidates import coded_candidates
     from millpond.bench.generate.kvpress import KVPress
-    from millpond.bench.generate.run import QUICK, GeneratePlan, run
+    from millpond.bench.generate.plan import QUICK, GeneratePlan
+    from millpond.bench.generate.run import run
     from millpond.budget import Budget
 
     if Budget.parse(budget).kind != "ratio":

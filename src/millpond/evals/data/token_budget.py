@@ -57,7 +57,7 @@ def largest_fitting(size: Callable[[int], int], limit: int, most: int | None = N
     Sizes are interpolated, since they grow about evenly: a handful of calls where bisection needs a dozen.
 
     Example:
-        >>> largest(lambda n: 3 * n, 100)
+        >>> largest_fitting(lambda n: 3 * n, 100)
         33
     """
     empty = size(0)

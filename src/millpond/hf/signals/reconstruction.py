@@ -16,7 +16,7 @@ from millpond.hf.model_support import decoder_modules
 from millpond.policy.variants.reconstruction import ReconstructionPolicy
 
 if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+    from millpond.hf.protocol import LayerCaches
 
 
 def ask_ids(policy: ReconstructionPolicy, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class PromptReconstruction:
         self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
         self.running = False
 
-    def run(self, cache: MillpondCache) -> None:
+    def run(self, cache: LayerCaches) -> None:
         """Repeat the new tokens of all sequences, then plan every layer.
 
         Raises:
@@ -107,7 +107,7 @@ class PromptReconstruction:
         return torch.isin(opens.cpu(), self._begins).long().numpy()
 
     @torch.no_grad()
-    def _repeat(self, cache: MillpondCache, first: np.ndarray, last: np.ndarray) -> None:
+    def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
         """One pass over the tokens first..last-1 of each sequence, behind the question."""
         timeline, ask = cache.timeline, self._policy.ids
         assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
@@ -128,6 +128,6 @@ class PromptReconstruction:
         )  # fmt: skip
 
     @no_autograd
-    def _settle(self, cache: MillpondCache, found: list[ReconstructionProbe | None]) -> None:
+    def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
         for core, peek in zip(cache.layer_caches, found, strict=True):
             core.settle(peek)

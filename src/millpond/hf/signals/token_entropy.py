@@ -19,7 +19,7 @@ from millpond.hf.signals.predictions import Predictions
 from millpond.policy.variants.token_entropy import EntropyPolicy
 
 if TYPE_CHECKING:
-    from millpond.hf.cache import MillpondCache
+    from millpond.hf.protocol import LayerCaches
 
 
 #: Decoded tokens that layers are told of late, at the most.
@@ -35,7 +35,7 @@ class TokenEntropyHook:
         UnsupportedModelError: the model predicts nothing.
     """
 
-    def __init__(self, cache: MillpondCache, model: PreTrainedModel, policy: EntropyPolicy, settles: bool) -> None:
+    def __init__(self, cache: LayerCaches, model: PreTrainedModel, policy: EntropyPolicy, settles: bool) -> None:
         head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedModelError(
@@ -102,7 +102,7 @@ class TokenEntropyHook:
     # ------------------------------------------------------------------ a pass
 
     @staticmethod
-    def _carries(cache: MillpondCache | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _carries(cache: LayerCaches | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a pass is one of this cache; others may run in other threads."""
         return cache is not None and (kwargs.get("past_key_values") is cache or any(a is cache for a in args))
 
@@ -137,7 +137,7 @@ class TokenEntropyHook:
         return logits[:, slice(-asked, None) if isinstance(asked, int) else asked]
 
     @no_autograd
-    def _learn(self, cache: MillpondCache, start: int, logits: Tensor) -> None:
+    def _learn(self, cache: LayerCaches, start: int, logits: Tensor) -> None:
         """Take in the logits (S, Q, vocabulary) of the pass that began after `start` columns."""
         timeline, ids = cache.timeline, self._ids
         assert ids is not None, "a pass without ids was refused when it began"
@@ -161,7 +161,7 @@ class TokenEntropyHook:
                 core.settle()
         self._protected = 1
 
-    def _wait(self, cache: MillpondCache, span: ForwardSpan, entropies: Tensor) -> None:
+    def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
         """Tell the layers of decoded tokens when the first of these can be evicted; until then nothing asks."""
         if not self._waiting:
             self._since = span.before
@@ -180,7 +180,7 @@ class TokenEntropyHook:
             self._rescore(cache, self._since, torch.cat(waiting, 1))
 
     def _rescore(
-        self, cache: MillpondCache, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
+        self, cache: LayerCaches, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
     ) -> None:
         """Write the entropies (S, n) of the tokens from `before` (S,) on beside their entries, in every layer."""
         for core in cache.layer_caches:

@@ -146,7 +146,7 @@ def distribute(amount: float, weights: Sequence[float], room: Sequence[float]) -
     """Each weight times min(level, room), at the level where they add up to `amount`, or full.
 
     Example:
-        >>> pour(6.0, [1.0, 1.0, 0.5], [1.0, 9.0, 9.0])
+        >>> distribute(6.0, [1.0, 1.0, 0.5], [1.0, 9.0, 9.0])
         [1.0, 3.3333333333333335, 1.6666666666666667]
     """
     level = 0.0

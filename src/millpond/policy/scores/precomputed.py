@@ -24,7 +24,7 @@ class PrecomputedScore:
     Example:
         >>> table = torch.tensor([[0.1, 0.7, 0.2]])
         >>> view = View(torch.tensor([[0, 1, 2, 3]]), None, seen=4, layer=0)
-        >>> GivenScore(lambda layer, sequence, seen: table).score(view, 0).tolist()[0][1:]
+        >>> PrecomputedScore(lambda layer, sequence, seen: table).score(view, 0).tolist()[0][1:]
         [0.699999988079071, 0.20000000298023224, inf]
     """
 

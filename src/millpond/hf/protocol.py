@@ -1,0 +1,47 @@
+"""What the parts of a `MillpondCache` see of it, so that none of them imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, Protocol
+
+import torch
+
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.state.positions import PositionTracker
+from millpond.hf.forward_hooks import ForwardHooks
+from millpond.hf.tokens_read import TextRead
+
+
+class LayerCaches(Protocol):
+    """The state of all layers of one cache.
+
+    Attributes:
+        timeline: tokens seen. journal: drafts that may be taken back. text: the ids of every column that was read.
+        filled_inside: whether what it holds was read by `generate` inside its `with` block.
+        passes: hooks on the model's passes. dtype: of the model.
+    """
+
+    timeline: PositionTracker
+    journal: DraftRollback
+    text: TextRead
+    filled_inside: bool
+    passes: ForwardHooks
+    dtype: torch.dtype
+
+    @property
+    def layer_caches(self) -> list[LayerCache]:
+        """The layers' caches."""
+
+    @property
+    def pools(self) -> list[RefCountedPool[Any]]:
+        """The page pools: one per shape and format of entry."""
+
+    @property
+    def kin(self) -> Sized:
+        """The caches that share those pools, this one among them."""
+
+    def reset(self) -> None:
+        """Forget every sequence."""
