@@ -149,7 +149,7 @@ class Paced:
     def __init__(self, factor: float, clock: list[float], log: list[tuple[float, int]]) -> None:
         self._factor, self._clock, self._log = factor, clock, log
 
-    def go_on(self, steps: int) -> float:
+    def decode(self, steps: int) -> float:
         self._log.append((self._factor, steps))
         self._clock[0] *= 1.1  # a machine that gets slower with every turn
         return self._factor * self._clock[0]

@@ -145,7 +145,7 @@ def test_a_run_that_was_interrupted_gives_what_one_run_gives(tmp_path: Path) -> 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = go(tmp_path, plan())
     before = (tmp_path / "samples.jsonl").read_bytes()
-    monkeypatch.setattr("millpond.evals.harness.run.Examiner.examine", lambda *_: pytest.fail("examined again"))
+    monkeypatch.setattr("millpond.evals.harness.run.Evaluator.examine", lambda *_: pytest.fail("examined again"))
     assert go(tmp_path, plan(batch_size=2)) == first
     assert (tmp_path / "samples.jsonl").read_bytes() == before
 

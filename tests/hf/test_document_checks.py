@@ -39,7 +39,7 @@ MADE: dict[str, Change] = {
     "scores in half": with_("0.scores", lambda t: t.half()),
     "more than there is": with_("0.lens", lambda t: t + 1000),
     "less than nothing": with_("0.lens", lambda t: t - 1000),
-    "one cap": with_("0.caps", lambda t: t[:1]),
+    "one cap": with_("0.capacities", lambda t: t[:1]),
     "no number": with_("0.shape", lambda t: t * float("nan")),
 }
 PAGES: dict[str, Change] = {

@@ -24,7 +24,7 @@ BEST = [2.832348, 1.631960, 0.887847, 1.497128, 0.550762, 0.811732]
 
 def fixture() -> View:
     local = torch.tensor([[sum(row[j] if j < len(row) else 0.0 for row in ROWS[-2:]) for j in range(N)]])
-    return replace(view(torch.ones(1, N, 1), signal=torch.tensor([COLUMN_SUMS])), latest=lambda: local)
+    return replace(view(torch.ones(1, N, 1), signal=torch.tensor([COLUMN_SUMS])), recent_attention=lambda: local)
 
 
 def test_score_of_the_fixture() -> None:

@@ -53,7 +53,7 @@ class Policy:
         reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
         shared: all KV heads of a layer keep the same positions (the score is averaged over them).
         every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
-            whole (`Protect.holds_turn`), as what is asked about a text that was compressed.
+            whole (`Protect.keeps_short_turn`), as what is asked about a text that was compressed.
         once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
             token of the prompt, as if it had been decoded.

@@ -125,7 +125,7 @@ class GrammarProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        script = Path(__file__).with_name("grammar_worker.py")
+        script = Path(__file__).with_name("worker.py")
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it forks
         with theirs:
             self._process = subprocess.Popen(

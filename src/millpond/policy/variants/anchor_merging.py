@@ -70,7 +70,7 @@ class AnchorPolicy(Policy):
             raise OptionError("official_code merges entries that stay, so no mass tells what they stand for")
 
     @property
-    def replans(self) -> bool:
+    def plans_each_step(self) -> bool:
         """Only prompts are merged."""
         return False
 

@@ -87,6 +87,6 @@ class BlockRetrievalPolicy(Policy):
         return True
 
     @property
-    def unrotates(self) -> bool:
+    def needs_unrotated_queries(self) -> bool:
         """Blocks are compared, and looked up, by keys before RoPE."""
         return True

@@ -53,7 +53,7 @@ class EntropyPolicy(Policy):
         return True
 
     @property
-    def waits(self) -> bool:
+    def needs_all_layers(self) -> bool:
         """Nothing can leave before the model has predicted all tokens of the prompt."""
         return True
 

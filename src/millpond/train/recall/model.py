@@ -13,7 +13,7 @@ from millpond.train.common.progress_bars import no_bars
 
 MAX_POSITIONS = 8192
 ANSWER_TOKENS = 16
-BUNDLED_DIR = Path(__file__).resolve().parents[1] / "models" / "bundled" / "pond-recall"
+BUNDLED_DIR = Path(__file__).resolve().parents[2] / "models" / "bundled" / "pond-recall"
 
 
 def recall_config() -> LlamaConfig:
