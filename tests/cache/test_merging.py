@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from hf.families import left_padded, one, shared_model
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.methods import METHODS
-from tests.matrix.models import llama, prompts
-from tests.papers.fixture import layer_cache
-from tests.papers.keyed import text
+from tests.helpers.hf.families import left_padded, one, shared_model
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.keyed import text
 
 METHODS_: dict[str, dict[str, Any]] = {
     "merge_on_evict": {"score": "h2o/sinks=1", "mass_bias": True, "every": 3},

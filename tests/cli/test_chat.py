@@ -10,13 +10,13 @@ from collections.abc import Generator, Sequence
 import pytest
 from typer.testing import CliRunner, Result
 
-from bench_serve.fake import FakeServer
 from millpond.cli.app import app
 from millpond.cli.chat import converse
 from millpond.cli.chat_backend import LocalBackend, Message
 from millpond.engine.llm import LLM
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import DataError
+from tests.bench.serve.fake import FakeServer
 
 #: What `pond-recall` was trained for: pairs to remember, and a question for one of them.
 PAIRS = "the key of the red box is seven ."

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from codec.layers import decode, feed, make, parts, tokens
+from tests.helpers.codec.layers import decode, feed, make, parts, tokens
 
 FIRST, LAST = 240, 700
 

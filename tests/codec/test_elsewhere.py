@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
-from codec.layers import check, feed, make, parts, positions, tokens
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.swap.pages import copy_out, release_all, restore
+from tests.helpers.codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
+from tests.helpers.codec.layers import check, feed, make, parts, positions, tokens
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf.families import family, text
 from millpond.codec.nuq import as_table, key_table, kmeans, normalised_keys, normalised_values, q_norm
 from millpond.hf.calibration import measure
 from millpond.hf.calibration.measure import calibrate
+from tests.helpers.hf.families import family, text
 
 
 def skewed(n: int, seed: int = 0) -> Tensor:

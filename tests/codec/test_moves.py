@@ -9,9 +9,9 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from codec.layers import SHAPE, check, decode, feed, make, parts, positions, tokens
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
+from tests.helpers.codec.layers import SHAPE, check, decode, feed, make, parts, positions, tokens
 
 TEXT = tokens(2000, batch=1, seed=3)
 

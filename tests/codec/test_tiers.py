@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from codec.layers import check, decode, feed, make, parts, positions, tokens
+from tests.helpers.codec.layers import check, decode, feed, make, parts, positions, tokens
 
 METHODS: dict[str, dict[str, Any]] = {
     "h2o": {"sinks": 2},

@@ -15,8 +15,8 @@ import pytest
 import millpond as mp
 from millpond.engine.outputs import RequestOutput
 from millpond.errors import MillpondError, OptionError
-from tests.engine.helpers import alone, ask, greedy, tokens
-from tests.hf.families import shared_model
+from tests.helpers.engine.helpers import alone, ask, greedy, tokens
+from tests.helpers.hf.families import shared_model
 
 
 def served(body: Callable[[mp.AsyncLLM], Awaitable[Any]], **options: Any) -> Any:

@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 import millpond as mp
-from engine import test_sampling_constrain
-from engine.helpers import ask, engine_for, finish, greedy
-from evals.small import WORDS, text, tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import RequestOutput
@@ -25,6 +22,9 @@ from millpond.engine.sampling.banned_tokens import Bans, Forbidden, sequences_of
 from millpond.engine.sampling.params import MOST_BAD_WORDS, SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
 from millpond.errors import OptionError
+from tests.engine import test_constraint as test_sampling_constrain
+from tests.helpers.engine.helpers import ask, engine_for, finish, greedy
+from tests.helpers.evals.small import WORDS, text, tiny_model, tiny_tokenizer
 
 SIZE = 257
 byte_tokenizer = cache(test_sampling_constrain.byte_tokenizer)

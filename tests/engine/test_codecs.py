@@ -14,7 +14,7 @@ import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
-from tests.engine.helpers import finish, greedy, tokens
+from tests.helpers.engine.helpers import finish, greedy, tokens
 
 LENGTHS = (210, 150, 90)
 NEW = 32

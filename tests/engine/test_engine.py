@@ -13,8 +13,8 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import BudgetError, NumericsError, OptionError, UnsupportedModelError
 from millpond.models.load import load_model, load_tokenizer
-from tests.engine.helpers import add, alone, ask, engine_for, finish, greedy, prompt, tokens
-from tests.hf.families import shared_model, tiny_llava
+from tests.helpers.engine.helpers import add, alone, ask, engine_for, finish, greedy, prompt, tokens
+from tests.helpers.hf.families import shared_model, tiny_llava
 
 
 @pytest.fixture

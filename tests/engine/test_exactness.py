@@ -12,7 +12,7 @@ import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
-from tests.engine.helpers import (
+from tests.helpers.engine.helpers import (
     KEEP_ALL,
     LENGTHS,
     METHODS,
@@ -26,7 +26,7 @@ from tests.engine.helpers import (
     prompt,
     tokens,
 )
-from tests.hf.families import generate, shared_model
+from tests.helpers.hf.families import generate, shared_model
 
 FAMILIES = ["mistral", "qwen3", "opt", "gpt_neox", "gemma2", "gpt_oss", "gpt2", "phi3", "mixtral"]
 

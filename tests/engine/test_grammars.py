@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.test_sampling_constrain import SCHEMA, byte_tokenizer
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.grammar.compiler import Grammars
 from millpond.engine.grammar.process import GrammarProcess
@@ -17,6 +16,7 @@ from millpond.engine.grammar.worker import CompileLimits
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import MillpondError, OptionError
+from tests.engine.test_constraint import SCHEMA, byte_tokenizer
 
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed")
 
@@ -95,7 +95,7 @@ def test_a_task_that_is_cancelled_ends_the_process_that_compiles() -> None:
 
 def test_a_bystander_goes_on_while_a_schema_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread steps; only the one who asked waits."""
-    from evals.small import tiny_model
+    from tests.helpers.evals.small import tiny_model
 
     async def ask() -> tuple[bool, int]:
         llm = AsyncLLM(tiny_model(), tokenizer=byte_tokenizer(), method="full")

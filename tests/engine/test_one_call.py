@@ -12,7 +12,7 @@ from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import native
 from millpond.models.lean.decoder import Decoder
-from tests.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
+from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 

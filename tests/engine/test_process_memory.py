@@ -8,8 +8,8 @@ import pytest
 
 import millpond as mp
 from millpond.bench.common.memory import PeakMemory
-from tests.engine.helpers import prompt
-from tests.hf.families import shared_model
+from tests.helpers.engine.helpers import prompt
+from tests.helpers.hf.families import shared_model
 
 REQUESTS = 1000
 KV_MEMORY = 2 * 2**20

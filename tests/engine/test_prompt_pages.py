@@ -25,7 +25,7 @@ from millpond.engine.request import Request
 from millpond.errors import PoolFullError
 from millpond.hf.calibration.measure import calibrate
 from millpond.kernels import ops
-from tests.engine.helpers import finish
+from tests.helpers.engine.helpers import finish
 from tests.matrix.test_codecs import llama
 
 CODECS = mp.list_codecs()

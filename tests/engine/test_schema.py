@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.test_sampling_constrain import byte_tokenizer
 from millpond.engine.grammar.patterns import check_pattern
 from millpond.engine.grammar.schema import MOST_BYTES, MOST_DEPTH, MOST_SCHEMAS, MOST_VALUES, enforceable
 from millpond.errors import OptionError
+from tests.engine.test_constraint import byte_tokenizer
 
 INT: dict[str, Any] = {"type": "integer"}
 NULL: dict[str, Any] = {"type": "null"}

@@ -12,8 +12,8 @@ from millpond.cache.swap import files as swap_files
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
-from tests.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
-from tests.hf.families import shared_model
+from tests.helpers.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
+from tests.helpers.hf.families import shared_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")
 LENGTHS = (57, 40, 57, 31)

@@ -6,7 +6,7 @@ import pytest
 
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
-from tests.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
+from tests.helpers.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")
 

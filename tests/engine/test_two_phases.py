@@ -7,7 +7,7 @@ import pytest
 from millpond.cache.pages import shared_prefix
 from millpond.engine.request import Request
 from millpond.kernels import ops
-from tests.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
+from tests.helpers.engine.helpers import add, alone, engine_for, greedy, prompt, tokens
 
 
 @pytest.mark.parametrize("sharing", [True, False])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 from millpond.errors import BudgetError, OptionError, PoolFullError
 from millpond.evals.candidates.candidate import Compressed
 from millpond.evals.decoding.batch import PromptBatch, batches, encode
@@ -17,6 +16,7 @@ from millpond.evals.sample import Question, Sample
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.models.pond.tokenizer import build_tokenizer
+from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]
 METHODS = [("full", ""), ("h2o", "30%"), ("window", "7"), ("snapkv:window=4", "30%"), ("tova", "9"), ("h2o", "24KiB")]

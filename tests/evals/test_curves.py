@@ -9,7 +9,6 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 
-from evals.scored import row
 from millpond.errors import DataError
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.report.curve_section import quality_section
@@ -18,6 +17,7 @@ from millpond.evals.report.kvpress_equivalents import PRESSES
 from millpond.evals.report.palette import colour_of
 from millpond.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond.evals.report.plots.style import write
+from tests.helpers.evals.scored import row
 
 KVPRESS = {"peer": "kvpress 0.5.5", "kv_bytes": 1000.0, "masks_only": True}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from evals.small import TinyTask, save_tiny, tiny_samples
 from millpond.cli.app import app
 from millpond.evals.sample import Sample
 from millpond.evals.task import TASKS, task
+from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
 
 
 @pytest.fixture(autouse=True)

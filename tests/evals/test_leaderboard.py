@@ -10,11 +10,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from evals.scored import row, save
 from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.harness.results import read_notes, read_rows, unite
 from millpond.evals.report.leaderboard import render
+from tests.helpers.evals.scored import row, save
 
 ROWS = [
     row("full", "recall", 0.8),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 from millpond.evals.decoding.record import Protocol
 from millpond.evals.sample import Question, Sample
+from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]
 ONE_EACH = tiny_samples(4, asks=(2,))

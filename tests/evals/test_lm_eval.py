@@ -14,12 +14,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from evals.small import TinyTask, examined, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 from millpond.cli.app import app
 from millpond.cli.lm_eval import with_model
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.evals.adapters.asked import greedy_question
 from millpond.evals.sample import Sample
+from tests.helpers.evals.small import TinyTask, examined, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
 needed = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (the extra lm-eval)"

@@ -18,8 +18,8 @@ from millpond.evals.harness.attention_loss import AttentionLosses, attention_los
 from millpond.evals.harness.output_projection import output_matrices
 from millpond.methods import METHODS
 from tests.evals.test_oracle import OPTIONS, eager, look, prompt, whole
-from tests.hf.families import shared_model
-from tests.matrix.models import llama
+from tests.helpers.hf.families import shared_model
+from tests.helpers.matrix.models import llama
 
 OPENING, BUDGET = 40, 12
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.evals.candidates.candidate import find_contender
 from millpond.evals.candidates.oracle import Oracle, Tables, foresee, given
@@ -23,7 +22,8 @@ from millpond.methods import METHODS
 from millpond.policy.allocation.layers import EvenLayers
 from millpond.policy.scores.precomputed import PrecomputedScore
 from millpond.policy.view import View
-from tests.matrix.models import llama
+from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer, with_stop
+from tests.helpers.matrix.models import llama
 
 BUDGET = 12
 

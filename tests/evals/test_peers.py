@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.evals.decoding.batch import encode
@@ -27,8 +26,9 @@ from millpond.evals.peers.run import export, run_peer
 from millpond.evals.report.leaderboard import render
 from millpond.evals.spec import parse_specs
 from millpond.evals.task import TASKS, task
+from tests.helpers.evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
-FAKE = [sys.executable, str(Path(__file__).parent / "fake_peer.py")]
+FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "evals" / "fake_peer.py")]
 KVPRESS = Path(__file__).parents[2] / "build" / "kvpress" / "bin" / "python"
 CELL = Cell("tiny", "SnapKVPress", "30%", "auto", "tiny", "agnostic", 0, "fake 1.0")
 

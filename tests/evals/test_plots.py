@@ -11,7 +11,6 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from typer.testing import CliRunner
 
-from evals.scored import record, row, save
 from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.harness.results import cell_of
@@ -24,6 +23,7 @@ from millpond.evals.report.plots.folder import draw_all
 from millpond.evals.report.plots.needle import NeedlePanel, grid, needle, panels_of
 from millpond.evals.report.plots.pareto import pareto
 from millpond.evals.report.plots.quality import quality
+from tests.helpers.evals.scored import record, row, save
 
 FULL, H2O, WINDOW = row("full", "t", 0.9), row("h2o", "t", 0.8), row("window", "t", 0.3)
 

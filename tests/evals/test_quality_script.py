@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
 from millpond.evals.harness.plan import EvalPlan
 from millpond.evals.harness.run import run
 from millpond.evals.peers.plan import PeerPlan
@@ -19,6 +18,7 @@ from millpond.evals.report.kvpress_equivalents import ALIKE, PRESSES
 from millpond.evals.spec import parse_specs, words
 from millpond.evals.task import TASKS, task
 from millpond.methods import METHODS
+from tests.helpers.evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = '#!/bin/sh\n{ echo "$(basename "$0")"; printf "%s\\n" "$@"; echo; } >> "$LOG"\n'

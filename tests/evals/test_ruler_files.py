@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from evals.small import tiny_model
-from evals.task_help import build, draw, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
 from millpond.evals.data import data_files
 from millpond.evals.harness.plan import EvalPlan
 from millpond.evals.harness.run import run
 from millpond.evals.spec import parse_specs
+from tests.helpers.evals.small import tiny_model
+from tests.helpers.evals.task_help import build, draw, word_tokenizer, write_rows
 
 HAY = "The river is wide. One of the special magic numbers for mill is: 8126934. What a day. " * 4
 NIAH = (

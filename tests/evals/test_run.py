@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
-from matrix.models import llama
 from millpond.errors import BudgetError, DataError, MillpondError, OptionError, UnsupportedModelError
 from millpond.evals.harness.plan import EvalPlan
 from millpond.evals.harness.run import fingerprint, run
 from millpond.evals.harness.store import ResumeWarning, RunStore
 from millpond.evals.spec import Spec, parse_specs, words
 from millpond.evals.task import TASKS, task
+from tests.helpers.evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
+from tests.helpers.matrix.models import llama
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.task_help import draw, word_tokenizer
 from millpond.errors import OptionError
 from millpond.evals.spec import Spec, parse_specs, words
 from millpond.evals.task import TASKS
+from tests.helpers.evals.task_help import draw, word_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from evals.task_help import build, count, draw, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
 from millpond.evals.data import pond_tasks
 from millpond.evals.data.longbench_datasets import WAYS
 from millpond.evals.decoding.batch import encode
+from tests.helpers.evals.task_help import build, count, draw, word_tokenizer, write_rows
 
 TEXT = "The mill stands by the river. " * 20
 

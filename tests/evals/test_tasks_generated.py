@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from evals.task_help import build, count, draw, gpt2, total, word_tokenizer, write_rows
 from millpond.errors import DataError, OptionError
 from millpond.evals.data import pond_tasks
 from millpond.evals.sample import Question, Sample
+from tests.helpers.evals.task_help import build, count, draw, gpt2, total, word_tokenizer, write_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "niah_single": {},

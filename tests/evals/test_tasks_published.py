@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from evals.task_help import build, data, draw, gpt2, total, word_tokenizer
 from millpond.evals.data import pond_tasks
 from millpond.evals.decoding.batch import encode
+from tests.helpers.evals.task_help import build, data, draw, gpt2, total, word_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import millpond as mp
-from hf.families import family, generate, left_padded, shared_model, text
+from tests.helpers.hf.families import family, generate, left_padded, shared_model, text
 
 ALL = [
     ("full", None, {}), ("h2o", 12, {}), ("h2o", 12, {"prefill": "greedy"}), ("snapkv", 12, {"window": 4}),

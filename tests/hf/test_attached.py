@@ -14,8 +14,8 @@ from torch import Tensor
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.generation import UnusedCacheWarning
-from tests.hf.families import family
-from tests.matrix.models import llama, prompts
+from tests.helpers.hf.families import family
+from tests.helpers.matrix.models import llama, prompts
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 

@@ -13,7 +13,7 @@ import millpond as mp
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.methods import METHODS
-from tests.matrix.models import llama
+from tests.helpers.matrix.models import llama
 
 IDS = torch.randint(2, 96, (1, 90), generator=torch.Generator().manual_seed(4))
 QUESTION = torch.randint(2, 96, (1, 5), generator=torch.Generator().manual_seed(5))

@@ -16,8 +16,8 @@ from torch import Tensor
 import millpond as mp
 from millpond.errors import DataError
 from millpond.hf.document import checksum, read_document, restore_document, save_document
+from tests.helpers.matrix.models import llama
 from tests.hf.test_document import wide
-from tests.matrix.models import llama
 
 IDS = torch.randint(2, 96, (1, 300), generator=torch.Generator().manual_seed(4))
 Tensors = dict[str, Tensor]

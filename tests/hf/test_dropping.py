@@ -12,8 +12,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 import millpond as mp
-from hf.families import NAMES, left_padded, shared_model, text
 from millpond.hf.stock_attention import plain
+from tests.helpers.hf.families import NAMES, left_padded, shared_model, text
 
 LENGTHS, STEPS = [19, 26, 13], 8
 METHODS = [

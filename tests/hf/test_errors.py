@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import millpond as mp
-from hf.families import build, family, generate, left_padded, one, shared_model, tiny_llava, with_image
 from millpond.hf.layer_budgets import BudgetFloorWarning
+from tests.helpers.hf.families import build, family, generate, left_padded, one, shared_model, tiny_llava, with_image
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "bos_token_id": 1, "eos_token_id": 2}
 BYPASSING = [

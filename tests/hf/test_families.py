@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 import millpond as mp
-from hf.families import (
+from millpond.hf.signals.rotary import ModelRotation
+from tests.helpers.hf.families import (
     FAMILIES,
     NAMES,
     family,
@@ -20,7 +21,6 @@ from hf.families import (
     tiny_llava,
     with_image,
 )
-from millpond.hf.signals.rotary import ModelRotation
 
 STEPS = 65  # a prefill and 64 decoding steps
 PROMPTS = {"single": one(21, seed=1), "padded": left_padded([19, 30, 13])}

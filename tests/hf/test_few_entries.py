@@ -17,7 +17,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.hf.layer_budgets import FewEntriesWarning
 from millpond.models.load import load_model, load_tokenizer
 from tests.cli.test_cli import right
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.models import llama, prompts
 
 REAL = os.environ.get("MILLPOND_REAL_MODEL")
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 import millpond as mp
 from millpond.errors import CacheMismatchError, NotPicklableError
 from millpond.methods import METHODS
-from tests.engine.test_runner import wide
-from tests.hf.families import shared_model
-from tests.matrix.models import llama, prompts
+from tests.engine.test_model_step import wide
+from tests.helpers.hf.families import shared_model
+from tests.helpers.matrix.models import llama, prompts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"special": "1", "punctuation": "5;6"},

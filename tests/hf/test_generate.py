@@ -6,7 +6,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import millpond as mp
-from hf.families import family, generate, left_padded, most_stored, one, shared_model, text
+from tests.helpers.hf.families import family, generate, left_padded, most_stored, one, shared_model, text
 
 #: One of each way to store: per head; windows and a soft cap; latents.
 MODELS = ["llama", "gemma2", "deepseek_v3"]

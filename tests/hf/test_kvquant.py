@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import millpond as mp
-from engine.helpers import finish, greedy
-from hf.families import VOCABULARY, build, family, left_padded, run, teacher_forced, text
 from millpond.cache.pages import rope_tables
 from millpond.codec.calibration import Calibration, load_calibration
 from millpond.engine.engine import Engine
@@ -23,6 +21,8 @@ from millpond.errors import CacheMismatchError, DataError, OptionError, Unsuppor
 from millpond.hf.calibration.load import rotations_before_rope
 from millpond.hf.calibration.measure import _read, calibrate
 from millpond.hf.document import read_document, restore_document, save_document
+from tests.helpers.engine.helpers import finish, greedy
+from tests.helpers.hf.families import VOCABULARY, build, family, left_padded, run, teacher_forced, text
 
 #: Models of every kind of rotation: halves, interleaved, partial, with norms, by layer, scaled, none.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import millpond as mp
-from hf.families import generate, left_padded, most_stored, shared_model
 from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
+from tests.helpers.hf.families import generate, left_padded, most_stored, shared_model
 
 HEADS, LATENT, ROPE, NOPE, VALUE = 4, 6, 4, 5, 3
 SHAPES = [

@@ -9,7 +9,7 @@ import torch
 
 import millpond as mp
 from millpond.cache.entries import read_write
-from tests.matrix.models import llama
+from tests.helpers.matrix.models import llama
 
 TEXT, BUDGET = 80, 24
 

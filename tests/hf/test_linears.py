@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import millpond as mp
-from hf.families import NAMES, family, generate, left_padded, one, shared_model
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.kernels import native
 from millpond.kernels.linear import FEW_ROWS
+from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import millpond as mp
-from hf.families import COMMON, build, generate, one, run
 from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.attention import attention, begin_pass, break_off, tag
 from millpond.runner.packed_model import PackedModel
+from tests.helpers.hf.families import COMMON, build, generate, one, run
 
 #: type -> configuration, model, settings beside the common ones.
 WORK: dict[str, tuple[str, str, dict[str, Any]]] = {

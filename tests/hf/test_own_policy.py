@@ -17,8 +17,8 @@ from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.view import View
-from tests.hf.families import FAMILIES, shared_model, text
-from tests.matrix.models import llama, prompts
+from tests.helpers.hf.families import FAMILIES, shared_model, text
+from tests.helpers.matrix.models import llama, prompts
 
 
 def run(method: Any, model: Any = None, steps: int = 15, batch: int = 3, **options: Any) -> tuple[Any, Any]:

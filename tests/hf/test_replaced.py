@@ -11,12 +11,12 @@ from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
 import millpond as mp
-from hf import families
-from hf.families import family, generate, one
 from millpond.hf.native_layers import decoder_layers
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
 from millpond.models.lean.watch import Watch
+from tests.helpers.hf import families
+from tests.helpers.hf.families import family, generate, one
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="installed without native kernels"),

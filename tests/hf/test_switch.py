@@ -7,7 +7,18 @@ import torch
 from transformers import DynamicCache
 
 import millpond as mp
-from hf.families import NAMES, family, generate, left_padded, one, run, shared_model, teacher_forced, text, tiny_llava
+from tests.helpers.hf.families import (
+    NAMES,
+    family,
+    generate,
+    left_padded,
+    one,
+    run,
+    shared_model,
+    teacher_forced,
+    text,
+    tiny_llava,
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

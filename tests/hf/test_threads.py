@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import millpond as mp
-from hf.families import family, generate, left_padded, one
 from millpond.registry import Registry
+from tests.helpers.hf.families import family, generate, left_padded, one
 
 PROMPTS = [one(15, seed=1), left_padded([11, 18], seed=2)]
 STEPS = 8

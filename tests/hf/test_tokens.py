@@ -13,7 +13,7 @@ from millpond.hf.token_classes import fill_classes, token_classes
 from millpond.methods import METHODS
 from millpond.policy.token_classes import TokenClasses
 from millpond.policy.variants.head_rules import HeadRulesPolicy
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.models import llama, prompts
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import CLIPImageProcessorPil, PreTrainedModel, Qwen2VLImageProcessorPil
 
 import millpond as mp
-from hf.families import COMMON, generate, one, run, shared_model, tiny_llava
 from millpond.errors import CacheMismatchError, UnsupportedModelError
+from tests.helpers.hf.families import COMMON, generate, one, run, shared_model, tiny_llava
 
 IMAGE, VIDEO, START, END = 2, 3, 4, 5
 NO_IMAGES = {"suppress_tokens": [IMAGE, VIDEO, START, END]}  # a random model would write them

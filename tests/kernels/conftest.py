@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.libraries import running
 from millpond.kernels.native import library
+from tests.helpers.kernels.libraries import running
 
 
 @pytest.fixture(params=library.runnable())

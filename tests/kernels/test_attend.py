@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.make import Call, Case
 from millpond.errors import OptionError
 from millpond.kernels import native, ops, reference
 from millpond.kernels.native import library
+from tests.helpers.kernels.make import Call, Case
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 IMPLS = [reference, ops, pytest.param(native, marks=needs_native)]

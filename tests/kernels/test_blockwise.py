@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.prompts import Prompt, prompts
 from millpond.kernels import blockwise, reference
 from millpond.kernels.decode_rules import Reduce
+from tests.helpers.kernels.prompts import Prompt, prompts
 
 PROMPTS = prompts([torch.float32, torch.float64, torch.bfloat16])
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.libraries import running
 from millpond.kernels import native
 from millpond.kernels.decoder_ops import TOLERANCE, DecoderOps, NativeDense, Norm, Projection
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import linear
 from millpond.kernels.native import library
 from millpond.kernels.native.decoder_rows import MANY_ROWS
+from tests.helpers.kernels.libraries import running
 
 pytestmark = [
     pytest.mark.skipif("v4" not in library.runnable(), reason="the hardware has no vectors of 16 floats"),

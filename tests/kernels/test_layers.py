@@ -13,7 +13,7 @@ from millpond.kernels import native
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.native import library
-from tests.kernels.make import Call, Case
+from tests.helpers.kernels.make import Call, Case
 from tests.kernels.test_rows import DTYPES, draws
 
 pytestmark = [

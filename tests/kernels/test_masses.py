@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.make import Call, Case, clone_pages
-from kernels.prompts import Prompt, prompts
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.ops import window_signal
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.make import Call, Case, clone_pages
+from tests.helpers.kernels.prompts import Prompt, prompts
 
 IMPLS = [reference, *([native] if library.runnable() else [])]
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.make import Call, Case
 from millpond.errors import OptionError
 from millpond.kernels import native, ops
 from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.kernels.merge import links, slots
 from millpond.kernels.merge.rules import MergeRule, Over, Weigh
 from millpond.kernels.native import library
+from tests.helpers.kernels.make import Call, Case
 
 pytestmark = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 #: of numbers about 1, against sums in another order

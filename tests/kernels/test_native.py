@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.make import Call, Case, clone_pages
 from millpond.errors import OptionError
 from millpond.kernels import backends, native, ops, reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.native import abi, library
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.make import Call, Case, clone_pages
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),

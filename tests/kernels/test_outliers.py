@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.make import Case
-from kernels.packed_make import PackedCase, rope_for, side
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.native import library
 from millpond.kernels.native import packed as native
 from millpond.kernels.packed import outliers, reference, side_codec
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
+from tests.helpers.kernels.make import Case
+from tests.helpers.kernels.packed_make import PackedCase, rope_for, side
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -7,8 +7,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.make import Case
-from kernels.packed_make import PackedCall, PackedCase, side
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels import packed_ops
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
@@ -17,6 +15,8 @@ from millpond.kernels.native import packed as native
 from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
+from tests.helpers.kernels.make import Case
+from tests.helpers.kernels.packed_make import PackedCall, PackedCase, side
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")

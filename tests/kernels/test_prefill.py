@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.prompts import Prompt, prompts
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.kernels.prompts import Prompt, prompts
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.make import Call, Case
 from millpond.kernels import ops, reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
+from tests.helpers.kernels.make import Call, Case
 
 LN2 = math.log(2.0)
 

@@ -11,7 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.triton_make import (
+# isort: split  (the import above skips this file where Triton is missing, before the kernels need it)
+from millpond.errors import OptionError
+from millpond.kernels import backends, eviction, gpu, ops, reference
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.triton_make import (
     DECODE,
     DEVICE,
     DTYPES,
@@ -27,10 +32,6 @@ from kernels.triton_make import (
     random_table,
     seeds,
 )
-from millpond.errors import OptionError
-from millpond.kernels import backends, eviction, gpu, ops, reference
-from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
-from millpond.kernels.pages import PageArrays
 
 rules = st.builds(
     DecodeRule,

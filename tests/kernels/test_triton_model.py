@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import millpond as mp
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.models import llama, prompts
 
 pytest.importorskip("triton", reason="needs the gpu extra: pip install 'millpond[gpu]'")
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import millpond as mp
-from hf.families import family, left_padded, run
-from kernels.make import Case
-from kernels.packed_make import PackedCall, PackedCase, rope_for, side
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, Side
+from tests.helpers.hf.families import family, left_padded, run
+from tests.helpers.kernels.make import Case
+from tests.helpers.kernels.packed_make import PackedCall, PackedCase, rope_for, side
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 

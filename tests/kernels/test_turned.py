@@ -9,8 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.make import Case
-from kernels.packed_make import PackedCase, rope_for, side
 from kernels.test_packed import TOLERANCE, assert_same
 from millpond.errors import OptionError
 from millpond.kernels import packed_ops
@@ -18,6 +16,8 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format
+from tests.helpers.kernels.make import Case
+from tests.helpers.kernels.packed_make import PackedCase, rope_for, side
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.prompts import TOLERANCE
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.kernels.prompts import TOLERANCE
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 HOW = st.sampled_from(list(Reduce))

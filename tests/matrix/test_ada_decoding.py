@@ -11,9 +11,9 @@ from transformers import DynamicCache
 import millpond as mp
 from millpond.errors import OptionError, PoolFullError
 from millpond.methods import METHODS
-from tests.hf.families import FAMILIES, shared_model, text
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Head, Oracle, Rule, running
+from tests.helpers.hf.families import FAMILIES, shared_model, text
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Head, Oracle, Rule, running
 
 STEPS = 40
 

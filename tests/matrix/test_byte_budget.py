@@ -5,9 +5,9 @@ import torch
 
 import millpond as mp
 from millpond.errors import BudgetError, OptionError
-from tests.matrix.bounds import OPTIONS, held
-from tests.matrix.hidden import equals_a_mask
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.bounds import OPTIONS, held
+from tests.helpers.matrix.hidden import equals_a_mask
+from tests.helpers.matrix.models import llama, prompts
 from tests.matrix.test_codecs import llama as wide_llama
 
 

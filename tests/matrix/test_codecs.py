@@ -179,7 +179,7 @@ def test_assisted_generation_changes_nothing(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["kivi2", "int4"])
 def test_a_head_that_no_group_divides_is_refused(codec: str) -> None:
-    from tests.matrix.models import llama as narrow
+    from tests.helpers.matrix.models import llama as narrow
 
     ids = torch.randint(2, 96, (1, 20))
     with mp.compress(narrow(dtype=torch.float32), "full", codec=codec) as cache, pytest.raises(OptionError) as error:

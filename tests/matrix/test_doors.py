@@ -29,9 +29,9 @@ from millpond.hf.document import read_document, restore_document, save_document
 from millpond.models.load import load_model, load_tokenizer
 from millpond.presets import PRESETS
 from tests.cli.test_cli import right
-from tests.engine.helpers import tokens
+from tests.helpers.engine.helpers import tokens
+from tests.helpers.server.live import Live, live
 from tests.matrix.test_codecs import llama as wide
-from tests.server.live import Live, live
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {}, "h2o": {"sinks": 2}, "ada": {"score": "snapkv/window=8"}, "snapkv": {"window": 8},

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import millpond as mp
-from tests.matrix.hidden import equals_a_mask
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule
+from tests.helpers.matrix.hidden import equals_a_mask
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Oracle, Rule
 
 STEPS = 40
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import millpond as mp
-from tests.matrix.models import llama
+from tests.helpers.matrix.models import llama
 
 TOKENS = 100_000
 BUDGET = 256

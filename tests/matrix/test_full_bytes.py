@@ -9,7 +9,7 @@ import millpond as mp
 from millpond.engine.llm import LLM
 from millpond.engine.sampling.params import SamplingParams
 from millpond.server.usage import sums
-from tests.engine.test_runner import wide
+from tests.engine.test_model_step import wide
 
 TOKENS = list(range(2, 90)) * 2
 #: layers x KV heads x (keys and values) x channels of `wide`.

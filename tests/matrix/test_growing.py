@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import millpond as mp
-from tests.matrix.hidden import equals_a_mask
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.hidden import equals_a_mask
+from tests.helpers.matrix.models import llama, prompts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"sinks": 1},

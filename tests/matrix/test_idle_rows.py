@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import millpond as mp
-from matrix.models import llama
+from tests.helpers.matrix.models import llama
 
 LENGTH, DECODED, TURN, MORE = 30, 12, 4, 6
 

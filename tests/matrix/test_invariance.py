@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.models import llama, prompts
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},

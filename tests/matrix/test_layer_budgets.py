@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from tests.matrix.hidden import equals_a_mask
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule
+from tests.helpers.matrix.hidden import equals_a_mask
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Oracle, Rule
 
 SNAP = "snapkv/window=4/kernel=3"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

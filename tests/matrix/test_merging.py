@@ -11,12 +11,12 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import millpond as mp
+from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.merged import Merging, Plain, into_classes, into_nearest, into_next, into_pivots, recall
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import running
 from tests.matrix import test_invariance as matrix
 from tests.matrix import test_layer_budgets as layered
-from tests.matrix.checks import CHECKS
-from tests.matrix.merged import Merging, Plain, into_classes, into_nearest, into_next, into_pivots, recall
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import running
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "merge_on_evict": {"score": "h2o/sinks=2"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hf.families import NAMES, family, generate, one, text
+from tests.helpers.hf.families import NAMES, family, generate, one, text
 from torch import Tensor
 
 import millpond as mp

@@ -9,7 +9,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.allocation.heads import Ada, Uniform, lowest_scored
 from millpond.policy.selection import keep_best
-from tests.papers.fixture import feed, kept, layer_cache
+from tests.helpers.papers.fixture import feed, kept, layer_cache
 
 A = torch.tensor([[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25]])
 ALL = torch.ones(2, 4, dtype=torch.bool)

@@ -14,7 +14,7 @@ from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
-from tests.papers.keyed import run, sets, text, view
+from tests.helpers.papers.keyed import run, sets, text, view
 
 cam = METHODS.get("cam")
 VALUES = torch.tensor([[[1.0], [10.0], [20.0], [100.0], [200.0], [300.0]]], dtype=torch.float64)

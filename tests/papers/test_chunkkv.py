@@ -9,7 +9,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.scores.chunk_mean import ChunkMean
 from millpond.policy.scores.key_geometry import KeyNorm
-from tests.papers.keyed import run, sets, text, view
+from tests.helpers.papers.keyed import run, sets, text, view
 
 chunkkv = METHODS.get("chunkkv")
 

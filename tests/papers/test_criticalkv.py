@@ -20,9 +20,9 @@ from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.scores.critical_values import CriticalValues, output_norms
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View
-from tests.hf.families import one, shared_model
-from tests.matrix.models import llama, prompts
-from tests.papers.keyed import view
+from tests.helpers.hf.families import one, shared_model
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.keyed import view
 
 criticalkv = METHODS.get("criticalkv")
 ATTENTION = [5.0, 4.0, 3.0, 2.0, 1.0, 0.5]

@@ -15,8 +15,8 @@ from millpond.policy.allocation.attention_density import AttentionDensity
 from millpond.policy.allocation.layers import split_budget
 from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.view import View
-from tests.papers.fixture import COLUMN_SUMS
-from tests.papers.keyed import run, sets, text, view
+from tests.helpers.papers.fixture import COLUMN_SUMS
+from tests.helpers.papers.keyed import run, sets, text, view
 
 d2o = METHODS.get("d2o")
 

@@ -11,8 +11,8 @@ import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.allocation.score_threshold import AboveThreshold
-from tests.matrix.models import llama, prompts
-from tests.papers.fixture import COLUMN_SUMS, run
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.fixture import COLUMN_SUMS, run
 
 dms = METHODS.get("dms")
 VALUE = torch.tensor([[0.9, 0.5, 0.2, 0.7], [0.1, 0.3, 0.2, 0.0], [0.6, 0.6, 9.0, 9.0]])

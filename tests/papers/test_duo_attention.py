@@ -19,11 +19,11 @@ from millpond.methods import METHODS
 from millpond.policy.allocation.layers import split_budget
 from millpond.policy.allocation.retrieval_heads import DividedHeads, RetrievalHeads, RetrievalLayers, distribute
 from millpond.policy.view import View
-from tests.hf.families import one, shared_model
+from tests.helpers.hf.families import one, shared_model
+from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.hidden import equals_a_mask
+from tests.helpers.matrix.models import llama, prompts
 from tests.matrix import test_invariance as matrix
-from tests.matrix.checks import CHECKS
-from tests.matrix.hidden import equals_a_mask
-from tests.matrix.models import llama, prompts
 
 duo_attention = METHODS.get("duo_attention")
 SINKS, RECENT, BUDGET, STEPS = 2, 4, 14, 10

@@ -13,12 +13,12 @@ from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.methods import METHODS
 from millpond.policy.merging.nearest_anchor import nearest_in_text
 from millpond.policy.view import View
-from tests.hf.families import FAMILIES, shared_model, text
+from tests.helpers.hf.families import FAMILIES, shared_model, text
+from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.fixture import kept, layer_cache
 from tests.matrix import test_invariance as matrix
-from tests.matrix.checks import CHECKS
-from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
-from tests.matrix.models import llama, prompts
-from tests.papers.fixture import kept, layer_cache
 
 elastic = METHODS.get("elastic")
 BUDGET = 14

@@ -15,8 +15,8 @@ from millpond.policy.merging.importance_classes import MergeByImportance
 from millpond.policy.merging.protocol import Merged
 from millpond.policy.scores.global_local import GlobalAndLocal
 from millpond.policy.view import View
-from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache
-from tests.papers.keyed import run, sets, text, view
+from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache
+from tests.helpers.papers.keyed import run, sets, text, view
 
 ems = METHODS.get("ems")
 BEST = [2.832348, 1.631960, 0.887847, 1.497128, 0.550762, 0.811732]

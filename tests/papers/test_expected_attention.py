@@ -19,9 +19,9 @@ from millpond.policy.policy import Policy
 from millpond.policy.scores.expected_attention import ExpectedAttentionScore
 from millpond.policy.scores.query_moments import QueryMoments, QueryView, mean_rotation
 from millpond.policy.view import View
-from tests.hf.families import build, family, one, shared_model
-from tests.matrix.models import llama, prompts
-from tests.papers.keyed import best, run, sets, text, view
+from tests.helpers.hf.families import build, family, one, shared_model
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.keyed import best, run, sets, text, view
 
 expected_attention = METHODS.get("expected_attention")
 

@@ -20,7 +20,7 @@ from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
 from millpond.policy.variants.head_rules import HeadRule, HeadRulesPolicy, Heads, shorten
 from millpond.policy.view import View
-from tests.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
+from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
 
 PART = {"special": "90;91", "punctuation": "80;81;82"}
 

@@ -13,10 +13,10 @@ from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.policy.scores.question_attention import QuestionAttention
 from millpond.policy.view import View
-from tests.matrix.models import llama, prompts
-from tests.papers.fixture import ROWS, run
-from tests.papers.keyed import best, text
-from tests.papers.keyed import run as run_text
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.fixture import ROWS, run
+from tests.helpers.papers.keyed import best, text
+from tests.helpers.papers.keyed import run as run_text
 
 finch = METHODS.get("finch")
 

@@ -4,7 +4,7 @@ import torch
 
 from millpond.kernels import ops
 from millpond.kernels.decode_rules import Reduce
-from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N
+from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N
 
 
 def test_rows_and_column_sums() -> None:

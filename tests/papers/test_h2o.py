@@ -11,7 +11,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.pages import PageArrays
 from millpond.methods import METHODS
 from millpond.policy.view import View
-from tests.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run
 
 h2o = METHODS.get("h2o")
 

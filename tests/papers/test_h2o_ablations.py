@@ -12,9 +12,9 @@ import millpond as mp
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
-from tests.papers.fixture import feed, kept, layer_cache, run
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Oracle, Rule, running
+from tests.helpers.papers.fixture import feed, kept, layer_cache, run
 
 STEPS = 60
 

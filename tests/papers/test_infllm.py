@@ -17,10 +17,10 @@ from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.methods import METHODS
 from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
-from tests.hf.families import shared_model, text
+from tests.helpers.hf.families import shared_model, text
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Oracle, Rule, running
 from tests.matrix import test_invariance as matrix
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
 
 BUDGET = 14
 SMALL: dict[str, Any] = {"sinks": 1, "local": 4, "block": 3, "representatives": 2, "together": 1}  # 2 blocks of 3 fit

@@ -5,7 +5,7 @@ import torch
 
 from millpond.methods import METHODS
 from millpond.policy.scores.key_geometry import KeyDifference
-from tests.papers.keyed import best, cosine, run, sets, text, view
+from tests.helpers.papers.keyed import best, cosine, run, sets, text, view
 
 keydiff = METHODS.get("keydiff")
 

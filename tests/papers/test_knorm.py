@@ -4,7 +4,7 @@ import torch
 
 from millpond.methods import METHODS
 from millpond.policy.scores.key_geometry import KeyNorm
-from tests.papers.keyed import best, run, sets, text, view
+from tests.helpers.papers.keyed import best, run, sets, text, view
 
 knorm = METHODS.get("knorm")
 

@@ -15,7 +15,7 @@ from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from tests.papers.keyed import run, sets, text, view
+from tests.helpers.papers.keyed import run, sets, text, view
 
 kvmerger = METHODS.get("kvmerger")
 DEGREES = [0, 10, 20, 80, 85, 170]

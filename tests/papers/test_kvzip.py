@@ -15,10 +15,10 @@ import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.variants.reconstruction import ReconstructionPolicy
-from tests.hf.families import FAMILIES, shared_model, text
+from tests.helpers.hf.families import FAMILIES, shared_model, text
+from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
+from tests.helpers.matrix.models import llama, prompts
 from tests.matrix import test_invariance as matrix
-from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
-from tests.matrix.models import llama, prompts
 
 ASK = [5, 6, 7]
 SETTINGS: dict[str, Any] = {"ask": "5;6;7", "sinks": 2}

@@ -14,7 +14,7 @@ from millpond.policy.merging.nearest_key import MergeIntoNearest
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
-from tests.papers.keyed import cosine, run, sets, text, view
+from tests.helpers.papers.keyed import cosine, run, sets, text, view
 
 merge_on_evict = METHODS.get("merge_on_evict")
 KEYS = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [4.0, 3.0], [0.0, -2.0], [0.0, 5.0]]], dtype=torch.float64)

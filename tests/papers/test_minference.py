@@ -21,11 +21,11 @@ from millpond.hf.offline.head_patterns import find_patterns
 from millpond.methods import METHODS
 from millpond.policy.variants.minference_patterns import AShape, BlockSparse, VerticalSlash
 from millpond.policy.variants.sparse_prefill import HeadPrompt, Pattern, SparsePrefillPolicy
-from tests.hf.families import shared_model, text
+from tests.helpers.hf.families import shared_model, text
+from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.matrix.oracle import Oracle, Rule, running
 from tests.matrix import test_invariance as matrix
-from tests.matrix.checks import CHECKS
-from tests.matrix.models import llama, prompts
-from tests.matrix.oracle import Oracle, Rule, running
 
 PATTERNS: list[Pattern] = [
     VerticalSlash(8, 5, last=64, first=3, nearest=2),

@@ -7,8 +7,8 @@ import millpond as mp
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import METHODS
 from millpond.policy.allocation.layers import Pyramid, split_budget
-from tests.hf.families import family
-from tests.matrix.models import llama, prompts
+from tests.helpers.hf.families import family
+from tests.helpers.matrix.models import llama, prompts
 
 SNAP = "snapkv/window=4/kernel=3"
 

@@ -15,9 +15,9 @@ from millpond.hf.offline.query_filters import save_filters
 from millpond.methods import METHODS
 from millpond.policy.scores.query_filters import QueryFilter, query_directions
 from millpond.policy.scores.query_moments import QueryMoments, QueryView
-from tests.hf.families import left_padded, shared_model
-from tests.matrix.models import llama, prompts
-from tests.papers.keyed import best, run, sets, text, view
+from tests.helpers.hf.families import left_padded, shared_model
+from tests.helpers.matrix.models import llama, prompts
+from tests.helpers.papers.keyed import best, run, sets, text, view
 
 qfilters = METHODS.get("qfilters")
 

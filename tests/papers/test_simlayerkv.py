@@ -15,7 +15,7 @@ from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View
-from tests.matrix.models import llama, prompts
+from tests.helpers.matrix.models import llama, prompts
 
 SETTINGS: dict[str, Any] = {"sinks": 2, "recent": 6, "score": "snapkv/window=4/kernel=3"}
 

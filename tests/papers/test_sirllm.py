@@ -13,11 +13,11 @@ import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.signals.predictions import surprise
 from millpond.methods import METHODS
-from tests.hf.families import FAMILIES, shared_model, text
+from tests.helpers.hf.families import FAMILIES, shared_model, text
+from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
+from tests.helpers.matrix.models import llama, prompts
 from tests.matrix import test_invariance as matrix
-from tests.matrix.checks import CHECKS
-from tests.matrix.hidden import equals_a_mask, kept_in_any_chunks
-from tests.matrix.models import llama, prompts
 
 BUDGET, SINKS, RECENT = 14, 2, 3
 SETTINGS: dict[str, Any] = {"sinks": SINKS, "recent": RECENT}

@@ -7,7 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View
-from tests.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache, run
 
 snapkv = METHODS.get("snapkv")
 MEAN = [0.151342, 0.271993, 0.100061, 0.249521]  # of the last two rows

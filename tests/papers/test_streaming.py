@@ -10,7 +10,7 @@ from millpond.cache.state import rerotation
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.types import AttentionShape
 from millpond.methods import METHODS
-from tests.papers.fixture import run
+from tests.helpers.papers.fixture import run
 
 DIM, HEADS = 8, 2
 

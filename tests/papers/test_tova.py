@@ -3,7 +3,7 @@
 import torch
 
 from millpond.methods import METHODS
-from tests.papers.fixture import LOGITS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import LOGITS, N, feed, kept, layer_cache, run
 
 tova = METHODS.get("tova")
 

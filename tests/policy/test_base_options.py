@@ -20,7 +20,7 @@ from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import WindowAttention
 from millpond.server.schemas import CacheFields
 from tests.cli.test_cli import right
-from tests.matrix.models import llama
+from tests.helpers.matrix.models import llama
 
 WRAPPERS = [name for name in METHODS.names() if "score" in METHODS.get(name).options]
 OPTIONS: dict[str, dict[str, Any]] = {"layer_table": {"table": "3;1"}}

@@ -18,8 +18,8 @@ from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.key_geometry import KeyNorm
 from millpond.policy.view import View
-from tests.hf.families import left_padded, shared_model
-from tests.matrix.models import llama, prompts
+from tests.helpers.hf.families import left_padded, shared_model
+from tests.helpers.matrix.models import llama, prompts
 
 LOOK_AT_KEYS = ("knorm", "keydiff", "lagkv", "compactor", "rkv")
 LOOK_AT_ANY = (*LOOK_AT_KEYS, "criticalkv")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evals.small import tiny_tokenizer
-from server.fake import FakeLLM
 from server.test_completions import ask, events
+from tests.helpers.evals.small import tiny_tokenizer
+from tests.helpers.server.fake import FakeLLM
 
 TEMPLATE = (
     "{% if tools %}w90{% for tool in tools %} {{ tool['function']['name'] }}{% endfor %} {% endif %}"

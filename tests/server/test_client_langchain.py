@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from server.live import Live, live
-from server.scripted import ScriptedLLM
-from server.tools_model import ARGUMENTS, CALL, NO_REAL, QUESTION, REAL, TOOL, random_engine, real_engine
+from tests.helpers.server.live import Live, live
+from tests.helpers.server.scripted import ScriptedLLM
+from tests.helpers.server.tools_model import ARGUMENTS, CALL, NO_REAL, QUESTION, REAL, TOOL, random_engine, real_engine
 
 langchain = pytest.importorskip("langchain_openai", reason="needs LangChain's client: pip install langchain-openai")
 messages = pytest.importorskip("langchain_core.messages", reason="comes with langchain-openai")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.live import Live, live
-from server.scripted import ScriptedLLM
-from server.tools_model import (
+from tests.helpers.server.live import Live, live
+from tests.helpers.server.scripted import ScriptedLLM
+from tests.helpers.server.tools_model import (
     ARGUMENTS,
     CALL,
     NO_REAL,

@@ -15,8 +15,8 @@ from millpond.server.admission import AdmissionControl
 from millpond.server.app import create_app
 from millpond.server.errors import ApiError
 from millpond.server.settings import ServerSettings
-from server.fake import FakeLLM
-from server.live import live
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import live
 
 KEYS = ("alice-key", "bob-kéy")
 

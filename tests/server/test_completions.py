@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.fake import TOKEN_BYTES, FakeLLM, client_of
+from tests.helpers.server.fake import TOKEN_BYTES, FakeLLM, client_of
 
 
 def ask(body: dict[str, Any], llm: FakeLLM | None = None, path: str = "/v1/completions", **settings: Any) -> Any:

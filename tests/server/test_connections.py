@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from millpond.server.middleware import BodyLimitMiddleware
-from server.fake import FakeLLM
-from server.live import Live, live, until
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import Live, live, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "w5", "max_tokens": 2}'

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import millpond as mp
-from evals.small import text, tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from server.live import Live, live, until
+from tests.helpers.evals.small import text, tiny_model, tiny_tokenizer
+from tests.helpers.server.live import Live, live, until
 
 LIMIT = 2**20
 

@@ -11,8 +11,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
 from millpond.server.app import create_app
-from server.fake import FakeLLM
-from server.live import Live, live
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import Live, live
 
 schema = schemathesis.openapi.from_dict(create_app(FakeLLM()).openapi())
 schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

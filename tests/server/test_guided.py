@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.test_sampling_constrain import byte_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from server.fake import FakeLLM
-from server.live import Live, live
 from server.test_chat import chat
 from server.test_completions import ask, events
+from tests.engine.test_constraint import byte_tokenizer
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import Live, live
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from server.attacker import ADDRESSES
-from server.attacks import ATTACKS, FINE, LONG
-from server.load import Answer, GoodClient, Pace
-from server.serving import Serving, serving
+from tests.helpers.server.attacker import ADDRESSES
+from tests.helpers.server.attacks import ATTACKS, FINE, LONG
+from tests.helpers.server.load import Answer, GoodClient, Pace
+from tests.helpers.server.serving import Serving, serving
 
 OPTIONS = ("--model", "pond-text-long", "--dtype", "f32", "--kv-memory", "64MiB", "--budget", "64")
 WARM = {
@@ -25,7 +25,7 @@ WARM = {
     "max_tokens": 4,
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}},
 }
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,8 +54,8 @@ class Course:
 
 @contextmanager
 def attackers(server: Serving, number: int, *more: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "server.attacker", server.url, str(number), "0", *more]
-    with subprocess.Popen(command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.helpers.server.attacker", server.url, str(number), "0", *more]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:

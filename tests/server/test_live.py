@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from server.fake import FakeLLM
-from server.live import Live, live, until
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import Live, live, until
 
 BODY = {"prompt": "w5", "max_tokens": 5}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import millpond as mp
-from evals.small import save_tiny, text, tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
-from server.live import Live, live
+from tests.helpers.evals.small import save_tiny, text, tiny_model, tiny_tokenizer
+from tests.helpers.server.live import Live, live
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,7 +12,7 @@ import pytest
 
 from millpond.errors import OptionError
 from millpond.server.markdown import MOST_CHARACTERS, MOST_LINES, MOST_MARKS, render_markdown
-from server.fake import FakeLLM, client_of
+from tests.helpers.server.fake import FakeLLM, client_of
 
 
 @pytest.mark.parametrize(

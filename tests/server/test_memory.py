@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from evals.small import tiny_model
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from tests.helpers.evals.small import tiny_model
 
 N_LAYERS, PROMPT = 2, tuple(2 + 7 * i % 90 for i in range(40))
 

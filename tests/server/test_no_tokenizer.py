@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
 import millpond as mp
-from evals.small import WORDS, tiny_model, tiny_tokenizer
 from millpond.cli.chat_backend import LocalBackend
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import OptionError
 from millpond.models.load import find_tokenizer
-from server.live import Live, live
 from server.test_completions import events
+from tests.helpers.evals.small import WORDS, tiny_model, tiny_tokenizer
+from tests.helpers.server.live import Live, live
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
@@ -105,8 +105,8 @@ def test_the_server_says_that_there_is_none(server: Live) -> None:
 
 
 def test_a_model_with_a_tokenizer_tells_no_ids() -> None:
-    from server.fake import FakeLLM
     from server.test_completions import ask
+    from tests.helpers.server.fake import FakeLLM
 
     (choice,) = ask({"prompt": WORDS[5]}, FakeLLM(), "/v1/completions").json()["choices"]
     assert "token_ids" not in choice

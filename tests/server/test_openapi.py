@@ -17,8 +17,8 @@ from millpond.errors import BudgetError, MillpondError
 from millpond.server.app import create_app
 from millpond.server.routes import ui
 from millpond.server.settings import ServerSettings
-from server.fake import FakeLLM
 from server.test_chat import templated
+from tests.helpers.server.fake import FakeLLM
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 4}
 #: Path of the document -> method, what is asked for, and a body.

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from evals.small import tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import OptionError
 from millpond.server.app import create_app
 from millpond.server.settings import ServerSettings
-from server.fake import FakeLLM
-from server.live import Live, live
+from tests.helpers.evals.small import tiny_model, tiny_tokenizer
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import Live, live
 
 BODY = {"prompt": "w5 w6 w7", "max_tokens": 2, "temperature": 0}
 

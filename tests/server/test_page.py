@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from evals.browser import CHROMIUM, Browser
 from millpond.evals.inspector import palette
 from millpond.server.routes.ui import PATHS
-from server.fake import FakeLLM, client_of
-from server.live import Live, live, until
-from server.page_picture import HEIGHT, WIDTH, take
+from tests.helpers.evals.browser import CHROMIUM, Browser
+from tests.helpers.server.fake import FakeLLM, client_of
+from tests.helpers.server.live import Live, live, until
+from tests.helpers.server.page_picture import HEIGHT, WIDTH, take
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
 LOOKS = """(() => [...document.querySelectorAll("#text .t")].map((t) => [t.textContent, t.className]))()"""

@@ -20,8 +20,8 @@ from millpond.errors import (
     UnsupportedModelError,
 )
 from millpond.server.settings import ServerSettings
-from server.fake import FakeLLM, client_of
 from server.test_completions import ask, events
+from tests.helpers.server.fake import FakeLLM, client_of
 
 HUGE = 10**30
 

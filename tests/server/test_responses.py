@@ -10,14 +10,14 @@ import openai
 import pydantic
 import pytest
 
-from evals.small import tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import MillpondError
-from server.fake import TOKEN_BYTES, FakeLLM
-from server.live import live
 from server.test_chat import templated
 from server.test_completions import ask
 from server.test_guided import bytes_llm
+from tests.helpers.evals.small import tiny_model, tiny_tokenizer
+from tests.helpers.server.fake import TOKEN_BYTES, FakeLLM
+from tests.helpers.server.live import live
 
 
 def respond(body: dict[str, Any], llm: FakeLLM | None = None, **settings: Any) -> Any:

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import millpond
-from evals.small import text, tiny_model, tiny_tokenizer
 from millpond.cache.swap import files
 from millpond.codec import list_codecs
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import DataError, MillpondError
 from millpond.methods import METHODS
 from millpond.server.errors import _STATUS, ApiError
-from server.fake import FakeLLM, client_of
-from server.live import live
+from tests.helpers.evals.small import text, tiny_model, tiny_tokenizer
+from tests.helpers.server.fake import FakeLLM, client_of
+from tests.helpers.server.live import live
 
 PATH = "/srv/models/0.safetensors"
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from engine.test_sampling_constrain import byte_tokenizer
 from millpond.errors import OptionError
 from millpond.server.app import create_app
 from millpond.server.schemas import ChatBody
@@ -19,7 +18,8 @@ from millpond.server.tools.mistral import Mistral
 from millpond.server.tools.plain import in_words
 from millpond.server.tools.template import Shown, ask_template
 from millpond.server.tools.tool_choice import format_of
-from server.fake import FakeLLM
+from tests.engine.test_constraint import byte_tokenizer
+from tests.helpers.server.fake import FakeLLM
 
 #: As the templates of the families write, in short.
 _SAID = "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}"

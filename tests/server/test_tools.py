@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from server.scripted import ScriptedLLM
 from server.test_chat import chat
 from server.test_completions import events
+from tests.helpers.server.scripted import ScriptedLLM
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}

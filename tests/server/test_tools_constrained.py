@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_sampling_constrain import PADDED, begin, byte_tokenizer
 from millpond.engine.grammar.compiler import Grammars
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
@@ -19,6 +18,7 @@ from millpond.server.tools.format import CallFormat
 from millpond.server.tools.hermes import Hermes
 from millpond.server.tools.llama3 import Llama3
 from millpond.server.tools.mistral import Mistral
+from tests.engine.test_constraint import PADDED, begin, byte_tokenizer
 
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed: pip install 'millpond[constrained]'")
 FORMATS = [Hermes(), Llama3(), Mistral(), Mistral(named=True)]

@@ -18,13 +18,13 @@ import pytest
 
 from millpond.errors import OptionError
 from millpond.server.settings import ServerSettings
-from server.fake import FakeLLM
-from server.live import live, until
+from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.live import live, until
 
 #: A server whose engine hangs in its first step.
 HANGS = """
 import threading
-from evals.small import tiny_model, tiny_tokenizer
+from tests.helpers.evals.small import tiny_model, tiny_tokenizer
 from millpond.engine.async_llm import AsyncLLM
 from millpond.server.uvicorn_server import run
 from millpond.server.settings import ServerSettings
@@ -52,7 +52,7 @@ def test_an_engine_that_hangs_is_not_healthy_and_is_logged(caplog: Any) -> None:
 
 
 def test_a_server_whose_engine_hangs_goes_down_in_time() -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", HANGS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

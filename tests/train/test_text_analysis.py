@@ -8,7 +8,7 @@ import torch
 from millpond.errors import DataError
 from millpond.train.text.analysis import even_columns, gathered, measure_attention, sparsity, spread_windows
 from millpond.train.text.model import build_text_model
-from train.text_tiny import TINY
+from tests.helpers.train.text_tiny import TINY
 
 
 def test_gathered_mass_by_hand() -> None:

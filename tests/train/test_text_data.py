@@ -15,7 +15,7 @@ from millpond.train.text.mix import Mixer
 from millpond.train.text.recall import FORMS, draw_facts
 from millpond.train.text.recipe import Tasks
 from millpond.train.text.tokenizer import BOS_ID, EOS_ID, plain_ids
-from train.text_tiny import TINY, write_corpus
+from tests.helpers.train.text_tiny import TINY, write_corpus
 
 
 @pytest.fixture(scope="module")

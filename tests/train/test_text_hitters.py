@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.cli.train.heavy_hitters import BEGIN, END
 from millpond.train.text import recipe
-from train.text_tiny import TINY, write_corpus
+from tests.helpers.train.text_tiny import TINY, write_corpus
 
 HELD_OUT = "gutenberg/great_expectations.txt"
 

@@ -23,7 +23,7 @@ from millpond.train.text.model import build_text_model
 from millpond.train.text.recipe import PRESETS, recipe_named
 from millpond.train.text.run import TextRun
 from millpond.train.text.train import CHECKPOINT, LOG, train_text
-from train.text_tiny import TINY, write_corpus
+from tests.helpers.train.text_tiny import TINY, write_corpus
 
 QUIET = {"threads": 1, "device": "cpu", "show_progress": False}
 

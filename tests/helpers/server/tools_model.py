@@ -1,0 +1,53 @@
+"""What the tests with real clients ask: a tiny random model, and a real one where it is at hand."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from millpond.engine.async_llm import AsyncLLM
+from tests.engine.test_constraint import byte_tokenizer
+from tests.helpers.server.scripted import HERMES
+
+REAL = os.environ.get("MILLPOND_REAL_MODEL")
+NO_REAL = "MILLPOND_REAL_MODEL names no model's folder"
+WEATHER: dict[str, Any] = {
+    "name": "get_weather", "description": "The weather in a city.",
+    "parameters": {
+        "type": "object", "required": ["city", "unit"], "additionalProperties": False,
+        "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    },
+}  # fmt: skip
+TOOL: dict[str, Any] = {"type": "function", "function": WEATHER}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern", "unit": "celsius"}}\n</tool_call>'
+ARGUMENTS = {"city": "Bern", "unit": "celsius"}
+QUESTION = "How is the weather in Bern, in celsius?"
+
+
+def random_engine() -> AsyncLLM:
+    """Bytes at random, through a chat template that shows tools."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = HERMES
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    return AsyncLLM(model, tokenizer=tokenizer, model_name="random", method="full", kv_memory=2**24)
+
+
+def real_engine() -> AsyncLLM:
+    """The model in the folder that MILLPOND_REAL_MODEL names."""
+    assert REAL is not None
+    return AsyncLLM(REAL, model_name="real", method="full", kv_memory="512MiB")
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """They follow the schema."""
+    assert set(arguments) == {"city", "unit"}
+    assert len(arguments["city"]) <= 12
+    assert arguments["unit"] in ("celsius", "fahrenheit")
