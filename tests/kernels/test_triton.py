@@ -11,11 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# isort: split  (the import above skips this file where Triton is missing, before the kernels need it)
-from millpond.errors import OptionError
-from millpond.kernels import backends, eviction, gpu, ops, reference
-from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
-from millpond.kernels.pages import PageArrays
+# skips this file where Triton is missing, before the kernels need it
 from tests.helpers.kernels.triton_make import (
     DECODE,
     DEVICE,
@@ -32,6 +28,12 @@ from tests.helpers.kernels.triton_make import (
     random_table,
     seeds,
 )
+
+# isort: split
+from millpond.errors import OptionError
+from millpond.kernels import backends, eviction, gpu, ops, reference
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.pages import PageArrays
 
 rules = st.builds(
     DecodeRule,

@@ -9,9 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-# isort: split  (the import above skips this file where Triton is missing, before the kernels need it)
-from millpond.kernels import gpu, reference
-from millpond.kernels.decode_rules import Reduce
+# skips this file where Triton is missing, before the kernels need it
 from tests.helpers.kernels.triton_make import (
     DEVICE,
     DTYPES,
@@ -21,6 +19,10 @@ from tests.helpers.kernels.triton_make import (
     quick,
     seeds,
 )
+
+# isort: split
+from millpond.kernels import gpu, reference
+from millpond.kernels.decode_rules import Reduce
 
 
 @quick
