@@ -1,4 +1,4 @@
-"""Stack: the caches of all layers for a batch of sequences, which move together."""
+"""The caches of all layers for a batch of sequences, which are joined, selected and swapped together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FiniteCheck: whether attention became NaN, without making a step wait for the device."""
+"""Detection of NaN in attention, without a decoding step waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BySequence: a value for some sequences of a batch, which follows them when they are chosen anew."""
+"""One value per sequence of a batch, which follows the sequences when a batch is selected or joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrefixTree: the pages of prompts that were read, for other prompts that begin alike.
+"""A tree of the pages of prompts that were read, for other prompts that begin alike.
 
 What a page of a prompt holds before anything is planned depends on the tokens up to its end alone. So these pages are
 kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known

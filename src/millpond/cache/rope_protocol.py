@@ -1,4 +1,4 @@
-"""Rotation: what the cache asks of a model's rotary embedding."""
+"""Protocol of a model's rotary embedding, as the cache uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer: one completion while it grows."""
+"""State of one completion while it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group: the answers that decode together, since their caches are kept in the same way."""
+"""Requests that decode together, since their caches have the same method, budget and format."""
 
 from __future__ import annotations
 

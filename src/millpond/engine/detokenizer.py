@@ -1,4 +1,4 @@
-"""Writer: the text of one completion, token by token, never to be taken back.
+"""Incremental detokenization: the text of one completion, token by token, never taken back.
 
 A tokenizer can only decode whole sequences: a character may be spread over several tokens, and a token may lose its
 space at the beginning. So each new token is decoded together with the few before it, and what that adds is new text.

@@ -1,4 +1,4 @@
-"""Recipes: the groups of an engine, by how their caches are kept, and the pools that they share."""
+"""The decode groups of an engine, by cache options, and the pools that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission: the bytes of pages that a request will hold, before it holds any."""
+"""Bytes of pages that a request will hold, computed before it holds any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runner: one step of the model, for groups that decode and prompts that are read."""
+"""One step of the model, for groups that decode and prompts that are read."""
 
 from __future__ import annotations
 

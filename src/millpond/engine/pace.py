@@ -1,4 +1,4 @@
-"""Pace: how much longer a step may take because of clients who have had more service than others in it.
+"""How much longer a step may take because of clients who have had more service than others in it.
 
 What they add to steps is owed to the others, and paid back in steps without them, so that whoever has had less goes at
 half the speed at least that it would have without them. It sees no clock: seconds are given to it.

@@ -1,4 +1,4 @@
-"""Room: requests leave the pool when pages run short, and come back."""
+"""Preempts requests when pages run out, and resumes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharing: prompts that begin alike read what they have in common once."""
+"""Prefix sharing: the common beginning of prompts is read once."""
 
 from __future__ import annotations
 

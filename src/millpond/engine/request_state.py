@@ -1,4 +1,4 @@
-"""Live: one request while the engine works on it."""
+"""State of one in-flight request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intake: from a request to what the engine works on, or a refusal that says why."""
+"""Validation of a request, and the state that the engine keeps of it."""
 
 from __future__ import annotations
 

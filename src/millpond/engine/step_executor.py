@@ -1,4 +1,4 @@
-"""Turn: what one step of an engine does: tokens of prompts are read, next tokens are chosen, prompts are planned."""
+"""Runs one step of the engine: reads parts of prompts, samples next tokens, plans prompts that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StopFinder: the first of several texts in a text that comes in pieces."""
+"""The first of several stop strings in a text that comes in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""switch: another attention for the models of a configuration, until its last user has gone."""
+"""Another attention for the models of a configuration, until its last user is gone."""
 
 from __future__ import annotations
 

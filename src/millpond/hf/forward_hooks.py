@@ -1,4 +1,4 @@
-"""Passes: follows the forward passes of the model that a cache was made for, so that no other model can use it."""
+"""Hooks on the forward passes of the model that a cache was made for, so that no other model can use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""use_generate: inside a cache's `with` block the model's `generate` uses it, and no prompt is read half by mistake."""
+"""`generate` inside a cache's `with` block: it uses the cache, and refuses a prompt that does not go on from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plain: the mode in which a cache works on its memory, whatever mode its caller is in."""
+"""The autograd mode in which a cache works on its memory, whatever the caller's mode."""
 
 from __future__ import annotations
 

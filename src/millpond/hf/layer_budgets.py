@@ -1,4 +1,4 @@
-"""Budgets: from what a user asked of the whole cache to entries per KV head of one layer of one sequence."""
+"""Entries per KV head of one layer and sequence, from the budget of the whole cache."""
 
 from __future__ import annotations
 

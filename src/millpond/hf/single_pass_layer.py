@@ -1,4 +1,4 @@
-"""PassLayer: one layer of a cache that lives for one pass over whole texts, and remembers nothing of earlier tokens."""
+"""One layer of a cache that lives for one pass over whole texts."""
 
 from __future__ import annotations
 

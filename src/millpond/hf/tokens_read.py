@@ -1,4 +1,4 @@
-"""TextRead: the ids of every column that a cache has read, to tell whether a prompt goes on where it ended."""
+"""The ids of every column that a cache has read, to tell whether a prompt continues it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leaves: the rules of `DecodeRule` in plain torch, the truth that the kernels are held to."""
+"""Eviction order of each `DecodeRule` in plain torch; the reference for the native kernels."""
 
 from __future__ import annotations
 

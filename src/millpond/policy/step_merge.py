@@ -1,4 +1,4 @@
-"""SlotPlan: what of a policy `ops.merge_slots` does behind each decoding step, in place of a plan."""
+"""The part of a merging policy that `ops.merge_slots` runs after each decoding step, without a plan."""
 
 from __future__ import annotations
 

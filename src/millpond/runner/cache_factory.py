@@ -1,4 +1,4 @@
-"""Recipe: how the caches of some requests are made: a method with its options, a budget and a number format."""
+"""Makes the caches of requests with one method, budget and number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LeanRunner: the forward of a model without its modules, where it gives what the modules give."""
+"""A model's forward pass without its modules, where it equals that of the modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PackedPass: the cache of one pass over the tokens of many sequences, cut into segments at each attention."""
+"""The cache of one pass over the tokens of many sequences, cut into segments at each attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PackedModel: one forward pass over the tokens of many sequences, each of which attends to its own cache.
+"""One forward pass over the tokens of many sequences, each of which attends to its own cache.
 
 The tokens lie behind each other in one row, so every linear layer reads its weights once for all of them. At each
 attention the row is cut into segments: the next tokens of a group of decoding sequences, which one call serves, or

@@ -1,4 +1,4 @@
-"""Gate: who may come in. It counts what is under way, refuses what would wait too long, and empties the house."""
+"""Admission control: counts requests in flight, rejects what would wait too long, and drains on shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections: how many there are, and how long one may keep the server waiting.
+"""Limits of connections: how many there are, and how long one may keep the server waiting.
 
 uvicorn limits the time between two requests, and neither that of a header nor that of an answer that nobody reads. So
 its protocol for HTTP is extended: a connection that sends no whole header in time, or stops reading its answer, is

@@ -1,4 +1,4 @@
-"""Job: what is to be answered, and how the answer is written down, whole or as events."""
+"""A generation job: the requests of one HTTP request and the format of their answer."""
 
 from __future__ import annotations
 

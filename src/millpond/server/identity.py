@@ -1,4 +1,4 @@
-"""Clients: who asks, what they may, and what of theirs others may share."""
+"""Identity of clients: who sends a request, its limits, and what it may share with others."""
 
 from __future__ import annotations
 

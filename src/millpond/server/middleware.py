@@ -1,4 +1,4 @@
-"""What every request passes before it is read: the API key, and the length and time of its body. Plain ASGI."""
+"""Middleware run before a body is parsed: API key, and limits on the length and time of the body. Plain ASGI."""
 
 from __future__ import annotations
 

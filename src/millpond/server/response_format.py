@@ -1,4 +1,4 @@
-"""Voices: the same answer as a completion and as a chat, whole and piece by piece."""
+"""Formats an answer as a completion or a chat message, whole or streamed."""
 
 from __future__ import annotations
 

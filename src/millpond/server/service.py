@@ -1,4 +1,4 @@
-"""Service: a request for text on its way from fields to an answer, whole or streamed."""
+"""Runs a request from its parsed body to an answer, whole or streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor: how long reading so many bytes once takes on the threads of the engines; no step of decoding takes less."""
+"""The lower bound of a decoding step: reading weights and kept entries once, on the threads of the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask: one request of a load, before it is sent."""
+"""One request of a load, before it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expansion: per-head keys and values that a model made of latents, and attention to them (MLA)."""
+"""Attention over per-head keys and values that a model expands from latents (MLA)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: how queries of one layer meet entries: many at once, one per sequence, and once more for a plan."""
+"""Attention of one layer over its pages: of a prompt, of one token per sequence, and of recorded queries for a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots: what lies in every slot of some regions, in both parts, for choices that are not the decode kernel's."""
+"""Every slot of some regions, unquantized and quantized, for eviction orders that are not the decode kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stepper: one token per sequence through a layer: room before attention, and what follows it."""
+"""One decoding step of a layer: room for the new entry, attention, and what follows eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journal: take back draft tokens exactly, after entries have been evicted to make room for them.
+"""Exact rollback of draft tokens, after entries were evicted to make room for them.
 
 A pass that may be taken back holds tokens that are certain and then draft tokens. The certain ones are taken in as
 ever. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token

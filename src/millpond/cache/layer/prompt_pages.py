@@ -1,4 +1,4 @@
-"""PromptPages: where the entries of a prompt lie until its plan: in the dtype that the model computes in.
+"""Pages of a prompt's entries until its plan, in the dtype that the model computes in.
 
 Tokens of one pass attend to each other as the model made them. Where pages hold fewer bits, tokens of two passes would
 not, and where a prompt is cut would change the result. So a prompt that is planned at its end lies in pages of the

@@ -1,4 +1,4 @@
-"""Account: several page pools that together never hold more than one limit."""
+"""One memory limit for several page pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PageRows: which pages of a pool the regions of a table hold, and who else may hold them.
+"""The pages that the regions of a table hold, and whether others hold them too.
 
 Knows page ids and holders; nothing of entries, lengths or what lies in a page.
 """

@@ -1,4 +1,4 @@
-"""RegionTable: the page ids and lengths of every region (KV head of a sequence) of one layer."""
+"""Page ids and lengths of every region (KV head of a sequence) of one layer."""
 
 from __future__ import annotations
 

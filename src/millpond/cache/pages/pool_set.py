@@ -1,4 +1,4 @@
-"""Pools: the page pools of caches of one kind, one per shape and format of entry."""
+"""The page pools of caches of one kind, one per shape and format of entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traits: what a number format learns of a prompt before the first of its entries is sealed."""
+"""Statistics of a prompt that a number format needs before it quantizes the first entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PackedPool: pages of codes; see `RefCountedPool`."""
+"""A pool of pages of codes; see `RefCountedPool`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed: the packed part of a table's regions: entries as codes, in pages of a pool of their own.
+"""The quantized part of a table's regions: entries as codes, in pages of a pool of their own.
 
 What is sealed is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in its
 slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.

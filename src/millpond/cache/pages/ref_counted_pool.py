@@ -1,4 +1,4 @@
-"""CountedPages: pages of one shape, handed out and taken back, with reference counts and a hard limit.
+"""Pages of one shape with reference counts and a hard limit.
 
 A page with more than one holder is never written. The pool knows nothing of sequences, heads or policies, nor of what
 lies in its pages.

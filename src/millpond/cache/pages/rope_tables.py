@@ -1,4 +1,4 @@
-"""Ropes: the rotations of a model's keys as tables, which grow with the text."""
+"""Rotations of a model's keys as tables that grow with the text."""
 
 from __future__ import annotations
 

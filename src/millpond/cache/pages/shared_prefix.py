@@ -1,4 +1,4 @@
-"""SharedRuns: runs of pages that several sequences of a batch begin with, attended to once for all of them.
+"""Runs of pages that several sequences of a batch begin with, attended to once for all of them.
 
 The two-phase partition of ChunkAttention (Ye et al., 2024, section 3.2): queries of all sharers meet a shared run
 together, then each sequence decodes over what is its own, and the parts are put together by their log-sum-exp.

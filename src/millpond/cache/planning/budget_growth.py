@@ -1,4 +1,4 @@
-"""Budgets that follow a text while it is decoded."""
+"""Grows ratio budgets as the sequence grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rivals: the heads of a full layer compete for its budget in a decoding step, and memory follows."""
+"""Reallocation of a layer's budget between heads in a decoding step, with their pages resized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner: when one layer plans, under which budget, and how a plan is carried out."""
+"""Plans of one layer: when to plan, under which budget, and how a plan changes the pages."""
 
 from __future__ import annotations
 

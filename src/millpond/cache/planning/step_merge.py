@@ -1,4 +1,4 @@
-"""SlotMerger: behind a decoding step the regions of one layer merge back to their budgets, in one native call."""
+"""Merging after a decoding step: the regions of a layer return to their budgets in one native call."""
 
 from __future__ import annotations
 

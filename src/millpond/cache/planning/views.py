@@ -1,4 +1,4 @@
-"""Views: what a policy sees of one sequence of a layer, of its entries and beside them."""
+"""Views of one sequence of a layer for a policy: its entries, and signals about them."""
 
 from __future__ import annotations
 

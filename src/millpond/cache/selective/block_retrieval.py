@@ -1,4 +1,4 @@
-"""Recall: attention to sinks, the newest entries and the blocks that are looked up, over a cache that keeps all."""
+"""Attention to sinks, the newest entries and retrieved blocks, over a cache that stores everything (InfLLM)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Focus: how a layer attends where a policy stores everything and attends to less of it."""
+"""Selective attention: everything is stored, but each query reads only part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skip: attention of a prompt to the patterns of its heads alone; what they leave out is not computed."""
+"""Sparse attention of a prompt: only the patterns of its heads are computed (MInference)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headwise: what a layer does where each KV head has a rule of its own (`HeadRulesPolicy`).
+"""State of a layer whose KV heads have rules of their own (`HeadRulesPolicy`, FastGen).
 
 The prompt's queries are kept until the heads' rules are chosen. While decoding the kernel stores every new token; then
 each head lets go of what its rule does not keep, the new token among it, and its pages follow.

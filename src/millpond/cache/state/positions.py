@@ -1,4 +1,4 @@
-"""Timeline: which token of each sequence a forward pass holds, counted once for all layers."""
+"""Positions of the tokens of each forward pass, counted once for all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QueryMemory: what a layer keeps of the queries of its sequences, for scores that ask for them."""
+"""Recent queries of each sequence, for scores that need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peek: what tokens that are not taken in look at, the largest attention that each entry receives from them."""
+"""Records the largest attention that each entry receives from tokens that are run but not stored (KVzip)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rolling: cache-relative positions by exact rotation (StreamingLLM's position rule, for keys stored after RoPE).
+"""Cache-relative positions by exact rotation of keys that were stored after RoPE (StreamingLLM).
 
 Attention sees distances only. Recent entries and the query already have the right distances to each other; only the
 sinks lie too far back once entries between them and the recent ones have left. So before each pass the sinks, kept

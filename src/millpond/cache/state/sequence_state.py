@@ -1,4 +1,4 @@
-"""Companions: what a layer remembers of its sequences beside their entries; and the layer's state at one moment."""
+"""Per-sequence state that a layer keeps besides the KV entries, and a snapshot of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TokenIds: the id of every token of each sequence, by position, for policies that look at tokens."""
+"""The id of every token of each sequence, by position, for policies that look at tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwapFiles: what was carried out of the pools, in files, so that it takes no memory while it waits.
+"""Files for pages that were swapped out of the pools.
 
 A file holds the bytes of pages as they were. It belongs to the process that wrote it: it is read back once and then
 goes, and what is left goes with `SwapFiles.close`.

@@ -1,4 +1,4 @@
-"""Reading: prompts of tokens through one method, each a batch at a time. Knows nothing of other people's harnesses."""
+"""Runs batches of tokenized prompts through one method, for adapters of other harnesses."""
 
 from __future__ import annotations
 

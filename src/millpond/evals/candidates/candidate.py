@@ -1,4 +1,4 @@
-"""Contenders: what opens the cache in which a batch of prompts is read."""
+"""Candidates: what opens the cache in which a batch of prompts is read."""
 
 from __future__ import annotations
 

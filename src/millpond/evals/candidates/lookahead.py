@@ -1,4 +1,4 @@
-"""Foresight: the full cache runs ahead over a batch, so that what it will attend to is known beforehand."""
+"""A run of the full cache ahead of a batch, so that what it will attend to is known beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""oracle: the upper bound of eviction, which knows what the full cache will attend to."""
+"""The upper bound of eviction, which knows what the full cache will attend to."""
 
 from __future__ import annotations
 

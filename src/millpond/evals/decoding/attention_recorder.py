@@ -1,4 +1,4 @@
-"""Tap: writes down what the layers of a cache attend with, so that their attention can be worked out again."""
+"""Records queries, keys and values of each layer of a cache, to recompute its attention."""
 
 from __future__ import annotations
 

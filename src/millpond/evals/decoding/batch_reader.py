@@ -1,4 +1,4 @@
-"""Reader: sequences of different lengths that one model reads into one evicting cache, side by side."""
+"""Reads sequences of different lengths with one model into one evicting cache."""
 
 from __future__ import annotations
 

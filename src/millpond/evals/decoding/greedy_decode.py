@@ -1,4 +1,4 @@
-"""Answers: greedy decoding with the evicting cache, a batch of rows at a time."""
+"""Greedy decoding with the evicting cache, a batch of rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses: how far an eviction moves the output of each attention layer, with Ada-KV's bound beside it."""
+"""How far eviction moves the output of each attention layer, with Ada-KV's bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: which methods, budgets, codecs, tasks and protocols are crossed, checked before a model is loaded."""
+"""The plan of a run: methods, budgets, codecs, tasks and protocols, checked before a model is loaded."""
 
 from __future__ import annotations
 

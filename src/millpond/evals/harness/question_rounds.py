@@ -1,4 +1,4 @@
-"""Rounds: what is asked of which row, when, in each protocol. Knows nothing of how answers are made or scored."""
+"""Rounds of questions: which row is asked what, and when, in each protocol."""
 
 from __future__ import annotations
 

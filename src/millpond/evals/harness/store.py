@@ -1,4 +1,4 @@
-"""Store: the folder of a run. Records are appended as they come, so that an interrupted run goes on where it was.
+"""The folder of a run; records are appended as they come, so that an interrupted run can be resumed.
 
 `run.json` says what was run, `samples.jsonl` holds one `Record` a line, `summary.json` a list of `SummaryRow`s.
 """

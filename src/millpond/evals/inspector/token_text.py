@@ -1,4 +1,4 @@
-"""Pieces: the text of each token of a prompt and of its continuation, so that all pieces joined are the text."""
+"""The text of each token of a prompt and its continuation, so that all pieces joined are the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings: the claims, and ours against kvpress, measured on the records of runs. They are kept as JSON.
+"""The claims, and our methods against kvpress's, measured on the records of runs. They are kept as JSON.
 
 Records are too many to be committed, so what is said about pairs of them is: a list of `ClaimResult`s.
 """

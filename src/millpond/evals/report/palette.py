@@ -1,4 +1,4 @@
-"""Colours: one per method everywhere, and one scale of water for amounts. No drawing here."""
+"""Colours: one per method everywhere, and one scale for amounts."""
 
 from __future__ import annotations
 

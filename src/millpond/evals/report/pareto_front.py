@@ -1,4 +1,4 @@
-"""front: the settings that no other beats in both bytes and quality (the Pareto front)."""
+"""Pareto front of bytes and quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""use_lean_layers: while a model decodes on a CPU, run a decoder layer in a few native calls.
+"""Decoder layers in a few native calls while a model decodes on a CPU.
 
 A step of decoding spends more time between the operations of a layer (norms, rotary embedding, gates: some fifty small
 ones) than in its attention. Where a layer is built as Llama's is, the same arithmetic takes three calls.

@@ -1,4 +1,4 @@
-"""use_native_layers: while a model decodes on a CPU, its weights are read at the speed of memory, in few calls."""
+"""Native decoder layers and linear layers of one model, switched on while it decodes on a CPU."""
 
 from __future__ import annotations
 

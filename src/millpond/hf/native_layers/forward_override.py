@@ -1,4 +1,4 @@
-"""StandIn: another forward for some modules of a model, until its last user has gone."""
+"""Another forward for some modules of a model, until its last user is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""use_native_linears: while a model decodes on a CPU, read its weights at the speed of memory; prompts gain too."""
+"""Linear layers whose weights are read at the speed of memory on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rebuilder: lets a model say its prompt again over its own cache, and tells each layer what it looked at."""
+"""Lets a model repeat its prompt over its own cache, and hands each layer the attention of that pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entropies: watches a model's predictions, and tells each layer how little its new tokens were expected."""
+"""Entropy of a model's predictions, handed to each layer for its new tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: all layers of a decoder for rows that decode, in one foreign call."""
+"""All layers of a decoder for rows that decode, in one native call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block: one layer of a decoder over packed rows."""
+"""One layer of a decoder over packed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder: the forward of a whole model over packed rows."""
+"""The forward of a whole model over packed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""describe: what a transformers model is made of, as a Decoder."""
+"""The parts of a transformers model, described as a `Decoder`."""
 
 from __future__ import annotations
 

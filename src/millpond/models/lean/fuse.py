@@ -1,4 +1,4 @@
-"""together: linear layers that read the same rows, their weights behind each other without a second copy of them.
+"""Linear layers that read the same rows, with their weights joined and no second copy.
 
 `own` moves what is not fused, so that the file that a model was loaded from need not stay in memory beside it.
 """

@@ -1,4 +1,4 @@
-"""block_of: what a decoder layer of a transformers model is made of, read from its modules."""
+"""The parts of a decoder layer, read from the modules of a transformers model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch: whether the modules that a pass goes around are still what they were."""
+"""Detects modules that were replaced or changed since a native pass was prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PromptHeads: head allocations that look at what there is before they share out."""
+"""Head budgets computed from the prompt."""
 
 from __future__ import annotations
 

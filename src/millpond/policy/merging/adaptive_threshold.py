@@ -1,4 +1,4 @@
-"""RecallNearest: of what leaves, whatever is alike enough is merged; the threshold follows what was met (D2O)."""
+"""Merges evicted entries that are similar enough to a kept one; the threshold follows the similarities seen (D2O)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IntoNext: values that leave are spread over the entries right behind them (CaM)."""
+"""Spreads the values of evicted entries over the entries that follow them (CaM)."""
 
 from __future__ import annotations
 

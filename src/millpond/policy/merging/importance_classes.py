@@ -1,4 +1,4 @@
-"""IntoClasses: what still matters is merged into the kept entry that is like it in key and value, or dropped (EMS)."""
+"""Merges important evicted entries into the kept entry of most similar key and value, and drops the others (EMS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IntoAnchors: entries that leave are averaged into the nearest entry that the score chose (Elastic Cache)."""
+"""Averages evicted entries into the nearest entry that the score chose (Elastic Cache)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IntoNearest: values that leave are taken into the entry whose key points most alike; keys stay as they are."""
+"""Merges the values of evicted entries into the entry of the most similar key; keys stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks: the entries of a head side by side, chunk of text by chunk of text, so that a chunk is one row."""
+"""Entries of a head arranged by chunk of text, so that a chunk is one row."""
 
 from __future__ import annotations
 

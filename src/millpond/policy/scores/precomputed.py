@@ -1,4 +1,4 @@
-"""GivenScore: numbers that were worked out beforehand, from outside the cache."""
+"""Scores computed beforehand, outside the cache."""
 
 from __future__ import annotations
 

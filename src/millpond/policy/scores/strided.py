@@ -1,4 +1,4 @@
-"""EvenlySpaced: a pattern of positions that does not look at the text, with or without heavy hitters beside it."""
+"""Patterns of positions that ignore the text, with or without heavy hitters."""
 
 from __future__ import annotations
 

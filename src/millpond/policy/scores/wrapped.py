@@ -1,4 +1,4 @@
-"""OverScore: a score made of another one, which looks at what the other looks at."""
+"""Wraps another score and needs the same signals."""
 
 from __future__ import annotations
 

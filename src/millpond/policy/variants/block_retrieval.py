@@ -1,4 +1,4 @@
-"""RecallPolicy: everything is stored, and each step attends to a budget of it, looked up in blocks (InfLLM)."""
+"""Policies that store everything and attend to a budget of it, retrieved in blocks (InfLLM)."""
 
 from __future__ import annotations
 

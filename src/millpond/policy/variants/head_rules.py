@@ -1,4 +1,4 @@
-"""NestedPolicy: each KV head has the cheapest of five nested rules that keeps enough of its attention (FastGen)."""
+"""Policies that give each KV head the cheapest of five nested rules that keeps enough of its attention (FastGen)."""
 
 from __future__ import annotations
 

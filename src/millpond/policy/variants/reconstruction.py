@@ -1,4 +1,4 @@
-"""RebuildPolicy: entries count by how much the model needs them to say its prompt again (KVzip)."""
+"""Policies that score entries by how much the model needs them to repeat its prompt (KVzip)."""
 
 from __future__ import annotations
 

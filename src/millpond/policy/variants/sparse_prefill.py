@@ -1,4 +1,4 @@
-"""Pattern: which entries the queries of a prompt look at, head by head; what is left out is never computed."""
+"""Sparse patterns of a prompt, head by head; what they leave out is never computed."""
 
 from __future__ import annotations
 

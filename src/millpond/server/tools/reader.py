@@ -1,4 +1,4 @@
-"""Reader: takes calls out of a text that comes in pieces.
+"""Reads tool calls out of a text that comes in pieces.
 
 Each format is a parser that is fed one character at a time, so that it cannot matter how the text is cut. Text is
 passed on as soon as it cannot be part of a call any more, and arguments as soon as the call's name is read.

@@ -1,4 +1,4 @@
-"""CallVoice: a chat's answer whose calls of tools are taken out of the text."""
+"""Formats a chat answer whose tool calls are taken out of the text."""
 
 from __future__ import annotations
 
