@@ -1,0 +1,66 @@
+"""The library alone: without any extra it compresses and answers, and what needs one says which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from millpond.errors import OptionError
+from millpond.optional import require
+
+#: Keeps what the extras install from being found.
+BARE = """
+import sys
+
+EXTRAS = ("rich", "typer", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "markdown_it", "nh3", "xgrammar")
+sys.modules.update(dict.fromkeys(EXTRAS))
+"""
+LIBRARY = """
+import millpond as mp
+
+model, tokenizer = mp.load_model("pond-recall"), mp.load_tokenizer("pond-recall")
+text = "anna kettle " + "quiet rain " * 40 + "<ask> anna <is>"
+with mp.compress(model, method="h2o", budget="50%") as cache:
+    inputs = tokenizer(text, return_tensors="pt")
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    print(tokenizer.decode(out[0, -1]))
+with mp.LLM("pond-recall", method="snapkv", budget=64) as llm:
+    print(llm.generate(text, mp.SamplingParams(max_tokens=2, temperature=0))[0].completions[0].text.split()[-1])
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BARE + code], capture_output=True, text=True, check=False)
+
+
+def test_the_library_needs_no_extra() -> None:
+    done = run(LIBRARY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["kettle", "kettle"]
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("from millpond.cli import main; main()", "cli"),
+        ("import millpond.evals.report.plots.style", "plot"),
+        ("from millpond import LLM; list(LLM('pond-recall').stream(['a'], progress=True))", "cli"),
+    ],
+)
+def test_what_needs_an_extra_names_it(code: str, extra: str) -> None:
+    done = run(code)
+    assert done.returncode != 0
+    assert f"pip install 'millpond[{extra}]'" in done.stderr
+
+
+def test_a_library_that_is_there_is_handed_over() -> None:
+    assert require("json", "plot", "drawing").dumps([1]) == "[1]"
+
+
+def test_one_that_is_missing_is_an_option_error() -> None:
+    with pytest.raises(
+        OptionError, match=r"drawing needs nothing_here; install it with: pip install 'millpond\[plot\]'"
+    ):
+        require("nothing_here.deep", "plot", "drawing")
