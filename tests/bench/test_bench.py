@@ -100,9 +100,10 @@ def test_the_quick_preset_is_small() -> None:
 
 
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millpond.bench.generate import plan
     from millpond.bench.generate import run as generate
 
-    monkeypatch.setattr(generate, "QUICK", TINY)
+    monkeypatch.setattr(plan, "QUICK", TINY)
     monkeypatch.setattr(generate, "default_candidates", lambda budget: [ours("h2o", budget), stock("dynamic")])
     result = CliRunner().invoke(app, ["bench", "generate", "--quick", "--repeats", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -72,13 +72,13 @@ def test_a_target_holds_or_is_missed() -> None:
 
 
 def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench.generate import run as generate
+    from millpond.bench.generate import plan
 
     def missing(*_: object, **__: object) -> None:
         raise ImportError("You need to install optimum-quanto")
 
     monkeypatch.setattr(codec_candidates, "QuantizedCache", missing)
-    monkeypatch.setattr(generate, "QUICK", GeneratePlan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
+    monkeypatch.setattr(plan, "QUICK", GeneratePlan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
     command = ["bench", "generate", "--quick", "--codec", "int4,int8", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

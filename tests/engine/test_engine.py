@@ -14,7 +14,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.errors import BudgetError, NumericsError, OptionError, UnsupportedModelError
 from millpond.models.load import load_model, load_tokenizer
 from tests.helpers.engine.helpers import add, alone, ask, engine_for, finish, greedy, prompt, tokens
-from tests.helpers.hf.families import shared_model, tiny_llava
+from tests.helpers.hf.families import family, shared_model, tiny_llava
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_models_that_cannot_run_packed() -> None:
 
 
 def test_close_gives_the_model_its_attention_back() -> None:
-    model = shared_model("llama")
+    model = family("llama").make()  # that no other test uses
     before = model.config._attn_implementation
     engine = Engine(model)
     assert model.config._attn_implementation != before

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def run(number: int, quiet: int, rest_s: float, *more: str) -> Course:
         assert others.stdin is not None
         assert others.stdout is not None
         assert others.stdout.readline() == "ready\n"
-        assert client.post("/v1/chat/completions", WARM).status_code == 200  # which starts what compiles grammars
+        if find_spec("xgrammar") is not None:
+            assert client.post("/v1/chat/completions", WARM).status_code == 200  # which starts what compiles grammars
         course.before = client.wait_for(quiet)
         held = server.resident_bytes()
         begin = len(client.answers)
