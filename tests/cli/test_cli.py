@@ -250,10 +250,12 @@ def test_demo_shows_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     text = right(
         "demo", "--out", str(tmp_path), "--length", "256", "--questions", "8", "--methods", "full,h2o,window"
     ).stdout
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if " of 8 " in line}
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if "%" in line and " of 8 " in line}
     assert set(rows) == {"full", "h2o", "window"}
     assert int(rows["full"][1]) >= int(rows["h2o"][1]) > int(rows["window"][1])
-    assert "before any question is seen" in " ".join(text.split())
+    flat = " ".join(text.split())
+    assert "before any question is seen" in flat
+    assert f"h2o answers {rows['h2o'][1]} of 8 and window {rows['window'][1]}" in flat
     picture = tmp_path / "kept-positions.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000

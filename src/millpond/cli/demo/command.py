@@ -14,7 +14,15 @@ from millpond.optional import require
 if TYPE_CHECKING:
     from millpond.cli.demo.task import DemoOutcome
 
-METHODS = "full,h2o,ada,snapkv,streaming,window"
+METHODS = "full,keydiff,kvzip,h2o,snapkv,streaming,window"
+#: What each method is recommended for, as the README says.
+USES = {
+    "keydiff": "later questions",
+    "kvzip": "later questions",
+    "h2o": "a strict budget",
+    "snapkv": "a known question",
+    "streaming": "endless text",
+}
 PICTURE = "kept-positions.png"
 PROTOCOL = (
     "The text is compressed before any question is seen; each question then goes on from its own copy of the cache."
@@ -53,8 +61,22 @@ def demo(
                 outcomes.append(run_method(model, task, name, budget))
     screen.print(_table(outcomes))
     screen.print(f"\n[dim]tok/s: all {questions} questions at once, the fastest decoding step.[/]")
+    screen.print(_lesson(outcomes))
     draw(outcomes, task.pairs, task.length, out / PICTURE, f"What is kept of {task.length:,} tokens at {budget}")
     screen.print(f"Which positions each head kept: {out / PICTURE}", soft_wrap=True)
+
+
+def _lesson(outcomes: list[DemoOutcome]) -> str:
+    """What the table shows, in one sentence."""
+    small = [one for one in outcomes if one.share < 0.9]
+    first = max(small or outcomes, key=lambda one: one.right)
+    last = min(small or outcomes, key=lambda one: one.right)
+    if first.right == last.right:
+        return f"Every compressed cache answers {first.right} of {first.asked}."
+    return (
+        f"In about the same memory {first.method} answers {first.right} of {first.asked} and {last.method} "
+        f"{last.right}: the choice of entries counts, and these questions came after the text."
+    )
 
 
 def _table(outcomes: list[DemoOutcome]) -> Table:
@@ -62,6 +84,7 @@ def _table(outcomes: list[DemoOutcome]) -> Table:
     table.add_column("method", style="bold")
     for heading in ("answers right", "KV held", "of full", "tok/s"):
         table.add_column(heading, justify="right")
+    table.add_column("recommended for")
     for outcome in outcomes:
         right = outcome.right / outcome.asked
         colour = "green" if right >= 0.8 else "yellow" if right >= 0.5 else "red"
@@ -71,5 +94,6 @@ def _table(outcomes: list[DemoOutcome]) -> Table:
             size(outcome.kv_bytes),
             f"{outcome.share:.0%}",
             f"{outcome.tokens_per_s:,.0f}",
+            USES.get(outcome.method, ""),
         )
     return table
