@@ -109,14 +109,15 @@ def check_answers(course: Course) -> None:
 
 
 def test_one_hostile_request_of_each_short_kind() -> None:
-    """One of each kind that is short, eight at a time. What a token may take is bounded loosely, since the machine may
-    be busy with other tests, and attackers share it: the long test holds the factor of two.
+    """One of each kind that is short, eight at a time. Other tests run on the same cores, so no factor can be measured
+    here: the long test, which runs alone, holds it. What this one holds is that nothing stands still, as it did for 9
+    to 34 seconds while bodies and schemas were read on the event loop or in the engine's thread.
     """
     course = run(len(set(ATTACKS) - LONG), 6, 1, "quick")
     print(course)
     check_nothing_is_lost(course)
     check_answers(course)
-    assert Pace.of(course.during).median < 8 * Pace.of(course.before).median
+    assert Pace.of(course.during).longest < 5
 
 
 @pytest.fixture(scope="module")
