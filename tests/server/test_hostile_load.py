@@ -120,6 +120,14 @@ def test_one_hostile_request_of_each_short_kind() -> None:
     assert Pace.of(course.during).longest < 5
 
 
+@pytest.mark.slow
+def test_one_of_each_short_kind_slows_a_token_down_less_than_eight_times() -> None:
+    """The factor of the test above, where no other test takes the cores."""
+    course = run(len(set(ATTACKS) - LONG), 6, 1, "quick")
+    print(course)
+    assert Pace.of(course.during).median < 8 * Pace.of(course.before).median
+
+
 @pytest.fixture(scope="module")
 def long_course() -> Course:
     found = run(2_000, 60, 20)
