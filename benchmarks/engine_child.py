@@ -3,7 +3,7 @@
 One JSON request per line in, one JSON answer per line out:
 
 * {"hello": true} -> {"versions": "..."}
-* {"load": {...}} -> {}: the settings of the parent's `Contestant`; comes once, before any reading.
+* {"load": {...}} -> {}: the settings of the parent's `EngineCandidate`; comes once, before any reading.
 * {"prompts": [[id, ...], ...], "new_tokens": n} -> {"prefill_s", "steps_ms", "kv_bytes"}: n steps in which every
   sequence gets a token, after the first token of the last of them.
 

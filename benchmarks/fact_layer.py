@@ -95,7 +95,7 @@ class SumsAndFacts:
 
 @dataclass(frozen=True)
 class Forced(Compressed):
-    """A contender: H2O, with the facts that will be asked for forced to stay in some layers."""
+    """A candidate: H2O, with the facts that will be asked for forced to stay in some layers."""
 
     layers: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)

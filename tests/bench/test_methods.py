@@ -22,7 +22,7 @@ from millpond.bench.methods import plan_clock
 from millpond.bench.methods import run as bench
 from millpond.bench.methods.candidate import MethodCandidate, MethodTiming
 from millpond.bench.methods.plan_clock import PlanClock
-from millpond.bench.methods.run import QUICK, MethodsPlan, enter
+from millpond.bench.methods.run import QUICK, MethodsPlan, candidates_of
 from millpond.bench.methods.timed_run import TimedRun, step_s
 from millpond.cli.app import app
 from millpond.errors import OptionError
@@ -43,11 +43,11 @@ def picked(*names: str, **plan: Any) -> MethodsPlan:
 
 
 def test_nobody_is_left_out_today() -> None:
-    entrants, left_out = enter(QUICK)
+    candidates, left_out = candidates_of(QUICK)
     assert left_out == []
-    assert [e.name for e in entrants] == [*METHODS.names(), "snapkv"]
-    assert [e.again for e in entrants] == [False] * len(METHODS.names()) + [True]
-    assert {e.name for e in entrants if e.given} >= {"fastgen", "kvzip"}
+    assert [e.name for e in candidates] == [*METHODS.names(), "snapkv"]
+    assert [e.again for e in candidates] == [False] * len(METHODS.names()) + [True]
+    assert {e.name for e in candidates if e.given} >= {"fastgen", "kvzip"}
 
 
 @pytest.fixture
@@ -67,25 +67,25 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_method_that_cannot_be_built_is_left_out_with_the_reason(odd: None) -> None:
-    entrants, left_out = enter(QUICK)
-    assert {e.name for e in entrants} == set(METHODS.names()) - {"needy", "grumpy"}
+    candidates, left_out = candidates_of(QUICK)
+    assert {e.name for e in candidates} == set(METHODS.names()) - {"needy", "grumpy"}
     reasons = {method["name"]: method["reason"] for method in left_out}
     assert reasons == {"grumpy": "not today", "needy": "needy has no default for table; name it, as needy:table=..."}
-    given = enter(replace(TINY, methods=(("needy", {"table": "1"}),)))[0]
+    given = candidates_of(replace(TINY, methods=(("needy", {"table": "1"}),)))[0]
     assert [(e.name, e.setting) for e in given] == [("snapkv", ""), ("needy", "table=1"), ("snapkv", "")]
 
 
 def test_what_is_asked_for_by_name_is_not_left_out(odd: None) -> None:
     with pytest.raises(OptionError, match="needy has no default for table"):
-        enter(picked("needy"))
+        candidates_of(picked("needy"))
     with pytest.raises(OptionError, match="did you mean 'snapkv'"):
-        enter(picked("snapvk"))
+        candidates_of(picked("snapvk"))
 
 
 def test_the_anchor_takes_part_and_once_more_without_a_bound() -> None:
-    assert [e.name for e in enter(picked("h2o"))[0]] == ["snapkv", "h2o", "snapkv"]
-    assert [e.name for e in enter(picked("h2o", "snapkv"))[0]] == ["h2o", "snapkv", "snapkv"]
-    other = enter(replace(TINY, methods=(("snapkv", {"decode": "evict"}),)))[0]
+    assert [e.name for e in candidates_of(picked("h2o"))[0]] == ["snapkv", "h2o", "snapkv"]
+    assert [e.name for e in candidates_of(picked("h2o", "snapkv"))[0]] == ["h2o", "snapkv", "snapkv"]
+    other = candidates_of(replace(TINY, methods=(("snapkv", {"decode": "evict"}),)))[0]
     assert [(e.setting, e.again) for e in other] == [("", False), ("decode=evict", False), ("", True)]
     assert other[0].kind == ("grows", 1.05)
     assert other[2].kind == ("noise: the same once more", None)
@@ -158,8 +158,8 @@ class Paced:
 def test_a_turn_is_compared_with_those_of_the_anchor_before_and_behind() -> None:
     """Of six methods at a time three stand between two turns of the anchor, whatever drifts over the whole race."""
     names = ["h2o", "ada", "tova", "rkv", "ems", "window"]
-    entrants, _ = enter(picked(*names, new_tokens=64))
-    anchor, others = entrants[0], entrants[1:7]
+    candidates, _ = candidates_of(picked(*names, new_tokens=64))
+    anchor, others = candidates[0], candidates[1:7]
     clock, log = [1.0], list[tuple[float, int]]()
     factors = {id(e): 1 + 0.5 * i for i, e in enumerate([anchor, *others])}
     courses: Any = {key: Paced(factor, clock, log) for key, factor in factors.items()}
@@ -167,9 +167,9 @@ def test_a_turn_is_compared_with_those_of_the_anchor_before_and_behind() -> None
     assert ratios[id(anchor)] == [1]
     turns = {e.name: len(ratios[id(e)]) for e in others}
     assert turns == {"h2o": 16, "ada": 16, "tova": 16, "rkv": 3, "ems": 8, "window": 16}
-    for entrant in others:
-        for ratio in ratios[id(entrant)]:
-            assert ratio / factors[id(entrant)] == pytest.approx(1, abs=0.2)  # 1.1^2 from an anchor, at most
+    for candidate in others:
+        for ratio in ratios[id(candidate)]:
+            assert ratio / factors[id(candidate)] == pytest.approx(1, abs=0.2)  # 1.1^2 from an anchor, at most
     places = [i for i, (factor, _) in enumerate(log) if factor == 1]
     assert places[0] == 0
     assert places[-1] == len(log) - 1
@@ -178,11 +178,11 @@ def test_a_turn_is_compared_with_those_of_the_anchor_before_and_behind() -> None
 
 
 def test_a_race_without_its_anchor_has_no_ratios() -> None:
-    entrants, _ = enter(picked("h2o"))
-    entrants[0].failure = "gone"
-    courses: Any = {id(entrants[1]): Paced(1.0, [1.0], [])}
-    assert bench._race(TINY, courses, entrants[0], entrants[1:2], random.Random(0)) == {
-        id(entrants[0]): [], id(entrants[1]): []
+    candidates, _ = candidates_of(picked("h2o"))
+    candidates[0].failure = "gone"
+    courses: Any = {id(candidates[1]): Paced(1.0, [1.0], [])}
+    assert bench._race(TINY, courses, candidates[0], candidates[1:2], random.Random(0)) == {
+        id(candidates[0]): [], id(candidates[1]): []
     }  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
 # ---------------------------------------------------------------------- the report
 
 
-def entrant(name: str, *readings: tuple[float, float, float, float], **options: str) -> MethodCandidate:
+def candidate(name: str, *readings: tuple[float, float, float, float], **options: str) -> MethodCandidate:
     made = MethodCandidate.of(name, options, 64)
     made.readings = [MethodTiming(prefill, plan, decode, 1000, 1, ratio) for prefill, plan, decode, ratio in readings]
     return made
@@ -210,8 +210,8 @@ def entrant(name: str, *readings: tuple[float, float, float, float], **options: 
 
 def test_medians_ratios_and_bounds() -> None:
     """The ratios of the readings count, not that of the medians, which may come of other seconds."""
-    anchor = entrant("snapkv", (2, 0.1, 10, 1), (4, 0.1, 20, 1), (2, 0.2, 10, 1))
-    slow = entrant("h2o", (3, 0.3, 12, 1.2), (3, 0.3, 36, 1.25), (9, 0.9, 99, 1.1)).as_dict(anchor)
+    anchor = candidate("snapkv", (2, 0.1, 10, 1), (4, 0.1, 20, 1), (2, 0.2, 10, 1))
+    slow = candidate("h2o", (3, 0.3, 12, 1.2), (3, 0.3, 36, 1.25), (9, 0.9, 99, 1.1)).as_dict(anchor)
     assert (slow["prefill_s"], slow["prefill_ratio"]) == (3, 1.5)
     assert slow["plan_share"] == pytest.approx(0.1)
     assert (slow["decode_ms"], slow["decode_ratio"], slow["decode_bound"]) == (36, 1.2, 1.15)
@@ -220,8 +220,8 @@ def test_medians_ratios_and_bounds() -> None:
     own = anchor.as_dict(anchor)
     assert (own["plan_share"], own["plan_holds"]) == (0.05, True)
     assert (own["decode_ratio"], own["decode_holds"]) == (1, True)
-    assert entrant("cam", (1, 0, 12, 1.2)).as_dict(anchor)["decode_holds"] is True
-    assert entrant("full", (1, 0, 99, 9.9)).as_dict(anchor)["decode_holds"] is None
+    assert candidate("cam", (1, 0, 12, 1.2)).as_dict(anchor)["decode_holds"] is True
+    assert candidate("full", (1, 0, 99, 9.9)).as_dict(anchor)["decode_holds"] is None
 
 
 def test_a_course_goes_on_where_it_stopped() -> None:

@@ -31,10 +31,10 @@ def answers(of: SummaryRow, scores: list[float], depths: list[float] | None = No
     ]
 
 
-def made(folder: Path, contenders: dict[str, list[float]], depths: list[float] | None = None, **other: object) -> Path:
-    """A run in which every contender has these scores at 5 % and at 20 %, on one task."""
+def made(folder: Path, candidates: dict[str, list[float]], depths: list[float] | None = None, **other: object) -> Path:
+    """A run in which every candidate has these scores at 5 % and at 20 %, on one task."""
     rows, records = [row("full", "t", 1.0)], []
-    for name, scores in contenders.items():
+    for name, scores in candidates.items():
         for budget in ("5%", "20%"):
             rows.append(row(name, "t", sum(scores) / len(scores), budget, **other))  # type: ignore[arg-type]
             records += answers(rows[-1], scores, depths)

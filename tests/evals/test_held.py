@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.candidates.candidate import find_candidate
 from millpond.evals.decoding.batch import PromptBatch, encode
 from millpond.evals.decoding.record import Protocol
 from millpond.evals.harness.evaluator import Evaluator
@@ -34,8 +34,8 @@ def test_the_kept_column_is_what_the_cache_keeps(
     method: str, protocol: Protocol, pond: tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Sample]]
 ) -> None:
     model, tokenizer, samples = pond
-    contender = find_contender(Spec.parse(method + OPTIONS.get(method, "")))
-    budget = "" if contender.keeps_all else "120"
+    candidate = find_candidate(Spec.parse(method + OPTIONS.get(method, "")))
+    budget = "" if candidate.keeps_all else "120"
     compare(model, tokenizer, samples, method + OPTIONS.get(method, ""), budget, "auto", protocol)
 
 
@@ -56,7 +56,7 @@ def compare(
     spec = Spec.parse(method)
     prompts = tuple(prompt for sample in samples for prompt in encode(sample, tokenizer, "generate", protocol))
     task = TASKS.get("recall")(length=320)
-    examiner = Evaluator("cell", model, tokenizer, task, find_contender(spec), budget, codec, limit=None)
+    examiner = Evaluator("cell", model, tokenizer, task, find_candidate(spec), budget, codec, limit=None)
     for prompt, record in zip(prompts, examiner.examine(PromptBatch(protocol, "generate", prompts)), strict=True):
         with (
             torch.inference_mode(),

@@ -41,7 +41,7 @@ def test_a_table_is_sorted_and_counted() -> None:
         ["`window`", "0.200 (0.180 to 0.220)", "0.300 (0.280 to 0.320)", "0.250", "27.5%", "200", "20.0%"],
     ]
     assert "200 questions a task, seed 7." in render(ROWS)
-    assert "whether one contender is ahead of another is said by pairs" in render(ROWS)
+    assert "whether one candidate is ahead of another is said by pairs" in render(ROWS)
 
 
 def test_what_reads_the_same_is_bold_together_and_references_never() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError
-from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.candidates.candidate import find_candidate
 from millpond.evals.candidates.oracle import Oracle, Tables, foresee, given
 from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch, encode
 from millpond.evals.decoding.batch_reader import BatchReader
@@ -240,11 +240,11 @@ def test_copies_keep_the_table_of_their_prompt() -> None:
 
 
 def test_it_can_be_named() -> None:
-    found = find_contender(Spec.parse("oracle:heads=ada:statistics=all:decode=evict"))
+    found = find_candidate(Spec.parse("oracle:heads=ada:statistics=all:decode=evict"))
     assert found == Oracle("all", "ada", "evict")
     assert not found.keeps_all
     with pytest.raises(OptionError, match="must be one of 'uniform', 'ada'"):
-        find_contender(Spec.parse("oracle:heads=all"))
+        find_candidate(Spec.parse("oracle:heads=all"))
     with pytest.raises(mp.BudgetError, match="must be at least 1"):
         found.check("0", "auto")
     with pytest.raises(OptionError, match="unknown codec"):
@@ -293,8 +293,8 @@ def test_recall_of_the_bundled_model() -> None:
     right = {}
     for name in ("oracle", "h2o"):
         with torch.inference_mode():
-            contender = find_contender(Spec.parse(name))
-            with contender.open(model, tokenizer, batch(one, kind="generate"), "10%", "auto") as cache:
+            candidate = find_candidate(Spec.parse(name))
+            with candidate.open(model, tokenizer, batch(one, kind="generate"), "10%", "auto") as cache:
                 reader = BatchReader(model, cache, [one.opening])
                 held = reader.held()[0]
                 reader.select([0] * len(asked))

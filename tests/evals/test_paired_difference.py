@@ -25,7 +25,7 @@ def test_the_mean_is_over_tasks_of_the_mean_over_questions() -> None:
 
 
 def test_it_sees_what_unpaired_intervals_would_not() -> None:
-    hard = [0.1 * (i % 10) for i in range(40)]  # samples differ far more than contenders do
+    hard = [0.1 * (i % 10) for i in range(40)]  # samples differ far more than candidates do
     found = difference({"t": records([score + 0.02 for score in hard])}, {"t": records(hard)}, seed=7)
     assert found.mean == pytest.approx(0.02)
     assert found.high - found.low < 0.01  # apart, means of such scores have intervals of 0.18 each

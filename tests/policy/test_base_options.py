@@ -12,7 +12,7 @@ from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.candidates.candidate import find_candidate
 from millpond.evals.spec import Spec
 from millpond.methods import METHODS
 from millpond.methods._base import base_spec
@@ -77,8 +77,8 @@ def test_every_door_takes_them() -> None:
     wanted = {("avg", 21, 4)}
     with mp.compress(llama(), "criticalkv", 8, **options) as cache:
         assert pools(cache.policy) == wanted
-    contender: Any = find_contender(Spec.parse("criticalkv:score=snapkv/pool=avg/window=4"))
-    assert pools(METHODS.get("criticalkv")(**contender.options)) == wanted
+    candidate: Any = find_candidate(Spec.parse("criticalkv:score=snapkv/pool=avg/window=4"))
+    assert pools(METHODS.get("criticalkv")(**candidate.options)) == wanted
     asked = CacheFields(method="criticalkv", budget=8, options=options)
     with LLM(llama()) as llm:
         (out,) = llm.generate(

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from millpond.cli.console import size
 from millpond.evals.decoding.record import SummaryRow
-from millpond.evals.harness.summary import asked_text, contender_name, score_text
+from millpond.evals.harness.summary import asked_text, candidate_name, score_text
 
 
 def score_table(rows: list[SummaryRow]) -> Group:
     """One table for each task and protocol, in the order in which those first came, the best row first in each."""
     codecs = len({row.codec for row in rows}) > 1
-    widest = max((len(contender_name(row)) for row in rows), default=0)
+    widest = max((len(candidate_name(row)) for row in rows), default=0)
     return Group(*(_part(group, codecs, widest) for group in _groups(rows)))
 
 
@@ -33,7 +33,7 @@ def _part(group: list[SummaryRow], codecs: bool, widest: int) -> Table:
     for row in group:
         score, interval = score_text(row)
         table.add_row(
-            escape(contender_name(row)), row.budget or "all", *([row.codec] if codecs else []), score,
+            escape(candidate_name(row)), row.budget or "all", *([row.codec] if codecs else []), score,
             f"[dim]{interval}[/]", f"{row.kept_share:.0%}", size(row.kv_bytes),
             f"[red]{row.failures}[/]" if row.failures else "0",
         )  # fmt: skip

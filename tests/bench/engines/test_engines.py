@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from millpond.bench.common.peer_process import PeerError, PeerProcess
 from millpond.bench.engines import candidates, run
-from millpond.bench.engines.candidates import FULL, Contestant, Kind
+from millpond.bench.engines.candidates import FULL, EngineCandidate, Kind
 from millpond.bench.engines.read_floor import Floor, weight_bytes
 from millpond.bench.engines.run import EngineEntry, EnginesPlan, EngineTiming
 from millpond.bench.engines.table import markdown
@@ -56,9 +56,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def fake(name: str, script: Path, setting: str = "full", slow: float = 1.0, bad: int = 0) -> Contestant:
+def fake(name: str, script: Path, setting: str = "full", slow: float = 1.0, bad: int = 0) -> EngineCandidate:
     kind = Kind(name, Path(sys.executable), script, "nobody", lambda weights: weights.folder)
-    return Contestant(kind, setting, lambda *_: {"slow": slow, "bad": bad})
+    return EngineCandidate(kind, setting, lambda *_: {"slow": slow, "bad": bad})
 
 
 def by_label(data: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
@@ -93,12 +93,12 @@ def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) ->
 
 
 def test_an_engine_that_cannot_load_or_is_not_there_is_skipped_with_a_reason(script: Path, tmp_path: Path) -> None:
-    absent = Contestant(
+    absent = EngineCandidate(
         Kind("absent", tmp_path / "python", script, "benchmarks/absent_env.sh", Weights.saved), "full", lambda *_: {}
     )
     broken = tmp_path / "broken.py"
     broken.write_text("import sys; sys.exit('cannot convert')")
-    bad = Contestant(
+    bad = EngineCandidate(
         Kind("bad", Path(sys.executable), script, "nobody", lambda w: w.converted("y", Path(sys.executable), broken)),
         "full", lambda *_: {},
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from millpond.evals.candidates.candidate import find_contender
+from millpond.evals.candidates.candidate import find_candidate
 from millpond.evals.decoding.batch import batches, encode
 from millpond.evals.decoding.record import Protocol, Record
 from millpond.evals.harness.evaluator import Evaluator
@@ -79,7 +79,7 @@ def examined(
 ) -> list[Record]:  # fmt: skip
     """The records of all samples of a task."""
     model = model or tiny_model()
-    who = find_contender(Spec.parse(method))
+    who = find_candidate(Spec.parse(method))
     examiner = Evaluator("cell", model, tiny_tokenizer(), task, who, budget, "auto", limit)
     prompts = [p for s in task.items for p in encode(s, tiny_tokenizer(), task.kind, protocol)]
     return [r for batch in batches(prompts, task.kind, protocol, size) for r in examiner.examine(batch)]

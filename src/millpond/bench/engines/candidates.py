@@ -37,7 +37,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class EngineCandidate:
     """An engine in one setting.
 
     Attributes:
@@ -65,7 +65,7 @@ def engine(name: str, python: Path, script: str, converter: str) -> Kind:
     return Kind(name, python, SCRIPTS / f"{script}_engine.py", f"benchmarks/{script}_env.sh", model)
 
 
-def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Contestant]:
+def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[EngineCandidate]:
     """Our engine: the full cache, each method at the budget, and the full cache in each codec.
 
     Raises:
@@ -73,9 +73,9 @@ def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Con
     """
     kind = Kind("millpond", Path(sys.executable), SCRIPTS / "millpond_engine.py", "make install", Weights.saved)
 
-    def one(setting: str, method: str, share: str | None, codec: str | None) -> Contestant:
+    def one(setting: str, method: str, share: str | None, codec: str | None) -> EngineCandidate:
         settings = {"method": method, "budget": share, "codec": codec, "step_tokens": STEP_TOKENS}
-        return Contestant(kind, setting, lambda *_: settings)
+        return EngineCandidate(kind, setting, lambda *_: settings)
 
     for method in methods:
         METHODS.get(method)
@@ -88,7 +88,7 @@ def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Con
     ]
 
 
-def openvino(python: Path, budget: str, evicting: str) -> list[Contestant]:
+def openvino(python: Path, budget: str, evicting: str) -> list[EngineCandidate]:
     """OpenVINO GenAI: 16 bits and whole prompts in a step, its eviction at our bytes, and its own defaults.
 
     `evicting`: the label of ours that its eviction is compared with.
@@ -97,17 +97,17 @@ def openvino(python: Path, budget: str, evicting: str) -> list[Contestant]:
     share = float(Budget.parse(budget).amount)
     base = {"keep": 0, "step_tokens": STEP_TOKENS, "defaults": False}
     return [
-        Contestant(kind, "full", lambda *_: base),
-        Contestant(kind, f"eviction {budget}", lambda _, n, __: {**base, "keep": int(share * n)}, evicting),
-        Contestant(kind, "full, its defaults", lambda *_: {**base, "defaults": True}),
+        EngineCandidate(kind, "full", lambda *_: base),
+        EngineCandidate(kind, f"eviction {budget}", lambda _, n, __: {**base, "keep": int(share * n)}, evicting),
+        EngineCandidate(kind, "full, its defaults", lambda *_: {**base, "defaults": True}),
     ]
 
 
-def llamacpp(python: Path) -> list[Contestant]:
+def llamacpp(python: Path) -> list[EngineCandidate]:
     """llama.cpp: keys and values in 16 bits."""
     kind = engine("llama.cpp", python, "llamacpp", "gguf_model.py")
 
     def settings(batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
         return {"cache": "f16", "batch": batch, "room": prompt + new_tokens + 1, "step_tokens": STEP_TOKENS}
 
-    return [Contestant(kind, "full", settings)]
+    return [EngineCandidate(kind, "full", settings)]

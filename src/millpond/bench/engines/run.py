@@ -17,7 +17,7 @@ from typing import Any
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.common.peer_process import TIMEOUT_S, PeerError, PeerProcess
-from millpond.bench.engines.candidates import Contestant
+from millpond.bench.engines.candidates import EngineCandidate
 from millpond.bench.engines.read_floor import Floor, weight_bytes
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
@@ -65,9 +65,9 @@ class EngineTiming:
 
 @dataclass
 class EngineEntry:
-    """A contestant in one cell: its process, and its readings by turn."""
+    """A candidate in one cell: its process, and its readings by turn."""
 
-    contestant: Contestant
+    candidate: EngineCandidate
     child: PeerProcess
     readings: dict[int, EngineTiming] = field(default_factory=dict)
     failure: str = ""
@@ -93,11 +93,11 @@ class EngineEntry:
 
 
 def run(
-    plan: EnginesPlan, contestants: Sequence[Contestant], folder: Path, progress: Callable[[str],
+    plan: EnginesPlan, candidates: Sequence[EngineCandidate], folder: Path, progress: Callable[[str],
     None] = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure every contestant in every cell; returns what `markdown` writes.
+    """Measure every candidate in every cell; returns what `markdown` writes.
 
     Models are kept in `folder`. After each cell `keep` is handed what is known so far.
     """
@@ -112,24 +112,24 @@ def run(
         "seed": plan.seed, "engines": notes, "results": rows,
     }  # fmt: skip
     for cell in plan.cells:
-        rows += _cell(plan, contestants, weights, lambda kv: floor.read_ms(to_read + kv), notes, *cell, progress)
+        rows += _cell(plan, candidates, weights, lambda kv: floor.read_ms(to_read + kv), notes, *cell, progress)
         keep(data)
     return data
 
 
 def _cell(
-    plan: EnginesPlan, contestants: Sequence[Contestant], weights: Weights, floor: ReadMs,
+    plan: EnginesPlan, candidates: Sequence[EngineCandidate], weights: Weights, floor: ReadMs,
     notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = random.Random(plan.seed)
     where = f"batch {batch}, prompt {prompt}"
     with ExitStack() as stack:
         entries = []
-        for contestant in contestants:
-            progress(f"{where}: starting {contestant.label}")
-            kind = contestant.kind
+        for candidate in candidates:
+            progress(f"{where}: starting {candidate.label}")
+            kind = candidate.kind
             child = PeerProcess(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
-            entries.append(EngineEntry(contestant, stack.enter_context(child)))
+            entries.append(EngineEntry(candidate, stack.enter_context(child)))
             notes[kind.name] = entries[-1].child.note
             _load(entries[-1], plan, weights, batch, prompt)
         for turn in range(-1, plan.repeats):
@@ -137,7 +137,7 @@ def _cell(
             length = min(prompt, WARM_UP) if warming else prompt
             prompts = draw_prompts(plan.shape, batch, length, plan.seed + turn + 1).tolist()
             for entry in rng.sample(entries, len(entries)):
-                progress(f"{where}, turn {turn + 1} of {plan.repeats}: {entry.contestant.label}")
+                progress(f"{where}, turn {turn + 1} of {plan.repeats}: {entry.candidate.label}")
                 reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens, floor)
                 if reading is not None and not warming:
                     entry.readings[turn] = reading
@@ -149,10 +149,10 @@ def _load(entry: EngineEntry, plan: EnginesPlan, weights: Weights, batch: int, p
     if not entry.child.running:
         entry.failure = entry.child.note
         return
-    contestant = entry.contestant
+    candidate = entry.candidate
     try:
-        model = contestant.kind.model(weights)
-        settings = contestant.settings(batch, prompt, plan.new_tokens)
+        model = candidate.kind.model(weights)
+        settings = candidate.settings(batch, prompt, plan.new_tokens)
         entry.child.ask({"load": {"model": str(model), "threads": plan.threads, **settings}})
     except (ConversionError, PeerError) as error:
         entry.failure = str(error)
@@ -174,11 +174,11 @@ def _take(entry: EngineEntry, prompts: list[list[int]], new_tokens: int, floor: 
 
 
 def _row(entry: EngineEntry, entries: Sequence[EngineEntry], batch: int, prompt: int) -> dict[str, Any]:
-    base = next((e for e in entries if e.contestant.label == entry.contestant.against), None)
+    base = next((e for e in entries if e.candidate.label == entry.candidate.against), None)
     names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes")
     return {
-        "name": entry.contestant.kind.name, "setting": entry.contestant.setting, "batch": batch, "prompt": prompt,
-        "against": entry.contestant.against, **{name: entry.median(name) for name in names},
+        "name": entry.candidate.kind.name, "setting": entry.candidate.setting, "batch": batch, "prompt": prompt,
+        "against": entry.candidate.against, **{name: entry.median(name) for name in names},
         "prefill_ratio": entry.ratio("prefill_s", base), "decode_ratio": entry.ratio("decode_ms", base),
         "above_floor": entry.above_floor,
         "readings": [asdict(reading) for reading in entry.readings.values()],

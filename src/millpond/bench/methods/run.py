@@ -65,7 +65,7 @@ QUICK = MethodsPlan(
 )
 
 
-def enter(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[str, str]]]:
+def candidates_of(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[str, str]]]:
     """Who takes part, the anchor always and twice; and who is left out, with the reason.
 
     Raises:
@@ -77,17 +77,17 @@ def enter(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[str, str]
         if not any(_is_anchor(e) for e in found):
             found.insert(0, MethodCandidate.of(ANCHOR, {}, vocab))
         return [*found, _once_more(vocab)], []
-    entrants, left_out = [], []
+    candidates, left_out = [], []
     for name in METHODS.names():
         try:
-            entrants.append(MethodCandidate.of(name, SETTINGS.get(name, {}), vocab))
+            candidates.append(MethodCandidate.of(name, SETTINGS.get(name, {}), vocab))
         except Exception as error:  # a method may come from anywhere; the others go on
             left_out.append({"name": name, "reason": str(error)})
-    return [*entrants, _once_more(vocab)], left_out
+    return [*candidates, _once_more(vocab)], left_out
 
 
-def _is_anchor(entrant: MethodCandidate) -> bool:
-    return (entrant.name, entrant.setting, entrant.again) == (ANCHOR, "", False)
+def _is_anchor(candidate: MethodCandidate) -> bool:
+    return (candidate.name, candidate.setting, candidate.again) == (ANCHOR, "", False)
 
 
 def _once_more(vocab: int) -> MethodCandidate:
@@ -100,16 +100,16 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
     Raises:
         OptionError: a method that was asked for by name cannot be built.
     """
-    entrants, left_out = enter(plan)
+    candidates, left_out = candidates_of(plan)
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads or threads)
     try:
         model = plan.shape.build(plan.seed)
         machine = describe_machine()
-        _turns(plan, model, entrants, progress)
+        _turns(plan, model, candidates, progress)
     finally:
         torch.set_num_threads(threads)
-    anchor = next(filter(_is_anchor, entrants))
+    anchor = next(filter(_is_anchor, candidates))
     return {
         "benchmark": "methods",
         "machine": machine.as_dict(),
@@ -118,26 +118,26 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
         "prompt": plan.prompt, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget,
         "seed": plan.seed, "anchor": ANCHOR, "plan_bound": PLAN_BOUND,
-        "results": [entrant.as_dict(anchor) for entrant in entrants],
+        "results": [candidate.as_dict(anchor) for candidate in candidates],
         "left_out": left_out,
     }  # fmt: skip
 
 
 def _turns(
-    plan: MethodsPlan, model: PreTrainedModel, entrants: Sequence[MethodCandidate], progress: Callable[[str], None]
+    plan: MethodsPlan, model: PreTrainedModel, candidates: Sequence[MethodCandidate], progress: Callable[[str], None]
 ) -> None:
     rng = random.Random(plan.seed)
     warm_up = draw_prompts(plan.shape, 1, min(plan.prompt, WARM_UP), plan.seed)
-    for entrant in entrants:
-        progress(f"warming up: {entrant.name} {entrant.setting}")
+    for candidate in candidates:
+        progress(f"warming up: {candidate.name} {candidate.setting}")
         with (
             suppress(Exception),
-            TimedRun(model, entrant.policy, warm_up, plan.budget) as course,
+            TimedRun(model, candidate.policy, warm_up, plan.budget) as course,
         ):  # the first turn tells
             course.prefill()
             course.decode(1)
-    anchor = next(filter(_is_anchor, entrants))
-    others = [e for e in entrants if e is not anchor]
+    anchor = next(filter(_is_anchor, candidates))
+    others = [e for e in candidates if e is not anchor]
     for turn in range(plan.repeats):
         prompt = draw_prompts(plan.shape, 1, plan.prompt, plan.seed + turn)
         order = rng.sample(others, len(others))
@@ -162,14 +162,14 @@ def _heat(
     with ExitStack() as stack:
         courses = {id(e): TimedRun(model, e.policy, prompt, plan.budget) for e in chosen}
 
-        def begin(entrant: MethodCandidate) -> None:
-            stack.enter_context(courses[id(entrant)]).prefill()
+        def begin(candidate: MethodCandidate) -> None:
+            stack.enter_context(courses[id(candidate)]).prefill()
 
-        for entrant in chosen:
-            _attempt(entrant, begin)
+        for candidate in chosen:
+            _attempt(candidate, begin)
         ratios = _race(plan, courses, anchor, [e for e in chosen if e is not anchor], rng)
-        for entrant in chosen:
-            _attempt(entrant, lambda e: e.readings.append(courses[id(e)].reading(ratios[id(e)])))
+        for candidate in chosen:
+            _attempt(candidate, lambda e: e.readings.append(courses[id(e)].reading(ratios[id(e)])))
 
 
 def _race(
@@ -179,14 +179,14 @@ def _race(
     others: Sequence[MethodCandidate],
     rng: random.Random,
 ) -> dict[int, list[float]]:
-    """Decode in turns; the ratio of each turn to the mean of those of the anchor before and behind it, by entrant."""
+    """Decode in turns; the ratio of each turn to the mean of those of the anchor before and behind it, by candidate."""
     steps = min(TURN, plan.new_tokens)
     rounds = max(TURNS, -(-plan.new_tokens // steps))
     due = {id(e): _rounds(period_of(e.policy), steps, rounds, rng) for e in others}
     ratios: dict[int, list[float]] = {id(e): [] for e in others}
 
-    def go_on(entrant: MethodCandidate) -> float | None:
-        return _attempt(entrant, lambda e: courses[id(e)].decode(steps))
+    def go_on(candidate: MethodCandidate) -> float | None:
+        return _attempt(candidate, lambda e: courses[id(e)].decode(steps))
 
     before = go_on(anchor)
     for number in range(rounds):
@@ -196,9 +196,9 @@ def _race(
             took = [(e, go_on(e)) for e in now[first : first + GROUP]]
             behind = go_on(anchor)
             if before is not None and behind is not None:
-                for entrant, ms in took:
+                for candidate, ms in took:
                     if ms is not None:
-                        ratios[id(entrant)].append(2 * ms / (before + behind))
+                        ratios[id(candidate)].append(2 * ms / (before + behind))
             before = behind
     return {**ratios, id(anchor): [1.0] if before is not None else []}
 
@@ -209,13 +209,13 @@ def _rounds(period: int, steps: int, rounds: int, rng: random.Random) -> set[int
     return set(rng.sample(range(rounds), min(turns, rounds)))
 
 
-def _attempt(entrant: MethodCandidate, act: Callable[[MethodCandidate], T]) -> T | None:
-    """Do something for an entrant that has not failed yet; if it fails now, that is its result, and here None."""
-    if entrant.failure:
+def _attempt(candidate: MethodCandidate, act: Callable[[MethodCandidate], T]) -> T | None:
+    """Do something for a candidate that has not failed yet; if it fails now, that is its result, and here None."""
+    if candidate.failure:
         return None
     try:
-        return act(entrant)
+        return act(candidate)
     except Exception as error:  # a method may come from anywhere; the others go on
-        entrant.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        entrant.readings.clear()
+        candidate.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        candidate.readings.clear()
         return None

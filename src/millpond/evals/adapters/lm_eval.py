@@ -66,10 +66,10 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         spec = Spec.parse(str(method))
-        contender = Compressed(spec.name, {**spec.options, **options})
-        self._policy = METHODS.get(spec.name)(**contender.options)
-        self.budget = contender.default_budget if budget is None else _budget_text(budget)
-        contender.check(self.budget, codec)
+        candidate = Compressed(spec.name, {**spec.options, **options})
+        self._policy = METHODS.get(spec.name)(**candidate.options)
+        self.budget = candidate.default_budget if budget is None else _budget_text(budget)
+        candidate.check(self.budget, codec)
         size = _whole("batch_size", batch_size, 'a number, 1 or more ("auto" is not known here)')
         self.tokenizer = load_tokenizer(pretrained)
         loaded: Any = load_model(pretrained, dtype)
@@ -80,8 +80,8 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
             limit = min(_whole("max_length", max_length, "a number, 1 or more"), limit or max_length)
         self._truncate = truncate
         self._cut_short = 0
-        self._reading = PromptReader(model, self.tokenizer, contender, codec, size, limit)
-        contender.open(model, self.tokenizer, PromptBatch("aware", "generate", ()), self.budget, codec).close()
+        self._reading = PromptReader(model, self.tokenizer, candidate, codec, size, limit)
+        candidate.open(model, self.tokenizer, PromptBatch("aware", "generate", ()), self.budget, codec).close()
         self._described = {
             "millpond": millpond.__version__, "pretrained": str(pretrained), "method": str(method), **options,
             "budget": self.budget or "all", "codec": codec, "model_dtype": str(model.dtype).removeprefix("torch."),

@@ -37,7 +37,7 @@ class PromptReader:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    contender: Compressed
+    candidate: Compressed
     codec: str
     size: int
     limit: int | None
@@ -66,7 +66,7 @@ class PromptReader:
     @contextmanager
     def _read(self, batch: PromptBatch, budget: str) -> Iterator[tuple[BatchReader, list[QuestionTurn]]]:
         """A batch read up to where the answers begin."""
-        opened = self.contender.open(self.model, self.tokenizer, batch, budget, self.codec)
+        opened = self.candidate.open(self.model, self.tokenizer, batch, budget, self.codec)
         with opened as cache, torch.inference_mode():
             reader = BatchReader(self.model, cache, [prompt.opening for prompt in batch.prompts])
             for asked in rounds([reader], batch, self.limit):

@@ -26,7 +26,7 @@ DEFAULT_BUDGET = "20%"
 class Candidate(Protocol):
     """Something that can be named in `--method`.
 
-    A contender that takes a budget is opened with one ("20%", "512", "64KiB"); one that keeps all, or finds its size
+    A candidate that takes a budget is opened with one ("20%", "512", "64KiB"); one that keeps all, or finds its size
     by itself, with "".
     """
 
@@ -54,16 +54,16 @@ class Candidate(Protocol):
         """An empty cache for the prompts of `batch`, one row each; the caller closes it.
 
         The batch tells the tokens of the first pass (`Prompt.opening`), what will be asked, and the references: a
-        contender that looks ahead may run the model on them before it opens the cache.
+        candidate that looks ahead may run the model on them before it opens the cache.
         """
         ...
 
 
-#: Contenders that are no method of the package. Found by importing the modules of this folder, which therefore
+#: Candidates that are no method of the package. Found by importing the modules of this folder, which therefore
 #: import no extra at their top.
-CONTENDERS: Registry[Candidate] = Registry("method", "millpond.evals.candidates")
+CANDIDATES: Registry[Candidate] = Registry("method", "millpond.evals.candidates")
 
-contender = CONTENDERS.register
+candidate = CANDIDATES.register
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Compressed:
         )
 
 
-def find_contender(spec: Spec, calibration: str | None = None) -> Candidate:
-    """The contender of that name: a method of the package, or one that the harness adds.
+def find_candidate(spec: Spec, calibration: str | None = None) -> Candidate:
+    """The candidate of that name: a method of the package, or one that the harness adds.
 
     Args:
         calibration: a file, for the codecs that need one.
@@ -115,6 +115,6 @@ def find_contender(spec: Spec, calibration: str | None = None) -> Candidate:
     if spec.name in METHODS.names():
         spec.build(METHODS)
         return Compressed(spec.name, dict(spec.options), calibration)
-    if spec.name in CONTENDERS.names():
-        return spec.build(CONTENDERS)
-    raise unknown("method", spec.name, [*METHODS.names(), *CONTENDERS.names()])
+    if spec.name in CANDIDATES.names():
+        return spec.build(CANDIDATES)
+    raise unknown("method", spec.name, [*METHODS.names(), *CANDIDATES.names()])

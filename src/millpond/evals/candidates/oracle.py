@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.codec import resolve
 from millpond.errors import CacheMismatchError
-from millpond.evals.candidates.candidate import DEFAULT_BUDGET, Candidate, contender
+from millpond.evals.candidates.candidate import DEFAULT_BUDGET, Candidate, candidate
 from millpond.evals.candidates.lookahead import later_attention, run_ahead
 from millpond.evals.decoding.batch import PromptBatch
 from millpond.hf.cache import MillpondCache
@@ -91,7 +91,7 @@ def given(tables: Tables) -> PrecomputedScore:
     return PrecomputedScore(values)
 
 
-@contender("oracle")
+@candidate("oracle")
 def oracle(
     statistics: Annotated[
         Literal["later", "all"], "sum over the queries after the eviction, or over all of them (H2O, figure 2d: global)"

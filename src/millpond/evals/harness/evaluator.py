@@ -41,7 +41,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Examines one contender on one task.
+    """Examines one candidate on one task.
 
     Attributes:
         cell: `Cell.key`. limit: positions of the model; None for no limit.
@@ -51,7 +51,7 @@ class Evaluator:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     task: Task
-    contender: Candidate
+    candidate: Candidate
     budget: str
     codec: str
     limit: int | None
@@ -125,7 +125,7 @@ class Evaluator:
         return found
 
     def _open(self, batch: PromptBatch) -> MillpondCache:
-        return self.contender.open(self.model, self.tokenizer, batch, self.budget, self.codec)
+        return self.candidate.open(self.model, self.tokenizer, batch, self.budget, self.codec)
 
     def _results(
         self, batch: PromptBatch, readers: list[BatchReader], turns: Sequence[QuestionTurn | None]

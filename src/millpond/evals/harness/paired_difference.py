@@ -1,4 +1,4 @@
-"""Paired differences: two contenders on the same questions, with an interval over samples."""
+"""Paired differences: two candidates on the same questions, with an interval over samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Verdict = Literal["holds", "no difference seen", "reversed"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean score of one contender less that of another.
+    """Mean score of one candidate less that of another.
 
     Attributes:
         mean: over tasks of the mean over questions. low, high: its 95 % interval. n: samples.

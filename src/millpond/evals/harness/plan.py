@@ -9,7 +9,7 @@ from typing import get_args
 from millpond.budget import Budget
 from millpond.codec import resolve
 from millpond.errors import OptionError, unknown
-from millpond.evals.candidates.candidate import Candidate, find_contender
+from millpond.evals.candidates.candidate import Candidate, find_candidate
 from millpond.evals.decoding.record import Cell, Protocol
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS, Task
@@ -40,7 +40,7 @@ class EvalPlan:
     batch_size: int = 8
     dtype: str = "auto"
     calibration: str | None = None
-    contenders: dict[str, Candidate] = field(init=False)
+    candidates: dict[str, Candidate] = field(init=False)
     built: dict[str, Task] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,16 +55,16 @@ class EvalPlan:
         for budget in self.budgets or ():
             Budget.parse(budget)
         object.__setattr__(
-            self, "contenders", {str(spec): find_contender(spec, self.calibration) for spec in self.methods}
+            self, "candidates", {str(spec): find_candidate(spec, self.calibration) for spec in self.methods}
         )
         object.__setattr__(self, "built", {str(spec): spec.build(TASKS) for spec in self.tasks})
-        if self.budgets and all(contender.keeps_all for contender in self.contenders.values()):
+        if self.budgets and all(candidate.keeps_all for candidate in self.candidates.values()):
             raise OptionError(
-                f"--budget {','.join(self.budgets)}: none of the methods ({', '.join(self.contenders)}) takes a "
+                f"--budget {','.join(self.budgets)}: none of the methods ({', '.join(self.candidates)}) takes a "
                 "budget; leave it out, or add a method that does"
             )
         for cell in self.cells():
-            self.contenders[cell.method].check(cell.budget, cell.codec)
+            self.candidates[cell.method].check(cell.budget, cell.codec)
 
     def cells(self) -> list[Cell]:
         """Every combination once, tasks outermost; a method that keeps all has the budget ""."""
@@ -73,7 +73,7 @@ class EvalPlan:
             for task in self.built
             for protocol in PROTOCOLS
             if protocol in self.protocols
-            for method, contender in self.contenders.items()
-            for budget in (("",) if contender.keeps_all else self.budgets or (contender.default_budget,))
+            for method, candidate in self.candidates.items()
+            for budget in (("",) if candidate.keeps_all else self.budgets or (candidate.default_budget,))
             for codec in self.codecs
         ]

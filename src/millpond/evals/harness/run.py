@@ -59,7 +59,7 @@ def run(
     Args:
         note: what to write down about this start of the harness: command, machine.
         progress: is told of each batch that is done.
-        examiner: makes what examines a cell; None for the plan's own contenders on `model`.
+        examiner: makes what examines a cell; None for the plan's own candidates on `model`.
 
     Returns:
         The rows of all finished cells in the folder, those of earlier runs included.
@@ -107,18 +107,18 @@ def _calibration(plan: EvalPlan) -> Said | None:
 
 def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse now what this model would refuse at the cell's first batch."""
-    contender = plan.contenders[cell.method]
-    if isinstance(contender, Compressed):
+    candidate = plan.candidates[cell.method]
+    if isinstance(candidate, Compressed):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnusedCacheWarning)
-            contender.open(
+            candidate.open(
                 model, tokenizer, PromptBatch(cell.protocol, "generate", ()), cell.budget, cell.codec
             ).close()
 
 
 def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
     return Evaluator(
-        cell.key, model, tokenizer, plan.built[cell.task], plan.contenders[cell.method], cell.budget, cell.codec,
+        cell.key, model, tokenizer, plan.built[cell.task], plan.candidates[cell.method], cell.budget, cell.codec,
         limit=position_limit(model),
     )  # fmt: skip
 

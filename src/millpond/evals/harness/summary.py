@@ -77,7 +77,7 @@ def markdown(rows: Sequence[SummaryRow], *notes: str) -> str:
     for row in rows:
         score, interval = score_text(row)
         cells = [
-            row.task, row.protocol, contender_name(row), row.budget or "all", row.codec, score, interval,
+            row.task, row.protocol, candidate_name(row), row.budget or "all", row.codec, score, interval,
             f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", asked_text([row]), str(row.failures),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -98,7 +98,7 @@ def scored_text(rows: Sequence[SummaryRow]) -> str:
     return span and f"{span} tokens scored"
 
 
-def contender_name(row: SummaryRow) -> str:
+def candidate_name(row: SummaryRow) -> str:
     """The method, and whose it is where it is not ours."""
     own = row.method if row.peer == "millpond" else f"{row.method} ({row.peer})"
     return f"{own}, masks only" if row.masks_only else own

@@ -16,7 +16,7 @@ from millpond.evals.task import Task
 
 @dataclass(frozen=True, slots=True)
 class PeerExaminer:
-    """Examines a peer on one task, as `Examiner` examines a contender.
+    """Examines a peer on one task, as `Examiner` examines a candidate.
 
     Attributes:
         eos: tokens that end a text. limit: positions of the model; None for no limit.

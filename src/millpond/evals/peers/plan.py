@@ -41,7 +41,7 @@ class PeerPlan(EvalPlan):
             Budget.parse(budget)
         if self.budgets and all(str(spec) == "full" for spec in self.methods):
             raise OptionError(f"--budget {','.join(self.budgets)}: full takes no budget; leave it out, or add a press")
-        object.__setattr__(self, "contenders", {})
+        object.__setattr__(self, "candidates", {})
         object.__setattr__(self, "built", {str(spec): spec.build(TASKS) for spec in self.tasks})
         for name, task in self.built.items():
             if task.kind != "generate":

@@ -37,7 +37,7 @@ class ClaimResult:
     """One pair in one protocol at one budget.
 
     Attributes:
-        claim: `Claim.name`, `PEERS` or `AT_BYTES`. first, second: the contenders; peer: whose the second one is.
+        claim: `Claim.name`, `PEERS` or `AT_BYTES`. first, second: the candidates; peer: whose the second one is.
         protocol, budget: where; `TEXT` for perplexities, "all" for the mean over budgets. tasks: that were compared.
         mean, low, high, n: as in `Difference`; of perplexities the nats by which the first one's logarithm is lower.
         held, other_held: mean bytes held, over those of the full cache.

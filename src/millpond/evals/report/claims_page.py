@@ -111,7 +111,7 @@ def _peers(findings: Sequence[ClaimResult]) -> str:
 
 
 def _name(method: str, peer: str = "millpond") -> str:
-    """A contender, and the pool of its attention where it has one."""
+    """A candidate, and the pool of its attention where it has one."""
     pooled = pool(method, peer)
     return f"`{method}`" + (f" ({pooled})" if pooled else "")
 

@@ -14,7 +14,7 @@ from millpond.evals.report.kvpress_equivalents import is_press
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A contender at one budget, over all tasks.
+    """A candidate at one budget, over all tasks.
 
     Attributes:
         share: mean over tasks of score over the full cache's score. low, high: its 95 % interval.
@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A contender over budgets, smallest first, in one protocol."""
+    """A candidate over budgets, smallest first, in one protocol."""
 
     method: str
     peer: str

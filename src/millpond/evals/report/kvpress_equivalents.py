@@ -63,7 +63,7 @@ ALIKE = {
 
 
 def is_press(method: str, of: str, peer: str) -> bool:
-    """Whether a contender of that name, by that peer, is the press of our method `of`, options and all."""
+    """Whether a candidate of that name, by that peer, is the press of our method `of`, options and all."""
     return peer.startswith(PEER) and (PRESSES | ALIKE).get(of) == method
 
 

@@ -14,7 +14,7 @@ from millpond.evals.harness.summary import HOW, scored_text
 K = TypeVar("K")
 
 NOTE = "<!-- written by millpond leaderboard; run it again instead of editing -->\n"
-#: Contenders that show what is possible, and take no part in the ranking.
+#: Candidates that show what is possible, and take no part in the ranking.
 REFERENCES = {"full": "keeps everything", "oracle": "knows what the full cache will attend to: the upper bound"}
 PROTOCOLS = {
     "aware": "context and question are compressed together",
@@ -26,7 +26,7 @@ MASKED = "†"
 
 @dataclass(frozen=True)
 class Line:
-    """One contender in one table: its rows by task, those of the full cache beside them."""
+    """One candidate in one table: its rows by task, those of the full cache beside them."""
 
     name: str
     rows: dict[str, SummaryRow]
@@ -112,7 +112,7 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[SummaryRow]) ->
 def _legend(rows: Sequence[SummaryRow]) -> str:
     text = (
         f"Score and interval; **bold** is the best score of its column, with what reads the same. {HOW} "
-        "Each interval is of one score alone: whether one contender is ahead of another "
+        "Each interval is of one score alone: whether one candidate is ahead of another "
         "is said by pairs of answers to the same questions. "
         "*Slanted* rows are references, outside the ranking: "
         + "; ".join(f"`{name}` {what}" for name, what in REFERENCES.items())
@@ -138,7 +138,7 @@ def _made(notes: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _name(row: SummaryRow) -> str:
-    """A contender as a row's first cell names it."""
+    """A candidate as a row's first cell names it."""
     name = f"`{row.method}`" + (f", {row.codec}" if row.codec != "auto" else "")
     if row.peer != "millpond":
         name += f" ({row.peer})"

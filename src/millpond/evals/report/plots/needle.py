@@ -22,7 +22,7 @@ NUMBERED = 60
 
 @dataclass(frozen=True)
 class NeedlePanel:
-    """One contender: its name and its records with facts "depth" and "length"."""
+    """One candidate: its name and its records with facts "depth" and "length"."""
 
     name: str
     records: Sequence[Record]
@@ -48,7 +48,7 @@ def panels_of(cells: Sequence[Cell], records: Sequence[Record]) -> dict[tuple[st
 
 
 def needle(panels: Sequence[NeedlePanel], heading_text: str) -> Figure:
-    """Mean score over depth (downwards) and length (to the right), a panel per contender.
+    """Mean score over depth (downwards) and length (to the right), a panel per candidate.
 
     Raises:
         DataError: there is nothing to draw.

@@ -47,7 +47,7 @@ def quality(rows: Sequence[SummaryRow]) -> Figure:
         + ("; hollow: entries are hidden, not freed" if any(row.masks_only for row in known) else ""),
     )  # fmt: skip
     made.legend(
-        handles=[_key(own[0]) for own in _contenders(known)], loc="outside lower center", ncols=6, frameon=False,
+        handles=[_key(own[0]) for own in _candidates(known)], loc="outside lower center", ncols=6, frameon=False,
         fontsize=8.5, labelcolor=INK, handlelength=2.2, columnspacing=1.8,
     )  # fmt: skip
     return made
@@ -58,7 +58,7 @@ def _panel(axis: Axes, task: str, rows: Sequence[SummaryRow]) -> None:
     title(axis, task.replace(":", " ") + (" (perplexity, lower is better)" if lower else ""))
     calm(axis)
     axis.set_xscale("log", base=2)
-    for own in _contenders(rows):
+    for own in _candidates(rows):
         if own[0].method == "full":
             _full(axis, own[0])
         else:
@@ -104,8 +104,8 @@ def _key(row: SummaryRow) -> Line2D:
     )  # fmt: skip
 
 
-def _contenders(rows: Sequence[SummaryRow]) -> list[list[SummaryRow]]:
-    """Rows of one contender each, the full cache first, then in the order in which they came."""
+def _candidates(rows: Sequence[SummaryRow]) -> list[list[SummaryRow]]:
+    """Rows of one candidate each, the full cache first, then in the order in which they came."""
     order = {_name(row): place for place, row in reversed(list(enumerate(rows)))}
     ranked = sorted(rows, key=lambda row: (row.method != "full", order[_name(row)]))
     return [list(own) for _, own in groupby(ranked, key=_name)]
