@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.millpond-installed
 TOOLS := $(VENV)/.millpond-tools
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
+MODELS := packages/millpond-models
+SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
 
 .PHONY: help demo test test-slow lint types docs docs-check bench install clean
@@ -32,6 +33,7 @@ $(BIN)/python:
 # torch first and by itself: one known version, whatever else asks for it
 $(READY): $(SOURCES) | $(BIN)/python
 	$(PIP) install --quiet "torch==2.13.0"
+	$(PIP) install --quiet ./$(MODELS)
 	$(PIP) install --quiet --editable ".[test]"
 	@touch $@
 

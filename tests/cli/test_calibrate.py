@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from helpers.models import needs_pond_text
 from tests.cli.test_cli import FILLER, right, wrong
 
 
@@ -22,6 +23,14 @@ def test_a_file_that_generate_takes(tmp_path: Path) -> None:
     )
     assert "needs a calibration" in wrong("generate", *options)
     assert "give its file as --calibration" in wrong("eval", "--tasks", "recall:length=256", "--codec", "kvquant4")
+
+
+@needs_pond_text
+def test_a_calibration_of_another_model(tmp_path: Path) -> None:
+    words, out = tmp_path / "words.txt", tmp_path / "codes.safetensors"
+    words.write_text(FILLER * 3)
+    right("calibrate", "--text", str(words), "--out", str(out), "--bits", "4", "--windows", "1", "--length", "256")
+    options = ("--method", "full", "--codec", "kvquant4", "--max-new-tokens", "3", "--prompt", FILLER)
     assert "made for another model" in wrong("generate", *options, "--model", "pond-text", "--calibration", str(out))
 
 

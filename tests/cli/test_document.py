@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from helpers.models import needs_pond_text
 from millpond.cli import console
 from millpond.cli.demo.task import DemoTask
 from millpond.cli.documents import beginning, ending
@@ -90,7 +91,12 @@ def test_a_template_is_used_where_there_is_one(chatty: str, tmp_path: Path) -> N
     answer = right("ask", in_chat, "<ask> anna", "--max-new-tokens", "8").stdout.splitlines()
     assert answer[0] == "<ask> anna"
     assert len(answer) == 2
-    assert "no chat template" in wrong("remember", apart, "--prompt", text, "--model", "pond-text", "--chat")
+
+
+@needs_pond_text
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    file = str(tmp_path / "a")
+    assert "no chat template" in wrong("remember", file, "--prompt", "x", "--model", "pond-text", "--chat")
 
 
 def test_a_preset_in_one_word(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading by a hub id where there is no network."""
+"""Loading by a hub id where there is no network, and by the names of installed models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from helpers.models import needs_pond_text
 from millpond.errors import OptionError
+from millpond.models import installed
+from millpond.models.installed import SEPARATE, installed_models
 from millpond.models.load import load_model, load_tokenizer, resolve
 
 
@@ -67,3 +70,15 @@ def test_what_was_downloaded_earlier_is_loaded(hub: DeadHub, tmp_path: Path, mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert len(load_tokenizer("someone/pond")) == len(load_tokenizer("pond-recall"))
     assert hub.asked == 1
+
+
+def test_a_model_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    assert installed_models() == ["pond-recall"]
+    with pytest.raises(OptionError, match=r"'pond-text' is in millpond-models; .* pip install 'millpond\[models\]'"):
+        load_model("pond-text")
+
+
+@needs_pond_text
+def test_models_of_both_packages() -> None:
+    assert installed_models() == sorted(["pond-recall", *SEPARATE])

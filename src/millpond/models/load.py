@@ -21,20 +21,15 @@ from transformers.utils import logging
 
 from millpond.codec import DTYPES
 from millpond.errors import OptionError, unknown
+from millpond.models.installed import installed_folder, installed_models
 
 T = TypeVar("T")
 
 #: Seconds in which the hub must answer; without it only what was downloaded earlier is loaded.
 CONNECT_S = 5.0
 
-_BUNDLED = Path(__file__).parent / "bundled"
 #: Names of files that tokenizers are saved in.
 _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)$", re.IGNORECASE)
-
-
-def bundled_models() -> list[str]:
-    """The names of the models that come with the package, sorted."""
-    return sorted(folder.parent.name for folder in _BUNDLED.glob("*/config.json"))
 
 
 def resolve(name: str | os.PathLike[str]) -> str:
@@ -42,14 +37,17 @@ def resolve(name: str | os.PathLike[str]) -> str:
 
     A folder of the working directory comes before a bundled model of the same name.
 
+    Raises:
+        OptionError: the name of a model whose package is not installed.
+
     Example:
         >>> resolve("pond-recall").endswith("pond-recall")
         True
     """
     text = os.fspath(name)
-    if not Path(text).is_dir() and text in bundled_models():
-        return str(_BUNDLED / text)
-    return text
+    if Path(text).is_dir():
+        return text
+    return str(installed_folder(text) or text)
 
 
 def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedModel:
@@ -97,8 +95,8 @@ def find_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
 def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
     path = resolve(name)
     is_local = Path(path).exists()
-    if not is_local and difflib.get_close_matches(path, bundled_models(), cutoff=0.85):
-        raise unknown("bundled model", path, bundled_models())  # a typing mistake, not worth asking the hub
+    if not is_local and difflib.get_close_matches(path, installed_models(), cutoff=0.85):
+        raise unknown("bundled model", path, installed_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars():
             return load(path if is_local or _hub_answers() else _downloaded(path))
@@ -128,11 +126,11 @@ def _downloaded(name: str) -> str:
 
 
 def _not_found(name: str, error: Exception) -> str:
-    close = difflib.get_close_matches(name, bundled_models(), n=1)
+    close = difflib.get_close_matches(name, installed_models(), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     reason = str(error).strip().split("\n")[0]
     return (
-        f"model {name!r} is neither a folder with a model, nor bundled ({', '.join(bundled_models()) or 'none'}), "
+        f"model {name!r} is neither a folder with a model, nor bundled ({', '.join(installed_models()) or 'none'}), "
         f"nor could it be loaded from the hub{hint} ({reason})"
     )
 

@@ -12,7 +12,6 @@ from millpond.train.common.progress_bars import no_bars
 from millpond.train.text.recipe import TextRecipe
 from millpond.train.text.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 
-BUNDLED_DIR = Path(__file__).resolve().parents[2] / "models" / "bundled" / "pond-text"
 ANSWER_TOKENS = 64
 
 

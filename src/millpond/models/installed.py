@@ -1,0 +1,41 @@
+"""Models found by name: those inside the package, and those of the separate package millpond-models."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from millpond.errors import OptionError
+
+#: Models that come with the package millpond-models.
+SEPARATE = ("pond-text", "pond-text-long")
+
+_INSIDE = Path(__file__).parent / "bundled"
+
+
+def installed_models() -> list[str]:
+    """The names of the installed models, sorted."""
+    return sorted(config.parent.name for folder in _folders() for config in folder.glob("*/config.json"))
+
+
+def installed_folder(name: str) -> Path | None:
+    """The folder of the model of that name; None where there is no such model.
+
+    Raises:
+        OptionError: the model comes with millpond-models, which is not installed.
+
+    Example:
+        >>> installed_folder("pond-recall").name
+        'pond-recall'
+    """
+    if name not in installed_models():
+        if name in SEPARATE:
+            raise OptionError(f"model {name!r} is in millpond-models; install it with: pip install 'millpond[models]'")
+        return None
+    return next(folder / name for folder in _folders() if (folder / name / "config.json").exists())
+
+
+def _folders() -> list[Path]:
+    """Where models lie. The separate package is found, not imported."""
+    spec = find_spec("millpond_models")
+    return [_INSIDE, *(Path(place) for place in (spec.submodule_search_locations or () if spec else ()))]
