@@ -290,10 +290,9 @@ def test_rotated_entries_are_read_as_they_came() -> None:
     ],
 )
 def test_impossible_compositions_are_refused(method: str, codec: str, options: dict[str, str], reason: str) -> None:
-    from millpond.cache.compatibility import check_method_codec
     from millpond.methods import METHODS
 
     found = resolve(codec)
     assert isinstance(found, Codec)
     with pytest.raises(OptionError, match=reason):
-        check_method_codec(METHODS.get(method)(**options), found)
+        METHODS.get(method)(**options).check_codec(found)

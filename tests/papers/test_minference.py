@@ -19,8 +19,9 @@ from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.hf.offline.head_patterns import find_patterns
 from millpond.methods import METHODS
+from millpond.policy.needs.prompt_patterns import HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import AShape, BlockSparse, VerticalSlash
-from millpond.policy.variants.sparse_prefill import HeadPrompt, Pattern, SparsePrefillPolicy
+from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
 from tests.helpers.hf.families import shared_model, text
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.models import llama, prompts

@@ -10,8 +10,6 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
@@ -108,7 +106,7 @@ def _entries(
         before = min(prompt, budget)
         if policy.bounded:
             after = min(total, budget + policy.plan_every)
-        elif isinstance(policy, HeadRulesPolicy) or isinstance(policy.heads, PromptHeadAllocation):
+        elif policy.heads_may_keep_all:
             before, after = prompt, total
         elif policy.every_step:
             after = min(total, budget + policy.plan_every)
@@ -121,5 +119,6 @@ def _entries(
 
 def _writes_everywhere(recipe: CacheFactory) -> bool:
     """Whether a decoding step writes to more than the last page of a head, so that answers cannot share pages."""
-    rule = recipe.policy.decode_rule(0)
-    return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or isinstance(recipe.policy, HeadRulesPolicy)
+    policy = recipe.policy
+    rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None
+    return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or by_rules

@@ -14,7 +14,6 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.request_state import RequestState
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
@@ -100,7 +99,7 @@ class PrefixSharing:
 def can_share(recipe: CacheFactory) -> bool:
     """Whether a plan needs nothing of a prompt's beginning but its keys and values."""
     policy = recipe.policy
-    sums = policy.observes_all or policy.sums_queries or isinstance(policy, HeadRulesPolicy)
+    sums = policy.observes_all or policy.sums_queries or policy.needs.head_rules is not None
     moves = policy.prefill == "greedy" or policy.positions != "absolute"
     codec = recipe.pools.codec
     observes = codec is not None and (codec.balanced or codec.prune > 0)

@@ -36,9 +36,6 @@ from millpond.hf.signals.token_entropy import TokenEntropyHook
 from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.policy.policy import Policy
-from millpond.policy.variants.head_rules import HeadRulesPolicy
-from millpond.policy.variants.reconstruction import ReconstructionPolicy
-from millpond.policy.variants.token_entropy import EntropyPolicy
 
 
 class MillpondCache(Cache):
@@ -74,10 +71,11 @@ class MillpondCache(Cache):
         self._used = self._closed = False
         self.timeline = PositionTracker()
         self._image_ids = image_ids(model.config)
-        looks_at_tokens = isinstance(policy, HeadRulesPolicy | ReconstructionPolicy)
-        if looks_at_tokens or self._image_ids:
-            self.timeline.tokens = TokenIds(required=looks_at_tokens)
-        self.rebuilder = PromptReconstruction(model, policy) if isinstance(policy, ReconstructionPolicy) else None
+        needs = policy.needs
+        if needs.token_ids or self._image_ids:
+            self.timeline.tokens = TokenIds(required=needs.token_ids)
+        repeat = needs.prompt_repeat
+        self.rebuilder = None if repeat is None else PromptReconstruction(model, repeat)
         self._between_chunks = between_chunks
         self.journal = DraftRollback(self.timeline, truncatable=croppable)
         self._pools = pools
@@ -88,8 +86,8 @@ class MillpondCache(Cache):
         self.passes = ForwardHooks(self, decoder_modules(model))
         self.on_close(self.passes.close)
         self.entropies: TokenEntropyHook | None = None
-        if isinstance(policy, EntropyPolicy):
-            self.entropies = TokenEntropyHook(self, model, policy, settles=between_chunks)
+        if needs.entropies is not None:
+            self.entropies = TokenEntropyHook(self, model, needs.entropies, settles=between_chunks)
             self.on_close(self.entropies.close)
         make = layer_cache(config)
         cores = [

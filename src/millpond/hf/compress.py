@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
-from millpond.cache.compatibility import check_method_codec
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
@@ -26,13 +25,10 @@ from millpond.hf.layer_budgets import within
 from millpond.hf.model_support import check_supported, layer_cache, n_layers, text_config, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.signals.output_projection import attach_output_projections
-from millpond.hf.signals.reconstruction import ask_ids
 from millpond.hf.signals.rotary import ModelRotation
-from millpond.hf.token_classes import fill_classes
+from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
-from millpond.policy.variants.head_rules import HeadRulesPolicy
-from millpond.policy.variants.reconstruction import ReconstructionPolicy
 from millpond.scalar import number
 
 
@@ -93,11 +89,7 @@ def compress(
     check_supported(model)
     page_slots = number(page_slots)
     check_slots(page_slots)
-    policy = policy_of(method, options)
-    if isinstance(policy, HeadRulesPolicy):
-        policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
-    if isinstance(policy, ReconstructionPolicy):
-        policy = replace(policy, ids=ask_ids(policy, tokenizer))
+    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
     chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
         policy.protect.check(int(chosen.amount))
@@ -105,7 +97,7 @@ def compress(
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     stored = calibrated(resolve(codec), calibration, model)
     if isinstance(stored, Codec):
-        check_method_codec(policy, stored)
+        policy.check_codec(stored)
         if stored.tiered and chosen is not None and chosen.kind == "bytes":
             raise BudgetError(
                 f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
@@ -176,7 +168,7 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
             named = f"method {method!r}" if isinstance(method, str) else "this policy"
             raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
         return None
-    if budget is None and isinstance(policy, HeadRulesPolicy):
+    if budget is None and not policy.needs_budget:
         return None
     chosen = DEFAULT if budget is None else Budget.parse(budget)
     if policy.keeps_all and chosen.kind == "bytes":

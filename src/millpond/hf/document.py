@@ -19,7 +19,6 @@ from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond.policy.variants.token_entropy import EntropyPolicy
 
 #: What a file begins with, so that another one is told at once.
 FORMAT = "millpond-document-2"
@@ -46,7 +45,7 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     settings = cache.settings
     if settings is None:
         raise OptionError("a Policy of one's own has no name to restore it by: register it as a method, and name that")
-    if isinstance(cache.policy, EntropyPolicy):
+    if cache.policy.needs.entropies is not None:
         raise OptionError(f"method {settings['method']!r} remembers predictions, which a file does not hold")
     timeline = cache.timeline
     if timeline.n_seq != 1 or ids.shape[0] != 1:

@@ -15,12 +15,10 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.errors import BudgetError, OptionError
 from millpond.hf.model_support import FULL
 from millpond.kernels.decode_rules import UNBOUNDED
-from millpond.policy.allocation.heads import Uniform
-from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers, split_budget
+from millpond.policy.allocation.layers import LayerAllocation, PromptLayers, split_budget
 from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Recency
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 
 class BudgetFloorWarning(UserWarning):
@@ -151,10 +149,10 @@ class LayerBudgets:
         slots = table.pool.slots
         # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
         gathering = self._policy.plan_every - 1  # beyond the budget, before they are merged
-        plain = int(pages) * slots - (0 if self._all_alike else slots - 1) - gathering
+        plain = int(pages) * slots - (0 if self._policy.heads_alike else slots - 1) - gathering
         if table.sealed is None:
             return plain
-        if not self._all_alike:
+        if not self._policy.heads_alike:
             return max(self._uneven_with_codes(table, table.sealed, amount))
         never_sealed = min(plain, quantize.max_unquantized(table.sealed) - 1)
         return max(never_sealed, self._entries_with_codes(table, table.sealed, amount))
@@ -183,11 +181,6 @@ class LayerBudgets:
         if pages < 1:
             return 0
         return int(max(pages - 2, 0) // 2) * sealed.slots + most - sealed.slots
-
-    @property
-    def _all_alike(self) -> bool:
-        alike = isinstance(self._policy.heads, Uniform) and not isinstance(self._policy, HeadRulesPolicy)
-        return alike and isinstance(self._policy.layers, EvenLayers)
 
 
 def within(policy: Policy, budget: Budget | None) -> Policy:

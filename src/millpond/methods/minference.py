@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
+from millpond.policy.needs.prompt_patterns import Pattern
 from millpond.policy.policy import Policy
 from millpond.policy.variants.minference_patterns import BlockSparse, make_pattern
-from millpond.policy.variants.sparse_prefill import Pattern, SparsePrefillPolicy
+from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
 
 
 @method("minference", paper="arXiv:2407.02490")

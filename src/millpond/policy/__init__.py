@@ -1,4 +1,4 @@
 """Eviction policies: scores, protection, allocation, selection and merging over numbers and positions, never pages.
 
-Imports: errors, kernels.
+Imports: codec, errors, kernels.
 """

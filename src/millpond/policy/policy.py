@@ -8,12 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.policy.allocation.heads import HeadAllocation, Uniform
 from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
 from millpond.policy.merging.protocol import Merge, Merged
+from millpond.policy.needs.declared import NOTHING, Needs
+from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Score
 from millpond.policy.scores.strided import Strided
@@ -22,6 +25,9 @@ from millpond.policy.selection import keep_best, rank_by_value
 from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
+
+#: What to do where a method and a number format do not compose.
+WAY_OUT = "use codec='bf16', or another method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +133,24 @@ class Policy:
             )
 
     @property
+    def needs(self) -> Needs:
+        """What is needed beyond keys, values and attention."""
+        return NOTHING
+
+    @property
     def keeps_all(self) -> bool:
         """Nothing is ever evicted."""
         return self.score is None
 
     @property
     def takes_budget(self) -> bool:
-        """A budget has a meaning: of what is kept, or where everything is, of what is attended to (`RecallPolicy`)."""
+        """A budget has a meaning: of what is kept, or where everything is, of what is attended to."""
         return not self.keeps_all
+
+    @property
+    def needs_budget(self) -> bool:
+        """Where none is given, the default one applies."""
+        return self.takes_budget
 
     @property
     def observes_all(self) -> bool:
@@ -188,19 +204,74 @@ class Policy:
         return not self.keeps_all and (heads_grow or not self.every_step)
 
     @property
+    def heads_alike(self) -> bool:
+        """All KV heads of all layers hold the same number of entries."""
+        return isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers)
+
+    @property
+    def heads_may_keep_all(self) -> bool:
+        """Some heads may keep all of a prompt and of what is decoded, whatever the average is."""
+        return isinstance(self.heads, PromptHeadAllocation)
+
+    @property
     def gathers(self) -> bool:
         """The scores stored beside the entries go into later plans."""
         return self.observes_all
 
     @property
-    def repeats_prompt(self) -> bool:
-        """The model says each prompt again before there is a plan (`RebuildPolicy`)."""
-        return False
-
-    @property
     def decode_allocation(self) -> HeadAllocation:
         """How the heads of a full layer compete while decoding; not at all where the plan decides for each."""
         return Uniform() if isinstance(self.heads, PromptHeadAllocation) else self.heads
+
+    def with_tokens(self, source: TokenSource) -> Policy:
+        """The policy with what it needs to know of the tokens; itself where that is nothing.
+
+        Raises:
+            OptionError: the source does not know it.
+        """
+        return self
+
+    def check_codec(self, codec: Codec) -> None:
+        """
+        Raises:
+            OptionError: the method asks for something that entries stored as codes cannot give.
+        """
+        reason = self.codec_refusal(codec)
+        if reason is not None:
+            raise OptionError(f"codec {codec.name!r}: {reason}")
+
+    def codec_refusal(self, codec: Codec) -> str | None:
+        """Why entries cannot be stored in this number format, and what to do instead; None where they can."""
+        if self.positions == "cache_relative":
+            return (
+                "this method turns stored keys to new positions, and codes cannot be turned; give positions='absolute'"
+            )
+        if self.merge is not None and self.every_step:
+            return (
+                "this method merges into stored entries while decoding, and a sealed group cannot be written again; "
+                f"merge at the end of the prompt alone (decode='grow'), or {WAY_OUT}"
+            )
+        if codec.rotated and self.sums_queries:
+            return (
+                f"this method's score turns queries back by their positions, which a Hadamard rotation hides; {WAY_OUT}"
+            )
+        return self._tier_refusal() if codec.tiered else None
+
+    def _tier_refusal(self) -> str | None:
+        """Why nothing can go to a lower tier in place of being evicted."""
+        if self.keeps_all:
+            return (
+                "what a method would evict goes to the lower tier, and this one evicts nothing; use h2o, snapkv or "
+                "another"
+            )
+        if self.decode_allocation.every:
+            return (
+                f"heads compete every {self.decode_allocation.every} steps for one budget, and a lower tier has none; "
+                "set every=0"
+            )
+        if self.merge is not None:
+            return f"this method merges what leaves, so nothing is left for a lower tier; {WAY_OUT}"
+        return None
 
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""

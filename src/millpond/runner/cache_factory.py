@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.compatibility import check_method_codec
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
@@ -27,13 +25,8 @@ from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.layer_budgets import LayerBudgets, within
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
-from millpond.hf.token_classes import fill_classes
-from millpond.policy.policy import Policy
-from millpond.policy.variants.block_retrieval import BlockRetrievalPolicy
-from millpond.policy.variants.head_rules import HeadRulesPolicy
-from millpond.policy.variants.reconstruction import ReconstructionPolicy
-from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
-from millpond.policy.variants.token_entropy import EntropyPolicy
+from millpond.hf.tokenizer_source import TokenizerSource
+from millpond.policy.needs.declared import Needs
 from millpond.runner.packed_model import LayerShape, PackedModel
 
 #: Finds the pools of a number format, of entries with masses or without.
@@ -66,18 +59,17 @@ class CacheFactory:
         calibration: CalibrationSource = None,
     ) -> None:
         policy = policy_of(method, dict(options))
-        _check_packable(method, policy)
-        if isinstance(policy, HeadRulesPolicy):
-            policy = replace(policy, classes=fill_classes(policy.classes, tokenizer))
+        _check_packable(method, policy.needs)
+        policy = policy.with_tokens(TokenizerSource(tokenizer))
         self.budget = budget_of(method, budget, policy)
         self.policy = policy = within(policy, self.budget)
         if self.budget is not None and self.budget.kind == "tokens":
             policy.protect.check(int(self.budget.amount))
         stored = calibrated(resolve(codec), calibration, model.model)
         if isinstance(stored, Codec):
-            check_method_codec(policy, stored)
+            policy.check_codec(stored)
         self.pools = find_pools(stored or model.dtype, policy.mass_bias)
-        self.whole_prompt = isinstance(policy, SparsePrefillPolicy | BlockRetrievalPolicy)
+        self.whole_prompt = policy.needs.whole_prompt
         self._model = model
         self._rotation = ModelRotation.of(model.model) if policy.positions == "cache_relative" else None
         self._budgets = _RequestBudgets(self.budget, policy, [layer.window for layer in model.layers])
@@ -88,7 +80,7 @@ class CacheFactory:
     def stack(self, prompt: int = 0) -> BatchCache:
         """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
         timeline = PositionTracker()
-        if isinstance(self.policy, HeadRulesPolicy):
+        if self.policy.needs.token_ids:
             timeline.tokens = TokenIds()
         cores = self._cores(timeline, prompt)
         for core, pattern in zip(cores, self._pattern, strict=True):
@@ -152,13 +144,13 @@ class _RequestBudgets(LayerBudgets):
         return super()._entries_of_bytes(table, amount * table.n_seq)
 
 
-def _check_packable(method: str, policy: Policy) -> None:
-    if isinstance(policy, ReconstructionPolicy):
+def _check_packable(method: str, needs: Needs) -> None:
+    if needs.prompt_repeat is not None:
         raise OptionError(
             f"method {method!r} lets the model repeat each prompt before it plans, which the engine does not do; use "
             "compress(model, ...).generate, or another method"
         )
-    if isinstance(policy, EntropyPolicy):
+    if needs.entropies is not None:
         raise OptionError(
             f"method {method!r} looks at the predictions for every token, which the engine does not make; use "
             "compress(model, ...).generate, or another method"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.policy.token_classes import TokenClasses
-from millpond.policy.variants.head_rules import HeadRulesPolicy
-from millpond.policy.variants.reconstruction import ReconstructionPolicy
 
 PLAN_BOUND = 0.05  #: most of a prefill that may be planning
 
@@ -68,8 +66,9 @@ class MethodCandidate:
         missing = [option for option in required if option not in options]
         if missing:
             raise OptionError(f"{name} has no default for {', '.join(missing)}; name it, as {name}:{missing[0]}=...")
-        policy, given = _equip(entry(**options), vocab)
-        return cls(name, ":".join(f"{k}={v}" for k, v in options.items()), policy, given)
+        source = _RandomTokens(vocab)
+        policy = entry(**options).with_tokens(source)
+        return cls(name, ":".join(f"{k}={v}" for k, v in options.items()), policy, source.given)
 
     @property
     def kind(self) -> tuple[str, float | None]:
@@ -111,7 +110,7 @@ class MethodCandidate:
             "decode_bound": bound, "decode_holds": _within(ratio, bound),
             "kv_bytes": self.median(lambda r: r.kv_bytes),
             "extra_passes": max((r.passes - 1 for r in self.readings), default=None),
-            "repeats_prompt": self.policy.repeats_prompt,
+            "repeats_prompt": self.policy.needs.prompt_repeat is not None,
             "readings": [asdict(reading) for reading in self.readings],
             **({"failure": self.failure} if self.failure else {}),
         }  # fmt: skip
@@ -125,15 +124,23 @@ def _within(value: float | None, bound: float | None) -> bool | None:
     return None if value is None or bound is None else value <= bound
 
 
-def _equip(policy: Policy, vocab: int) -> tuple[Policy, str]:
-    """The policy with what a tokenizer would tell it, and what that is, in words."""
-    if isinstance(policy, HeadRulesPolicy) and not policy.classes.known:
-        marks = vocab // 16
-        classes = TokenClasses(
-            frozenset({0}) if policy.classes.special is None else policy.classes.special,
-            frozenset(range(1, 1 + marks)) if policy.classes.punctuation is None else policy.classes.punctuation,
+class _RandomTokens:
+    """Tokens of a random model (see `millpond.policy.needs.token_source.TokenSource`); `given`: what was asked."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self.given = ""
+
+    def classes(self, given: TokenClasses) -> TokenClasses:
+        if given.known:
+            return given
+        marks = self._vocab // 16
+        self.given = f"1 id is special, {marks} of {self._vocab} are punctuation"
+        return TokenClasses(
+            frozenset({0}) if given.special is None else given.special,
+            frozenset(range(1, 1 + marks)) if given.punctuation is None else given.punctuation,
         )
-        return replace(policy, classes=classes), f"1 id is special, {marks} of {vocab} are punctuation"
-    if isinstance(policy, ReconstructionPolicy) and policy.ids is None:
-        return replace(policy, ids=(1, 2, 3, 4, 5)), "5 ids ask for the repetition"
-    return policy, ""
+
+    def spell(self, text: str) -> tuple[int, ...]:
+        self.given = "5 ids ask for the repetition"
+        return 1, 2, 3, 4, 5

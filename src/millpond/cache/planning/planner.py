@@ -116,7 +116,7 @@ class Planner:
             The table that holds it from now on.
         """
         pending = self._companions.pending
-        if pending and found is None and self._policy.repeats_prompt:
+        if pending and found is None and self._policy.needs.prompt_repeat is not None:
             raise OptionError(
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
                 "with it"

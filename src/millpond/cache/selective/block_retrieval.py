@@ -16,7 +16,7 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
 from millpond.kernels.reference import soft_cap, softmax_with_sink, wide
-from millpond.policy.variants.block_retrieval import BlockRetrievalPolicy
+from millpond.policy.needs.block_lookup import BlockLookup
 
 #: Rows of queries whose logits are held at a time.
 BLOCK = 64
@@ -55,8 +55,8 @@ class BlockRetrieval:
 
     truncatable = False
 
-    def __init__(self, policy: BlockRetrievalPolicy, known: PerSequence[Blocks] | None = None) -> None:
-        self._policy = policy
+    def __init__(self, lookup: BlockLookup, known: PerSequence[Blocks] | None = None) -> None:
+        self._lookup = lookup
         self._known: PerSequence[Blocks] = PerSequence() if known is None else known
 
     def attend(
@@ -97,7 +97,7 @@ class BlockRetrieval:
 
     def copy(self, sequences: list[int] | None = None) -> BlockRetrieval:
         """See `Focus.copy`."""
-        return BlockRetrieval(self._policy, self._known.copy(sequences))
+        return BlockRetrieval(self._lookup, self._known.copy(sequences))
 
     def join(self, other: BlockRetrieval, n_seq: int) -> None:
         """See `Focus.join`."""
@@ -109,8 +109,8 @@ class BlockRetrieval:
         self, sequence: int, q: Tensor, q_pos: Tensor, fetch: Fetch, shape: AttentionShape, rope: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         budget = self._known[sequence].budget
-        now = Passing(fetch, shape, rope, budget, self._policy.protect.local(budget))
-        step = self._policy.together
+        now = Passing(fetch, shape, rope, budget, self._lookup.protect.local(budget))
+        step = self._lookup.together
         asked = [
             self._ask(sequence, now, q[:, begin : begin + step].to(wide(q.dtype)), q_pos[begin : begin + step].long())
             for begin in range(0, q.shape[1], step)
@@ -124,11 +124,11 @@ class BlockRetrieval:
         far_q = now.place(q, q_pos, now.local - 1)
         far = self._far_positions(blocks, far_q.mean(1), now, last, q.device)
         far_k, far_v = (t.to(q.dtype) for t in now.fetch(far))
-        if self._policy.far == "true":
+        if self._lookup.far == "true":
             far_q = q
         else:
             far_k = now.place(far_k, far, 0)
-        begin = self._policy.protect.sinks + len(blocks.means) * self._policy.protect.block
+        begin = self._lookup.protect.sinks + len(blocks.means) * self._lookup.protect.block
         scores = torch.nn.functional.pad(blocks.scores, (0, max(last + 1 - begin, 0) - blocks.scores.shape[1]))
         outs, norms = [], []
         for start in range(0, last + 1 - first, BLOCK):
@@ -146,9 +146,9 @@ class BlockRetrieval:
 
         asking: (Hq, D), the mean of the queries. Block b counts sum_h <q_h, mean_bh>; ties go to the older one.
         """
-        sinks, size = self._policy.protect.sinks, self._policy.protect.block
+        sinks, size = self._lookup.protect.sinks, self._lookup.protect.block
         worth = torch.einsum("hd,bhd->b", asking, blocks.means)
-        most = self._policy.protect.blocks(now.budget)
+        most = self._lookup.protect.blocks(now.budget)
         chosen = worth.argsort(descending=True, stable=True)[:most].sort().values
         inside = (sinks + chosen[:, None] * size + torch.arange(size, device=device)).flatten()
         rest = torch.arange(sinks + len(blocks.means) * size, max(last + 1, sinks), device=device)
@@ -179,7 +179,7 @@ class BlockRetrieval:
 
     def _fill(self, blocks: Blocks, now: Passing, begin: int, seen: int) -> Blocks:
         """Make blocks of the entries from `begin` on that no later query will see among its local ones."""
-        size, few = self._policy.protect.block, self._policy.representatives
+        size, few = self._lookup.protect.block, self._lookup.representatives
         n = max((seen - now.local - begin) // size, 0)
         if not n:
             return blocks

@@ -11,9 +11,7 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.selective.block_retrieval import BlockRetrieval
 from millpond.cache.selective.sparse_prefill import SparsePrefill
 from millpond.cache.types import AttentionShape
-from millpond.policy.policy import Policy
-from millpond.policy.variants.block_retrieval import BlockRetrievalPolicy
-from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
+from millpond.policy.needs.declared import Needs
 
 
 class SelectiveAttention(Protocol):
@@ -58,8 +56,8 @@ class SelectiveAttention(Protocol):
         ...
 
 
-def focus_of(policy: Policy, layer: int) -> SelectiveAttention | None:
-    """How a full layer attends for this policy; None: to everything that it stores."""
-    if isinstance(policy, BlockRetrievalPolicy):
-        return BlockRetrieval(policy)
-    return SparsePrefill(policy, layer) if isinstance(policy, SparsePrefillPolicy) else None
+def focus_of(needs: Needs, layer: int) -> SelectiveAttention | None:
+    """How a full layer attends for a policy with these needs; None: to everything that it stores."""
+    if needs.block_lookup is not None:
+        return BlockRetrieval(needs.block_lookup)
+    return None if needs.prompt_patterns is None else SparsePrefill(needs.prompt_patterns, layer)

@@ -11,7 +11,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
-from millpond.policy.variants.sparse_prefill import BLOCK, HeadPrompt, Pattern, SparsePrefillPolicy
+from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern, PromptPatterns
 
 
 class SparsePrefill:
@@ -19,8 +19,8 @@ class SparsePrefill:
 
     truncatable = True
 
-    def __init__(self, policy: SparsePrefillPolicy, layer: int) -> None:
-        self._policy = policy
+    def __init__(self, patterns: PromptPatterns, layer: int) -> None:
+        self._patterns = patterns
         self._layer = layer
 
     def attend(
@@ -28,7 +28,7 @@ class SparsePrefill:
         rope: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Focus.attend`: head by head, in blocks of rows."""
-        patterns = self._policy.patterns(self._layer, len(q))
+        patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
             past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
             out, lse, _ = ops.prefill(q, k, v, q_pos, past if past.shape[1] else None, **shape.kwargs)

@@ -1,4 +1,4 @@
-"""State of a layer whose KV heads have rules of their own (`HeadRulesPolicy`, FastGen).
+"""State of a layer whose KV heads have rules of their own (`HeadRules`, FastGen).
 
 The prompt's queries are kept until the heads' rules are chosen. While decoding the kernel stores every new token; then
 each head lets go of what its rule does not keep, the new token among it, and its pages follow.
@@ -19,7 +19,8 @@ from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce
-from millpond.policy.variants.head_rules import HeadRule, HeadRulesPolicy, Heads, NestedPlan
+from millpond.policy.needs.head_rules import HeadRule, HeadRules, Heads
+from millpond.policy.variants.head_rules import NestedPlan
 
 
 class PromptQueries(NamedTuple):
@@ -43,8 +44,8 @@ class HeadLimits(NamedTuple):
 class HeadRuleState:
     """The queries of one layer's sequences, and the rules of their heads at each step."""
 
-    def __init__(self, policy: HeadRulesPolicy, asked: PerSequence[PromptQueries] | None = None) -> None:
-        self._policy = policy
+    def __init__(self, rules: HeadRules, asked: PerSequence[PromptQueries] | None = None) -> None:
+        self._rules = rules
         self._asked: PerSequence[PromptQueries] = PerSequence() if asked is None else asked
         self._limits: HeadLimits | None = None
 
@@ -52,7 +53,7 @@ class HeadRuleState:
 
     def remember(self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor) -> None:
         """Append the queries of one pass to those of earlier passes, where plans use them; see `PromptQueries`."""
-        if self._policy.threshold == 1:
+        if self._rules.threshold == 1:
             return
         old = self._asked.get(sequence)
         if old is not None:
@@ -69,7 +70,7 @@ class HeadRuleState:
             keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none.
         """
         q, lse, q_pos = self._asked[sequence]
-        most = self._policy.queries
+        most = self._rules.queries
         if most and len(q_pos) > most:
             chosen = torch.linspace(0, len(q_pos) - 1, most, dtype=torch.float64, device=q.device).round().long()
             q, lse, q_pos = q[:, chosen], lse[:, chosen], q_pos[chosen]
@@ -100,7 +101,7 @@ class HeadRuleState:
         """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves."""
         n_heads = table.n_kv_heads
         limits = self._limits_of(table)
-        active, device, policy = positions >= 0, table.lens.device, self._policy
+        active, device, policy = positions >= 0, table.lens.device, self._rules
         if limits.everyone is not None and active.all():
             chosen, together, seen = limits.everyone, limits.most, torch.from_numpy(positions + 1).to(device)
         else:
@@ -146,7 +147,7 @@ class HeadRuleState:
 
     def copy(self, sequences: list[int] | None = None) -> HeadRuleState:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
-        return HeadRuleState(self._policy, self._asked.copy(sequences))
+        return HeadRuleState(self._rules, self._asked.copy(sequences))
 
     def join(self, other: HeadRuleState, n_seq: int) -> None:
         """Take over the sequences of `other`, behind the `n_seq` of this batch."""

@@ -15,7 +15,6 @@ from millpond.cache.state.head_rules import HeadRuleState
 from millpond.cache.state.query_buffer import QueryBuffer
 from millpond.cache.state.rerotation import Rerotation
 from millpond.policy.policy import Policy
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 
 class StatePart(Protocol):
@@ -55,11 +54,12 @@ class SequenceState:
     @classmethod
     def of(cls, policy: Policy, layer: int, rotation: RotaryEmbedding | None) -> SequenceState:
         """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
+        needs = policy.needs
         return cls(
             QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(),
             Rerotation(rotation, policy.protect.sinks) if rotation is not None else None,
-            HeadRuleState(policy) if isinstance(policy, HeadRulesPolicy) else None,
-            focus_of(policy, layer),
+            None if needs.head_rules is None else HeadRuleState(needs.head_rules),
+            focus_of(needs, layer),
         )  # fmt: skip
 
     def copy(self, sequences: list[int] | None = None) -> SequenceState:

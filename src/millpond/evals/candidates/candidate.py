@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.cache.compatibility import check_method_codec
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError, unknown
 from millpond.evals.decoding.batch import PromptBatch
@@ -17,7 +16,6 @@ from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import needs_calibration
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 from millpond.registry import Registry
 
 DEFAULT_BUDGET = "20%"
@@ -80,13 +78,12 @@ class Compressed:
 
     @property
     def default_budget(self) -> str:
-        policy = METHODS.get(self.method)(**self.options)
-        return DEFAULT_BUDGET if policy.takes_budget and not isinstance(policy, HeadRulesPolicy) else ""
+        return DEFAULT_BUDGET if METHODS.get(self.method)(**self.options).needs_budget else ""
 
     def check(self, budget: str, codec: str) -> None:
         stored = resolve(codec)
         if isinstance(stored, Codec):
-            check_method_codec(METHODS.get(self.method)(**self.options), stored)
+            METHODS.get(self.method)(**self.options).check_codec(stored)
             if stored.calibrated and self.calibration is None:
                 raise OptionError(f"codec {codec!r} needs a calibration of the model: give its file as --calibration")
         if budget:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError
 from millpond.hf.compress import compress
+from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import make_pattern
-from millpond.policy.variants.sparse_prefill import BLOCK, HeadPrompt, Pattern
 
 #: What the search chooses from: kind and two numbers. A query looks at some 800 entries with each.
 CANDIDATES = (

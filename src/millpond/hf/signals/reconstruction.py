@@ -6,44 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.errors import OptionError
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_support import decoder_modules
-from millpond.policy.variants.reconstruction import ReconstructionPolicy
+from millpond.policy.needs.declared import PromptRepeat
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
 
 
-def ask_ids(policy: ReconstructionPolicy, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """What asks for the repetition, as token ids.
-
-    Raises:
-        OptionError: it must be spelled, and there is no tokenizer.
-    """
-    if policy.ids is not None:
-        return policy.ids
-    if tokenizer is None:
-        raise OptionError(
-            f"this method asks the model {policy.ask!r}, which a tokenizer spells: pass tokenizer= to compress, or "
-            "token ids as its option, ask='5;6', or ask='none'"
-        )
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise OptionError(f"tokenizer={tokenizer!r} is not a transformers tokenizer")
-    return tuple(int(i) for i in tokenizer(policy.ask, add_special_tokens=False)["input_ids"])
-
-
 class PromptReconstruction:
     """Repeats what every sequence has read since the last time, in chunks, and takes those tokens back."""
 
-    def __init__(self, model: PreTrainedModel, policy: ReconstructionPolicy) -> None:
+    def __init__(self, model: PreTrainedModel, repeat: PromptRepeat) -> None:
         self._decoder: Any = decoder_modules(model)[-1]
         self._device = model.device
-        self._policy = policy
+        self._settings = repeat
         begins = model.config.get_text_config().bos_token_id
         self._begins = torch.tensor(begins if isinstance(begins, list) else [-1 if begins is None else begins])
         self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
@@ -68,9 +50,9 @@ class PromptReconstruction:
             core.peek = ReconstructionProbe(n_seq, core.stored.shape[1], int(seen.max()), self._device)
         self.running = True
         try:
-            for begin in range(0, int((seen - done).max()), self._policy.chunk):
+            for begin in range(0, int((seen - done).max()), self._settings.chunk):
                 first = np.minimum(done + begin, seen)
-                self._repeat(cache, first, np.minimum(first + self._policy.chunk, seen))
+                self._repeat(cache, first, np.minimum(first + self._settings.chunk, seen))
                 timeline.rewind(columns, seen)
                 for core in cache.layer_caches:
                     core.columns = columns
@@ -109,7 +91,7 @@ class PromptReconstruction:
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
         """One pass over the tokens first..last-1 of each sequence, behind the question."""
-        timeline, ask = cache.timeline, self._policy.ids
+        timeline, ask = cache.timeline, self._settings.ids
         assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
         assert ask is not None, "the question is known before a cache uses it"
         lengths = np.where(last > first, last - first + len(ask), 0)

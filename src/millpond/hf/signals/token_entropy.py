@@ -16,7 +16,7 @@ from millpond.cache.state.positions import ForwardSpan
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.signals.predictions import Predictions
-from millpond.policy.variants.token_entropy import EntropyPolicy
+from millpond.policy.needs.declared import Entropies
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
@@ -35,7 +35,7 @@ class TokenEntropyHook:
         UnsupportedModelError: the model predicts nothing.
     """
 
-    def __init__(self, cache: LayerCaches, model: PreTrainedModel, policy: EntropyPolicy, settles: bool) -> None:
+    def __init__(self, cache: LayerCaches, model: PreTrainedModel, entropies: Entropies, settles: bool) -> None:
         head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedModelError(
@@ -43,7 +43,7 @@ class TokenEntropyHook:
                 "such as the ...ForCausalLM of its family"
             )
         self._cache = weakref.ref(cache)
-        self._policy = policy
+        self._decay = entropies.decay
         self._settles = settles
         self._asked: int | Tensor = 0  # which logits the running pass was asked for
         self._ids: Tensor | None = None
@@ -154,7 +154,7 @@ class TokenEntropyHook:
         another_round = began & self._decoded
         self._decoded = (self._decoded & ~began) | decoding
         self.tell()
-        factors = np.where(another_round, self._policy.decay, 1.0)
+        factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
         for core in cache.layer_caches if self._settles else ():
             if core.pending:

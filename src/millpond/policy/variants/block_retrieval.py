@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
-from millpond.policy.policy import Policy
+from millpond.policy.needs.declared import Needs
+from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
 
 
@@ -82,6 +84,10 @@ class BlockRetrievalPolicy(Policy):
             raise OptionError(f"representatives={self.representatives} of a block of {self.protect.block}; take fewer")
 
     @property
+    def needs(self) -> Needs:
+        return Needs(whole_prompt=True, block_lookup=self)
+
+    @property
     def takes_budget(self) -> bool:
         """Of what is attended to."""
         return True
@@ -90,3 +96,6 @@ class BlockRetrievalPolicy(Policy):
     def needs_unrotated_queries(self) -> bool:
         """Blocks are compared, and looked up, by keys before RoPE."""
         return True
+
+    def codec_refusal(self, codec: Codec) -> str | None:
+        return f"this method looks single positions up in plain pages; {WAY_OUT}"

@@ -5,30 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.policy.allocation.heads import Uniform, lowest_scored
 from millpond.policy.allocation.layers import EvenLayers
-from millpond.policy.policy import EvictionPlan, Policy
+from millpond.policy.needs.declared import Needs
+from millpond.policy.needs.head_rules import HeadRule, Heads
+from millpond.policy.needs.token_source import TokenSource
+from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.token_classes import PUNCTUATION, SPECIAL, TokenClasses
 from millpond.policy.view import View
-
-
-class HeadRule(IntEnum):
-    """What a head keeps; each kind keeps all that the one before it does."""
-
-    SPECIAL = 0  #: special tokens
-    PUNCTUATION = 1  #: and punctuation
-    FREQUENT = 2  #: and the entries of most accumulated attention
-    LOCAL = 3  #: and the newest
-    FULL = 4  #: everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +33,6 @@ class NestedPlan(EvictionPlan):
 
     kinds: Tensor
     local: int
-
-
-class Heads(NamedTuple):
-    """The heads of some sequences at one moment."""
-
-    value: Tensor  #: (S, H, N) float32, accumulated attention
-    positions: Tensor  #: (S, H, N) int32, -1 for none
-    classes: Tensor  #: (S, H, N) int8, see `TokenClasses.of`
-    kinds: Tensor  #: (S, H) int
-    seen: Tensor  #: (S,) int, tokens so far
-    local: Tensor  #: (S,) int, newest positions that `HeadRule.LOCAL` keeps
-    most: Tensor  #: (S,) int64, entries that all heads of a sequence may hold together
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +62,31 @@ class HeadRulesPolicy(Policy):
         alone = isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers) and self.protect.recent == 0
         if not (alone and self.merge is None and isinstance(self.score, AccumulatedAttention)):
             raise OptionError("a method whose heads have rules of their own cannot be the score of another method")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(token_ids=True, head_rules=self)
+
+    @property
+    def needs_budget(self) -> bool:
+        """The threshold says how much is kept."""
+        return False
+
+    @property
+    def heads_alike(self) -> bool:
+        return False
+
+    @property
+    def heads_may_keep_all(self) -> bool:
+        return True
+
+    def with_tokens(self, source: TokenSource) -> HeadRulesPolicy:
+        return replace(self, classes=source.classes(self.classes))
+
+    def codec_refusal(self, codec: Codec) -> str | None:
+        if codec.tiered:
+            return f"the rules of this method's heads drop entries for good; {WAY_OUT}"
+        return Policy.codec_refusal(self, codec)
 
     def decode_rule(self, layer: int) -> DecodeRule:
         """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from millpond.errors import OptionError
 from millpond.kernels.reference import wide
-from millpond.policy.variants.sparse_prefill import BLOCK, HeadPrompt, Look, Pattern
+from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Look, Pattern
 
 
 def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.policy.needs.declared import Needs, PromptRepeat
+from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
@@ -54,10 +56,13 @@ class ReconstructionPolicy(Policy):
             raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
 
     @property
+    def needs(self) -> Needs:
+        return Needs(token_ids=True, prompt_repeat=PromptRepeat(self.ids, self.chunk))
+
+    @property
     def gathers(self) -> bool:
         """What was found lies beside the entries."""
         return True
 
-    @property
-    def repeats_prompt(self) -> bool:
-        return True
+    def with_tokens(self, source: TokenSource) -> ReconstructionPolicy:
+        return self if self.ids is not None else replace(self, ids=source.spell(self.ask))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
+from millpond.policy.needs.declared import Entropies, Needs
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
@@ -46,6 +47,10 @@ class EntropyPolicy(Policy):
             raise OptionError(f"decay={self.decay:g} must lie in (0, 1]; 1 forgets nothing")
         if not isinstance(self.score, TokenEntropy) or self.protect.newest(1) < 1:
             raise OptionError("a method that looks at the model's predictions cannot be the score of another method")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(entropies=Entropies(self.decay))
 
     @property
     def gathers(self) -> bool:

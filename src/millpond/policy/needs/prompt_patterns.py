@@ -1,0 +1,75 @@
+"""PromptPatterns: sparse patterns of a prompt, head by head; what they leave out is never computed (MInference)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.reference import soft_cap, softmax_with_sink, wide
+
+#: Rows of queries that look at one set of entries.
+BLOCK = 64
+
+
+class HeadPrompt(NamedTuple):
+    """The queries of one head, at positions N - Q .. N - 1, and all keys of its KV head."""
+
+    q: Tensor  #: (Q, D)
+    k: Tensor  #: (N, D)
+    scale: float
+    softcap: float = 0.0
+    sink_logit: Tensor | None = None  #: a logit that only enters the denominator, of one number
+
+    @property
+    def first(self) -> int:
+        """The position of the first query."""
+        return len(self.k) - len(self.q)
+
+    def last_rows(self, n: int) -> Tensor:
+        """(n, N): the attention of the last n queries."""
+        kind = wide(self.q.dtype)
+        logits = soft_cap(self.q[-n:].to(kind) @ self.k.to(kind).T * self.scale, self.softcap)
+        column = torch.arange(len(self.k), device=self.q.device)
+        sink = None if self.sink_logit is None else self.sink_logit.to(kind).view(1, 1)
+        return softmax_with_sink(logits, column <= column[-n:, None], sink)[0]
+
+
+#: Of the queries at positions begin .. end - 1, one block: the positions (n,) that they look at, ascending. Each query
+#: sees those that are not behind it and that `Pattern.near` does not hide from it.
+Look = Callable[[int, int], Tensor]
+
+
+class Pattern(Protocol):
+    """How a head looks at a prompt."""
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        """(first, width): entries from `first` on are seen by queries less than `width` behind; None: by all."""
+        ...
+
+    def covers(self, n: int) -> bool:
+        """Whether every query of a text of `n` tokens sees everything."""
+        ...
+
+    def scaled(self, ratio: float) -> Pattern:
+        """The pattern with `ratio` times as many entries."""
+        ...
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        """What the queries of a prompt look at, in blocks of BLOCK rows from the first query on."""
+        ...
+
+
+class PromptPatterns(Protocol):
+    """How the heads of each layer look at a prompt."""
+
+    def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
+        """Of each query head of a layer.
+
+        Raises:
+            CacheMismatchError: a head is named that there is not.
+        """
+        ...
