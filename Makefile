@@ -12,7 +12,7 @@ MODELS := packages/millpond-models
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
 
-.PHONY: help demo test test-slow lint types docs docs-check bench install clean
+.PHONY: help demo test test-slow lint types docs docs-pages docs-check bench install clean
 
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
@@ -20,7 +20,8 @@ help:
 	@echo "make test-slow   the long tests: endless text, constant memory"
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
-	@echo "make docs        write the generated pages and tables; make docs-check compares them"
+	@echo "make docs        write the generated pages, and build the site into build/site"
+	@echo "make docs-pages  the generated pages alone; make docs-check compares them"
 	@echo "make bench       speed and memory, into benchmarks/results"
 
 install: $(READY)
@@ -56,7 +57,11 @@ lint: $(TOOLS)
 types: $(TOOLS)
 	$(BIN)/mypy
 
-docs: $(READY)
+# the variable hides a note about another tool
+docs: docs-pages $(TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-pages: $(READY)
 	$(BIN)/python docs/generate.py
 
 docs-check: $(READY)

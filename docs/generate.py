@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from api_page import api_page
+from papers_page import papers_page
 
-import millpond
 from millpond.bench.common.report import generate_table, markdown_table
 from millpond.bench.model_types import page as model_types
 from millpond.cli.app import app
@@ -43,6 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
+CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -56,7 +58,8 @@ def pages() -> dict[Path, str]:
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
-    texts[reference / "api.md"] = api_page()
+    texts[reference / "api.md"] = NOTE + api_page()
+    texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()
     readme = ROOT / "README.md"
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
@@ -231,28 +234,6 @@ def first_paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def api_page() -> str:
-    """The public names, with the whole documentation of `compress`."""
-    rows = []
-    for name in millpond.__all__:
-        doc = inspect.getdoc(getattr(millpond, name)) or ""
-        rows.append((f"`{name}`", cell(first_paragraph(doc))))
-    table = left(markdown_table(("name", "what it is"), rows))
-    text = f"```text\n{signature_of(millpond.compress)}\n\n{inspect.getdoc(millpond.compress)}\n```\n"
-    stats = f"```text\n{inspect.getdoc(millpond.CacheStats)}\n```\n"
-    return f"{NOTE}# Python\n\n{table}\n## compress\n\n{text}\n## CacheStats\n\n{stats}"
-
-
-def signature_of(function: Any) -> str:
-    """Name, parameters and result, one parameter per line."""
-    signature = inspect.signature(function)
-    lines = [f"    {parameter}," for parameter in signature.parameters.values()]
-    named = [parameter.kind for parameter in signature.parameters.values()].index(inspect.Parameter.KEYWORD_ONLY)
-    lines.insert(named, "    *,")
-    text = "\n".join([f"{function.__name__}(", *lines, f") -> {signature.return_annotation}"])
-    return re.sub(r": '([^'\n]*)'", r": \1", text)
-
-
 def result_table() -> str:
     """The committed measurement of generate() at the longest prompt of one sequence."""
     data, prompt, rows = measured()
@@ -295,7 +276,7 @@ def main() -> None:
     stale += drawn
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if "--check" in sys.argv[1:]:
-        sys.exit(f"stale: {names}; run make docs" if stale else 0)
+        sys.exit(f"stale: {names}; run make docs-pages" if stale else 0)
     for path, text in pages().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

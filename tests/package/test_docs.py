@@ -36,7 +36,9 @@ def generator() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        spec.loader.exec_module(module)
     return module
 
 
@@ -44,13 +46,13 @@ def test_generated_pages_are_current(generator: ModuleType) -> None:
     stale = [
         name(p) for p, text in generator.pages().items() if not p.exists() or p.read_text(encoding="utf-8") != text
     ]
-    assert not stale, "run make docs"
+    assert not stale, "run make docs-pages"
 
 
 def test_pictures_are_current(generator: ModuleType) -> None:
     shown = generator.pictures()
     assert not [name(path) for path in shown if not generator.is_current(path, generator.digest(shown[path]))], (
-        "run make docs"
+        "run make docs-pages"
     )
     assert set((ROOT / "docs" / "images" / "quality").glob("*")) <= set(shown)
 

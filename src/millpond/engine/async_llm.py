@@ -30,8 +30,11 @@ class AsyncLLM:
     """Answers requests of many tasks; safe to use from any event loop and thread.
 
     Args:
-        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model.
-        model_name: as clients name it; None: the model's own. dtype: where the model is loaded here; see `LLM`.
+        model: a name or folder, or a loaded transformers decoder.
+        model_name: as clients name it; None: the model's own.
+        tokenizer: the model's; None: loaded with it.
+        dtype: where the model is loaded here; see `LLM`.
+        threads: of torch in this process; None leaves them as they are.
         **options: of the `Engine`.
 
     Raises:

@@ -29,9 +29,13 @@ class LLM:
     """A model that answers many prompts at once inside one memory limit.
 
     Args:
-        model: a name or folder, or a loaded transformers decoder. tokenizer: its own; loaded with the model. Without
-            one, prompts are token ids, answers have no text, and nothing can be asked for that needs texts.
-        method, budget, codec, options: how caches are kept where `generate` says nothing else; see `compress`.
+        model: a name or folder, or a loaded transformers decoder.
+        tokenizer: the model's; None: loaded with it. Without one, prompts are token ids, answers have no text, and
+            what needs texts is refused.
+        method: of requests that name none; see `compress`. The same holds for budget, codec and options.
+        budget: entries per KV head, see `compress`.
+        codec: number format of the entries, see `compress`.
+        options: of the method.
         kv_memory: most bytes of all caches together ("2GiB"); None for no limit.
         dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
         max_step_tokens: tokens of one step of the model where prompts are read: more read faster, fewer keep the
@@ -91,8 +95,10 @@ class LLM:
         """Answer all prompts.
 
         Args:
-            prompts: one or several, texts or token ids. params: for all of them, or for each its own.
-            cache: how their caches are kept; None: as the LLM's are. progress: show a bar (needs rich).
+            prompts: one or several, texts or token ids.
+            params: for all of them, or one for each.
+            cache: method, budget and codec of these requests; None: those of the LLM.
+            progress: show a bar (needs rich).
 
         Returns:
             One output per prompt, in their order.

@@ -17,10 +17,10 @@ class CacheStats:
 
     Attributes:
         seen: tokens processed, per sequence.
-        stored: entries held, [layer][sequence][KV head].
-        evicted: entries that left, over all layers, sequences and heads.
+        stored: entries held, by layer, sequence and KV head.
+        evicted: entries evicted, over all layers, sequences and heads.
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
-        metadata_bytes: bytes of positions, scores and tables beside them.
+        metadata_bytes: bytes of positions, scores and tables that belong to them.
         unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
         full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
         reserved_bytes: bytes of all pool buffers, free pages included.

@@ -1,0 +1,78 @@
+"""The page of the Python names: tables that read anywhere, and a directive per name for the site's signatures."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import millpond
+import millpond.plugins
+from millpond.bench.common.report import markdown_table
+
+ROOT = Path(__file__).parent.parent
+GROUPS = {
+    "Caches for `generate()`": (
+        "compress", "MillpondCache", "CacheStats", "Budget", "preset", "save_document", "restore_document",
+    ),
+    "Engine": ("LLM", "AsyncLLM", "SamplingParams"),
+    "Models": ("load_model", "load_tokenizer"),
+    "Methods and number formats": ("list_methods", "list_codecs", "Policy"),
+    "Errors": (
+        "MillpondError", "OptionError", "BudgetError", "DataError", "UnsupportedModelError", "CacheMismatchError",
+        "NotPicklableError", "PoolFullError", "NumericsError",
+    ),
+}  # fmt: skip
+ABOUT = {
+    "Errors": "Causes and remedies are in [troubleshooting](../how-to/troubleshooting.md).",
+    "Methods and number formats": "Options of each method are on [its page](methods/README.md).",
+}
+INTRO = """\
+Every public name of `millpond`, and then of `millpond.plugins`.
+Signatures and members are on the documentation site (`make docs`); the tables link to the source.
+"""
+PLUGINS = """\
+What a method of your own builds on: [a tutorial](../tutorial/write-your-own-method.md).
+"""
+
+
+def api_page() -> str:
+    """The page in Markdown.
+
+    Raises:
+        ValueError: a public name is in no group, or in two.
+    """
+    grouped = sorted(name for names in GROUPS.values() for name in names)
+    if grouped != sorted(millpond.__all__):
+        raise ValueError(f"docs/api_page.py groups {grouped}, but the public names are {sorted(millpond.__all__)}")
+    parts = [f"# Python\n\n{INTRO}"]
+    for title, names in GROUPS.items():
+        about = f"{ABOUT[title]}\n\n" if title in ABOUT else ""
+        parts.append(f"## {title}\n\n{about}{_section(millpond, names)}")
+    others = [name for name in millpond.plugins.__all__ if name not in millpond.__all__]
+    parts.append(f"## `millpond.plugins`\n\n{PLUGINS}\n{_section(millpond.plugins, others)}")
+    return "\n".join(parts)
+
+
+def _section(module: ModuleType, names: tuple[str, ...] | list[str]) -> str:
+    rows = [(f"`{name}`", _summary(getattr(module, name)), _source(getattr(module, name))) for name in names]
+    table = markdown_table(("name", "what it is", "source"), rows).replace("---:", "---")
+    return table + "".join(f"\n::: {module.__name__}.{name}\n" for name in names)
+
+
+def _has_doc(thing: object) -> bool:
+    return inspect.isclass(thing) or inspect.isfunction(thing)  # not an alias of a type
+
+
+def _summary(thing: object) -> str:
+    doc = inspect.getdoc(thing) if _has_doc(thing) else ""
+    return " ".join((doc or "").split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def _source(thing: object) -> str:
+    name = getattr(thing, "__module__", "") if _has_doc(thing) else ""
+    if not name:
+        return ""
+    path = f"src/{name.replace('.', '/')}"
+    file = f"{path}.py" if (ROOT / f"{path}.py").exists() else f"{path}/__init__.py"
+    return f"[{name}](../../{file})"

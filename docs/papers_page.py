@@ -1,0 +1,140 @@
+"""The page of the papers: where each one is implemented, tested and measured."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from millpond.bench.common.report import markdown_table
+from millpond.codec.presets import PRESETS
+from millpond.evals.decoding.record import SummaryRow
+from millpond.evals.report.curves import CurvePanel
+from millpond.evals.task import TASKS
+from millpond.methods import METHODS
+from millpond.registry import Entry
+
+ROOT = Path(__file__).parent.parent
+BUDGET = "20%"
+#: Test files whose name is not that of the method, the number format or the task.
+TESTS = {
+    "no_heavy": "tests/papers/test_h2o_ablations.py", "strided": "tests/papers/test_h2o_ablations.py",
+    "fixed": "tests/papers/test_h2o_ablations.py", "flexgen": "tests/codec/test_groups.py",
+    "kivi": "tests/codec/test_quantize.py", "kvquant": "tests/hf/test_kvquant.py",
+    "mikv": "tests/codec/test_tiers.py", "think": "tests/codec/test_transforms.py",
+    "rotated": "tests/codec/test_transforms.py",
+}  # fmt: skip
+FORMATS = {
+    "flexgen": ("FlexGen", "src/millpond/codec/groups.py"), "kivi": ("KIVI", "src/millpond/codec/groups.py"),
+    "kvquant": ("KVQuant", "src/millpond/codec/nuq.py"), "mikv": ("MiKV", "src/millpond/codec/balance.py"),
+    "think": ("ThinK", "src/millpond/codec/channels.py"), "rotated": ("QuaRot", "src/millpond/codec/rotate.py"),
+}  # fmt: skip
+METHODS_INTRO = f"""\
+Measured: the score of `pond-recall` at a budget of {BUDGET}, as a share of the full cache's score (95 % interval).
+With the question known, context and question are compressed together; otherwise the context is compressed first.
+Tasks, samples and other budgets are on the page of each method.
+"""
+FORMATS_INTRO = """\
+Measured: perplexity of `pond-text` over the full cache in this format, against the full cache in bf16
+([rows](../../benchmarks/results/codecs-text/summary.md), [conditions](../how-to/codecs.md)).
+"""
+TASKS_INTRO = """\
+Tasks are what methods are measured by, so they have no row of their own; [options](tasks.md).
+"""
+
+
+def papers_page(panels_of: Callable[[str], dict[str, CurvePanel]], formats: Sequence[SummaryRow]) -> str:
+    """The page in Markdown.
+
+    Args:
+        panels_of: curves of a method by protocol. formats: rows of full caches in several formats, on one text.
+    """
+    parts = [f"# Papers\n\n## Methods\n\n{METHODS_INTRO}"]
+    entries = [METHODS.get(name) for name in METHODS.names()]
+    methods = [
+        (f"[`{e.name}`](methods/{e.name}.md)", _paper(e), _file(_module(e)), _file(_test(e.name)),
+         *(_score(panels_of(e.name), protocol) for protocol in ("aware", "agnostic")))
+        for e in entries if e.paper
+    ]  # fmt: skip
+    parts.append(_table(("method", "paper", "module", "test", "question known", "question unknown"), methods))
+    parts.append(f"## Number formats\n\n{FORMATS_INTRO}")
+    codecs = [
+        (_names(prefix), f"{title}, {_link(_number(prefix))}", _file(module), _file(_test(prefix)),
+         _losses(prefix, formats))
+        for prefix, (title, module) in sorted(FORMATS.items())
+    ]  # fmt: skip
+    parts.append(_table(("formats", "paper", "module", "test", "perplexity"), codecs))
+    parts.append(f"## Evaluation tasks\n\n{TASKS_INTRO}")
+    tasks = [TASKS.get(name) for name in TASKS.names()]
+    rows = [(f"`{e.name}`", _paper(e), _file(_module(e)), _task_test(e)) for e in tasks if e.paper]
+    parts.append(_table(("task", "paper", "module", "test"), rows))
+    return "\n".join(parts)
+
+
+def _module(entry: Entry[Any]) -> str:
+    return f"src/{entry.build.__module__.replace('.', '/')}.py"
+
+
+def _test(name: str) -> str:
+    return TESTS.get(name, f"tests/papers/test_{name}.py")
+
+
+def _task_test(entry: Entry[Any]) -> str:
+    """The first test file of the evaluation that names the task."""
+    for file in [*sorted((ROOT / "tests" / "evals").glob("test_*task*.py")), ROOT / "tests/evals/test_ruler_files.py"]:
+        if re.search(rf"\b{entry.name}\b", file.read_text(encoding="utf-8")):
+            return _file(str(file.relative_to(ROOT)))
+    raise ValueError(f"no test in tests/evals names the task {entry.name}")
+
+
+def _paper(entry: Entry[Any]) -> str:
+    """Authors and year as the module's first line says them, and the link."""
+    doc = importlib.import_module(entry.build.__module__).__doc__ or ""
+    cited = re.search(rf"\(([^()]*), {re.escape(entry.paper)}\)", " ".join(doc.split()))
+    return f"{cited[1]}, {_link(entry.paper)}" if cited else _link(entry.paper)
+
+
+def _link(paper: str) -> str:
+    number = paper.removeprefix("arXiv:")
+    return paper if number == paper else f"[{paper}](https://arxiv.org/abs/{number})"
+
+
+def _file(path: str) -> str:
+    """A link to a file of the repository.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (ROOT / path).is_file():
+        raise ValueError(f"{path} does not exist; name the file in docs/papers_page.py")
+    return f"[{Path(path).name}](../../{path})"
+
+
+def _score(panels: dict[str, CurvePanel], protocol: str) -> str:
+    points = panels[protocol].own.points if protocol in panels else ()
+    point = next((point for point in points if point.budget == BUDGET), None)
+    return "–" if point is None else f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})"
+
+
+def _codecs(prefix: str) -> list[str]:
+    return sorted(name for name, codec in PRESETS.items() if codec.paper and name.startswith(prefix))
+
+
+def _names(prefix: str) -> str:
+    return ", ".join(f"`{name}`" for name in _codecs(prefix))
+
+
+def _number(prefix: str) -> str:
+    return next(PRESETS[name].paper for name in _codecs(prefix))
+
+
+def _losses(prefix: str, rows: Sequence[SummaryRow]) -> str:
+    full = {row.codec: row.score for row in rows if row.method == "full"}
+    known = [(name, full[name] / full["bf16"] - 1) for name in _codecs(prefix) if name in full]
+    return ", ".join(f"`{name}` {loss:+.1%}" for name, loss in known) or "–"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(head, rows).replace("---:", "---")

@@ -1,0 +1,168 @@
+"""The documentation site: every page is reachable, its links lead somewhere, and what pages list is complete."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from millpond import errors
+from millpond.methods import METHODS
+from tests.package.test_docs import PAGES, ROOT, generator
+
+__all__ = ["generator"]  # a fixture
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+BY_HAND = [page for page in PAGES if "<!-- written by" not in page.read_text(encoding="utf-8")[:100]]
+FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+LIST_ITEM = re.compile(r" *(\*|-|\d+\.) ")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once(hooks: ModuleType) -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)  # tags are not looked at
+    leaves = hooks.leaves(config["nav"])
+    folders = [path for path in leaves if path.endswith("/")]
+    named = [hooks.repository_path(path) for path in leaves if not path.endswith("/")]
+    named += [str(page.relative_to(ROOT)) for folder in folders for page in (ROOT / "docs" / folder).glob("*.md")]
+    assert sorted(path for path in named if path.startswith("docs/") or path == "README.md") == sorted(
+        str(page.relative_to(ROOT)) for page in PAGES
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "there"),
+    [
+        ("README.md", "docs/how-to/serve.md", "how-to/serve.md"),
+        ("README.md", "CONTRIBUTING.md", "CONTRIBUTING.md"),
+        ("docs/how-to/serve.md", "../../README.md", "../index.md"),
+        ("docs/how-to/serve.md", "../explanation/engine.md#clients", "../explanation/engine.md#clients"),
+        ("docs/explanation/speed.md", "../../benchmarks/results/methods.md", "../benchmarks/results/methods.md"),
+        ("CONTRIBUTING.md", "docs/explanation/architecture.md", "explanation/architecture.md"),
+        ("docs/leaderboard.md", "https://example.org/a.md", "https://example.org/a.md"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(hooks: ModuleType, page: str, link: str, there: str) -> None:
+    assert hooks.rewrite(f"see [it]({link}).", page) == f"see [it]({there})."
+
+
+def test_linked_files_outside_of_docs_are_part_of_the_site(hooks: ModuleType) -> None:
+    found = hooks.outside({"docs/explanation/speed.md", "README.md"})
+    assert {"benchmarks/results/methods.md", "CONTRIBUTING.md", "README.md"} <= found
+
+
+@pytest.mark.parametrize("page", BY_HAND, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_and_tables_begin_a_block(page: Path) -> None:
+    """Else a Git host shows them and the site does not."""
+    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    swallowed = [
+        line
+        for above, line in itertools.pairwise(lines)
+        if (line.startswith(("* ", "- ", "1. ", "| ")))
+        and above.strip()
+        and not LIST_ITEM.match(above)
+        and not above.startswith(("#", "|", "  ", "<!--"))
+    ]
+    assert not swallowed
+
+
+def variables(tree: ast.Module) -> Iterator[str]:
+    """Names of environment variables that a module reads or sets."""
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and "environ" in ast.unparse(node.func) and node.args:
+            key = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            key = node.slice
+        else:
+            key = node if isinstance(node, ast.Constant) else ast.Constant("")
+        value = constants.get(key.id, "") if isinstance(key, ast.Name) else getattr(key, "value", "")
+        if isinstance(value, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", value) and (
+            key is not node or re.match("MILLPOND_|OMP_|OPENBLAS_|MKL_|OPENAI_|TRITON_", value)
+        ):  # fmt: skip
+            yield value
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    read = {name for file in SOURCES for name in variables(ast.parse(file.read_text(encoding="utf-8")))}
+    native = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.?pp"))
+    read |= set(re.findall(r'getenv\("(\w+)"\)', native))
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py"))
+    read |= set(re.findall(r'environ\.(?:get|setdefault)\("((?:MILLPOND|TRITON)_\w+)"', tests))
+    assert {"MILLPOND_KERNELS", "MILLPOND_ISA", "MILLPOND_API_KEYS", "OPENAI_API_KEY"} <= read
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)`", page.split("\n## ", 1)[1])) == read
+
+
+def classes(ending: str) -> set[str]:
+    """Names of the public classes of the sources that end so, but for errors that are not Millpond's own kind."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in SOURCES)
+    found = re.findall(r"^class (\w+)\((.*)\):", text, re.MULTILINE)
+    return {name for name, base in found if name.endswith(ending) and base != "Exception"}
+
+
+def test_every_error_and_warning_has_a_cause_and_a_way_out() -> None:
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.{20,}?) \| (.{20,}?) \|$", page, re.MULTILINE)
+    assert "StaleKernelsError" in classes("Error")
+    assert {name for name, _, _ in rows} == classes("Error") | classes("Warning")
+    assert [name for name in re.findall(r"\w+Error", errors.__doc__ or "") if name not in page] == []
+
+
+def test_the_status_of_errors_is_that_of_the_server() -> None:
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+    server = pytest.importorskip("millpond.server.errors", reason="pip install 'millpond[server]'")
+    shown = re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)`", page, re.MULTILINE)
+    assert shown == [(kind.__name__, str(status), code) for kind, status, code in server._STATUS]
+
+
+def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) -> None:
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
+    for name in METHODS.names():
+        if not METHODS.get(name).paper:
+            continue
+        row = next(line for line in page.splitlines() if line.startswith(f"| [`{name}`]"))
+        module, test = re.findall(r"\]\(\.\./\.\./([\w/.]+)\)", row)
+        assert f'@method("{name}"' in (ROOT / module).read_text(encoding="utf-8")
+        assert re.search(rf'["\'/]{name}\b', (ROOT / test).read_text(encoding="utf-8")), f"{test} does not name {name}"
+        measured = re.findall(r"\d+\.\d% \(\d", row)
+        own = (ROOT / "docs" / "reference" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        assert all(score in own for score in measured)
+        assert measured or "## Quality" not in own
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings_handlers.python", reason="pip install 'millpond[docs]' to build the site")
+    pytest.importorskip("material", reason="pip install 'millpond[docs]' to build the site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "millpond.compress" in (tmp_path / "reference" / "api" / "index.html").read_text(encoding="utf-8")
