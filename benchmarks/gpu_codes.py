@@ -23,10 +23,10 @@ from millpond import compress
 from millpond.codec import codec_named
 from millpond.codec.spec import Tables
 from millpond.hf.calibration.measure import calibrate
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.gpu import decode as gpu_decode
 from millpond.kernels.gpu import packed as gpu
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
@@ -116,7 +116,7 @@ def moved(pages: Pages, device: torch.device) -> Pages:
     for name in ("keys", "values", "codes", "positions", "scores", "log_masses"):
         if hasattr(pages, name):
             setattr(other, name, [t.clone().to(device) for t in getattr(pages, name)])
-    other._refresh()
+    other.refresh()
     return other
 
 

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from millpond.kernels.packed import reference
+from millpond.kernels import packed_reference as reference
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  #: bytes that a thread block may have on Hopper

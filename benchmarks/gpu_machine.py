@@ -118,7 +118,7 @@ class Layer:
         other.pages = PageArrays(old.pages_per_arena, old.slots, old.key_dim, old.value_dim, old.dtype, old.device)
         other.pages.keys, other.pages.values = [t.clone() for t in old.keys], [t.clone() for t in old.values]
         other.pages.positions, other.pages.scores = [t.clone() for t in old.positions], [t.clone() for t in old.scores]
-        other.pages._refresh()
+        other.pages.refresh()
         other.table, other.lens = self.table, self.lens.clone()
         return other
 

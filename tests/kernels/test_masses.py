@@ -74,7 +74,7 @@ def test_write_and_read(impl: ModuleType) -> None:
     expected[0, :9] = log_masses[0][index[0].long()]
     expected[1, 1] = log_masses[1, 4]  # slot 0 was written without one
     assert torch.equal(found, expected)
-    ops.copy_pages(pages, torch.tensor([2]), torch.tensor([1]))
+    pages.copy_pages(torch.tensor([2]), torch.tensor([1]))
     assert torch.equal(pages.log_masses[0][1], expected[0, :8])
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.native import library
 from millpond.kernels.native import packed as native
-from millpond.kernels.packed import outliers, reference, side_codec
+from millpond.kernels.packed import outliers, side_codec
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
 from tests.helpers.kernels.make import Case

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels import packed_ops
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.native import packed as native
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
 from tests.helpers.kernels.make import Case

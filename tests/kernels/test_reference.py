@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond.kernels import ops, reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.eager.softmax import lse_merge
 from tests.helpers.kernels.make import Call, Case
 
 LN2 = math.log(2.0)
@@ -201,7 +202,7 @@ def test_write_then_read_places_chosen_rows() -> None:
 def test_copy_pages() -> None:
     call = Case([8, 8], 2, 1, pages_per_arena=2).build()
     source, target = call.table[0, :1].long(), call.table[1, :1].long()
-    ops.copy_pages(call.pages, source, target)
+    call.pages.copy_pages(source, target)
     keys, values, positions, scores = call.contents()
     for x in (keys, values, positions, scores):
         assert torch.equal(x[0], x[1])
@@ -239,7 +240,7 @@ def test_merge_of_two_halves_is_the_whole() -> None:
         p = torch.exp(logits[:, columns] - lse[:, None])
         return (p[..., None] * values[:, columns]).sum(1), lse
 
-    out, lse = ops.lse_merge(*part(slice(0, 3)), *part(slice(3, 8)))
+    out, lse = lse_merge(*part(slice(0, 3)), *part(slice(3, 8)))
     whole, whole_lse = part(slice(0, 8))
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
@@ -248,7 +249,7 @@ def test_merge_of_two_halves_is_the_whole() -> None:
 def test_merge_with_empty_sets() -> None:
     empty, nothing = torch.full((2,), -math.inf), torch.zeros(2, 3)
     some, lse = torch.ones(2, 3), torch.zeros(2)
-    assert torch.equal(ops.lse_merge(some, lse, nothing, empty)[0], some)
-    out, both = ops.lse_merge(nothing, empty, nothing, empty)
+    assert torch.equal(lse_merge(some, lse, nothing, empty)[0], some)
+    out, both = lse_merge(nothing, empty, nothing, empty)
     assert torch.equal(out, nothing)
     assert torch.equal(both, empty)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import millpond as mp
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format, Side
 from tests.helpers.hf.families import family, left_padded, run
 from tests.helpers.kernels.make import Case

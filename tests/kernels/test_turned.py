@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kernels.test_packed import TOLERANCE, assert_same
 from millpond.errors import OptionError
 from millpond.kernels import packed_ops
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import Format
 from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.packed_make import PackedCase, rope_for, side

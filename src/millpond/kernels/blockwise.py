@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.decode_rules import Reduce
-from millpond.kernels.reference import (
-    INF,
-    absolute_sums,
-    newest_alike,
-    query_weights,
-    reduce_group,
-    wide,
-    window_signal,
-)
+from millpond.kernels.eager.prefill import query_weights, window_signal
+from millpond.kernels.eager.scan import absolute_sums, newest_alike
+from millpond.kernels.eager.softmax import INF, reduce_group, wide
 
 __all__ = ["absolute_sums", "newest_alike", "prefill", "window_signal"]
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels import reference
 from millpond.kernels.backends import backend, dense_backend, native_for
 from millpond.kernels.decode_rules import DecodeRule, Reduce
 from millpond.kernels.merge.rules import MergeRule
@@ -245,11 +244,6 @@ def admit(
     return True
 
 
-def copy_pages(pages: PageArrays, source: Tensor, target: Tensor) -> None:
-    """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
-    reference.copy_pages(pages, source, target)
-
-
 def attend(
     q: Tensor,
     pages: PageArrays,
@@ -293,18 +287,6 @@ def attend(
         q, pages, table, lens, scale=scale, softcap=softcap, members=members, found=found
     )
     return result
-
-
-def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of two disjoint sets from the attention over each.
-
-    Args:
-        out_a, out_b: (..., D). lse_a, lse_b: (...) float32, -inf where a set is empty.
-
-    Returns:
-        out (..., D), lse (...): out = sum_i out_i exp(lse_i - lse), lse = log(exp(lse_a) + exp(lse_b)).
-    """
-    return reference.lse_merge(out_a, lse_a, out_b, lse_b)
 
 
 def window_signal(

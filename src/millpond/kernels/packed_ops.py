@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels import packed_reference
 from millpond.kernels.backends import NATIVE_DTYPES, backend
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.ops import PaddedEntries
-from millpond.kernels.packed import reference
 from millpond.kernels.packed.layout import PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
@@ -38,7 +38,7 @@ def _beside(name: str) -> ModuleType:
 
         return on_gpu
     if name != "millpond.kernels.native":
-        return reference
+        return packed_reference
     from millpond.kernels.native import packed
 
     return packed

@@ -135,5 +135,5 @@ def clone_pages(pages: PageArrays) -> PageArrays:
     other = replace(pages)
     for name in ("keys", "values", "positions", "scores", "log_masses"):
         setattr(other, name, [t.clone() for t in getattr(pages, name)])
-    other._refresh()
+    other.refresh()
     return other

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from millpond.kernels.packed import reference
+from millpond.kernels import packed_reference as reference
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -128,7 +128,7 @@ class PackedCall:
         pages = replace(self.packed.pages)
         for name in ("codes", "positions", "scores", "log_masses"):
             setattr(pages, name, [t.clone() for t in getattr(pages, name)])
-        pages._refresh()
+        pages.refresh()
         other.packed = replace(self.packed, pages=pages, dead=self.packed.dead.clone())
         return other
 

@@ -57,7 +57,7 @@ def copy_of(pages: PageArrays) -> PageArrays:
     twin = replace(pages)
     for name in ("keys", "values", "positions", "scores", "log_masses"):
         setattr(twin, name, [t.clone() for t in getattr(pages, name)])
-    twin._refresh()
+    twin.refresh()
     return twin
 
 

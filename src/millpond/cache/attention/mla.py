@@ -12,8 +12,9 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.types import Entries, PromptChunk
 from millpond.errors import UnsupportedModelError
-from millpond.kernels import ops, reference
+from millpond.kernels import ops
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.eager import softmax
 from millpond.kernels.eviction import choose_evicted
 
 
@@ -113,7 +114,7 @@ class MLAAttention(PagedAttention):
             by_head = ops.window_signal(
                 q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions, reduce=reduce, **self.shape.kwargs
             )  # fmt: skip
-            total = decay * total + reference.reduce_group(by_head, reduce, 0)
+            total = decay * total + softmax.reduce_group(by_head, reduce, 0)
         return total
 
     def step(
@@ -126,7 +127,7 @@ class MLAAttention(PagedAttention):
         dense = ops.read(table.pool.arrays, table.pages, table.lens, stored)
         positions = torch.cat([dense.positions, q_pos[:, None]], 1)
         out, lse, p = self._attention(q, positions, q_pos[:, None])
-        received = reference.reduce_group(p, rule.reduce, 1).float()
+        received = softmax.reduce_group(p, rule.reduce, 1).float()
         self._store(table, rule, k, v, q_pos[:, None], positions, dense, received)
         return out, lse
 
@@ -134,15 +135,15 @@ class MLAAttention(PagedAttention):
         """Out (S, Hq, value_dim), log-sum-exp (S, Hq) and probabilities (S, Hq, n) over the tokens at `positions`."""
         assert self.expansion is not None, "the model's attention came back before its update"
         shape, n_seq, n_heads = self.shape, q.shape[0], self.expansion.n_heads
-        wide = reference.wide(q.dtype)
+        wide = softmax.wide(q.dtype)
         keys, values = (t.to(wide) for t in self.expansion.of(slice(None), positions))
         visible = (positions >= 0) & (q_pos >= 0)
         if shape.window:
             visible &= q_pos - positions < shape.window
         rows = q.to(wide).view(n_seq, n_heads, -1, q.shape[-1])
-        logits = reference.soft_cap(rows @ keys.transpose(-1, -2) * shape.scale, shape.softcap)
+        logits = softmax.soft_cap(rows @ keys.transpose(-1, -2) * shape.scale, shape.softcap)
         sink = None if shape.sink_logits is None else shape.sink_logits.to(wide).view(1, n_heads, -1, 1)
-        p, lse = reference.softmax_with_sink(logits, visible[:, None, None], sink)
+        p, lse = softmax.softmax_with_sink(logits, visible[:, None, None], sink)
         out = (p @ values).flatten(1, 2)
         return out.to(q.dtype), lse.flatten(1, 2).float(), p.flatten(1, 2)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.kernels import reference
+from millpond.kernels.eager.pages import gather, scatter
 from millpond.kernels.pages import PageArrays
 
 
@@ -23,7 +23,7 @@ def slots_of(table: PageTable, pages: Tensor, lens: Tensor, width: int) -> tuple
 
 def rows_at(arenas: list[Tensor], ids: Tensor) -> Tensor:
     """Rows of flat slot ids (any shape) out of a list of arenas."""
-    return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else reference.gather(arenas, ids)
+    return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else gather(arenas, ids)
 
 
 class SlotWriter:
@@ -60,4 +60,4 @@ def compact(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) -> No
         return
     source = ids[valid & ~leave & (column >= after)]
     for arenas in arrays.arrays:
-        reference.scatter(arenas, target, rows_at(arenas, source))
+        scatter(arenas, target, rows_at(arenas, source))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millpond.cache.entries.compaction import compact, rows_at, slots_of
 from millpond.cache.pages.page_table import PageTable
-from millpond.kernels import reference
+from millpond.kernels.eager.pages import scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SlotView:
     def rescore(self, scores: Tensor, told: Tensor) -> None:
         """Write scores (n, N) where `told` (n, N) bool."""
         n = self.ids.shape[1]
-        reference.scatter(self.table.pool.arrays.scores, self.ids[told[:, :n]], scores[:, :n][told[:, :n]])
+        scatter(self.table.pool.arrays.scores, self.ids[told[:, :n]], scores[:, :n][told[:, :n]])
         if self.table.sealed is not None:
             self.table.sealed.rescore(self.rows, scores[:, n:], told[:, n:])
 

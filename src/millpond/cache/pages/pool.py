@@ -6,7 +6,6 @@ import torch
 
 from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, PageIds, RefCountedPool, pages_per_arena
 from millpond.errors import OptionError
-from millpond.kernels import ops
 from millpond.kernels.pages import PageArrays
 
 __all__ = ["DEFAULT_SLOTS", "PageIds", "PagePool", "check_slots"]
@@ -51,10 +50,6 @@ class PagePool(RefCountedPool[PageArrays]):
         arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
         super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
         self.until_plan = until_plan
-
-    def _copy(self, source: PageIds, target: PageIds) -> None:
-        there = self.arrays.device
-        ops.copy_pages(self.arrays, *(torch.from_numpy(ids).to(there).long() for ids in (source, target)))
 
 
 def side_bytes(masses: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from millpond.cache.pages.pool import side_bytes
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, PageIds, RefCountedPool, pages_per_arena
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, RefCountedPool, pages_per_arena
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import PackedLayout
 
@@ -35,6 +35,3 @@ class QuantizedPool(RefCountedPool[PackedArrays]):
         per_arena = pages_per_arena(page_bytes, ARENA_BYTES if account is None else account.arena_bytes)
         arrays = PackedArrays(per_arena, layout, torch.device(device), masses)
         super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, account)
-
-    def _copy(self, source: PageIds, target: PageIds) -> None:
-        self.arrays.copy_pages(torch.from_numpy(source).long(), torch.from_numpy(target).long())

@@ -21,7 +21,8 @@ from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.cache.per_sequence import PerSequence
 from millpond.codec.spec import Codec
-from millpond.kernels import packed_ops, reference
+from millpond.kernels import packed_ops
+from millpond.kernels.eager.pages import gather, scatter
 from millpond.kernels.ops import PaddedEntries
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -152,12 +153,12 @@ class QuantizedStore:
     def positions(self, rows: Rows) -> Tensor:
         """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
         ids, used = self.slot_ids(rows)
-        return torch.where(used, reference.gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
+        return torch.where(used, gather(self.pool.arrays.positions, ids), -1) if ids.numel() else ids.int()
 
     def scores(self, rows: Rows) -> Tensor:
         """(n, width) float32: the accumulators of some regions."""
         ids, _ = self.slot_ids(rows)
-        return reference.gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
+        return gather(self.pool.arrays.scores, ids) if ids.numel() else ids.float()
 
     # ------------------------------------------------------------------ writing
 
@@ -211,7 +212,7 @@ class QuantizedStore:
         self.copy_on_write()
         ids, _ = self.slot_ids(rows)
         target = ids[:, : leave.shape[1]][leave]
-        reference.scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
+        scatter(self.pool.arrays.positions, target, torch.full_like(target, -1, dtype=torch.int32))
         self.n_evicted[rows] += leave.sum(1).cpu().numpy().astype(np.int32)
         self._changed()
 
@@ -220,7 +221,7 @@ class QuantizedStore:
         if bool(where.any()):
             self.copy_on_write()
             ids = self.slot_ids(rows)[0][:, : where.shape[1]]
-            reference.scatter(self.pool.arrays.scores, ids[where], scores[where].float())
+            scatter(self.pool.arrays.scores, ids[where], scores[where].float())
 
     def sparse(self, rows: slice, leaving: Tensor | None = None) -> npt.NDArray[np.bool_]:
         """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.

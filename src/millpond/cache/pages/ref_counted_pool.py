@@ -11,36 +11,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
 
 from millpond.errors import OptionError, PoolFullError
+from millpond.kernels.arenas import Arenas
 
 PageIds = npt.NDArray[np.int32]
 
 #: Bytes that one arena takes, at most: the grain in which memory is asked for and given back.
 ARENA_BYTES = 8 * 2**20
-
-
-class Arenas(Protocol):
-    """The memory of a pool: arenas of `pages_per_arena` pages, a power of two; the last may be shorter."""
-
-    pages_per_arena: int
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def n_arenas(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def arrays(self) -> list[list[Tensor]]: ...
-
-    def add_arena(self, n_pages: int | None = None) -> None: ...
-
-    def drop_last_arena(self) -> None: ...
 
 
 class Limit(Protocol):
@@ -93,7 +72,8 @@ class RefCountedPool(Generic[A]):
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         """Copy whole pages, source[i] to target[i]."""
-        raise NotImplementedError
+        there = self.arrays.device
+        self.arrays.copy_pages(*(torch.from_numpy(ids).to(there).long() for ids in (source, target)))
 
     @property
     def slots(self) -> int:

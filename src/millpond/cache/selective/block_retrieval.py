@@ -15,7 +15,7 @@ from millpond.cache.per_sequence import PerSequence
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
-from millpond.kernels.reference import soft_cap, softmax_with_sink, wide
+from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 from millpond.policy.needs.block_lookup import BlockLookup
 
 #: Rows of queries whose logits are held at a time.

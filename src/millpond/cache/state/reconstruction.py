@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.types import AttentionShape
-from millpond.kernels.reference import soft_cap, wide, with_masses
+from millpond.kernels.eager.softmax import soft_cap, wide, with_masses
 
 #: Rows of queries that are looked at together.
 BLOCK = 64

@@ -16,7 +16,7 @@ from millpond.evals.decoding.attention_recorder import AttentionRecorder, Record
 from millpond.evals.harness.output_projection import output_matrices
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond.kernels.reference import soft_cap, softmax_with_sink
+from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink
 from millpond.policy.policy import Policy
 
 #: Positions kept: [layer][KV head], as `MillpondCache.positions` tells them.

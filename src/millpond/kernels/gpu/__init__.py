@@ -10,11 +10,12 @@ try:
 except ImportError as error:
     raise OptionError("the gpu kernels need Triton; install it with: pip install 'millpond[gpu]'") from error
 
+# in torch: its matrix products will do
+from millpond.kernels.eager.attend import attend
+from millpond.kernels.eager.prefill import window_signal
+from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.gpu.decode import decode
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
-
-# in torch: its matrix products will do
-from millpond.kernels.reference import absolute_sums, attend, newest_alike, window_signal
 
 __all__ = ["absolute_sums", "attend", "decode", "newest_alike", "prefill", "read", "window_signal", "write"]

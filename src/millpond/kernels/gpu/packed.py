@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eager.packed_pages import read, write
 from millpond.kernels.gpu.codes import side_constants, table_or
 from millpond.kernels.gpu.common import block_of, page_logs, rows_of
 from millpond.kernels.gpu.decode import decode_parts
 from millpond.kernels.gpu.packed_attend import attend_packed
 from millpond.kernels.packed.layout import RUN
-from millpond.kernels.packed.reference import read, write
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.kernels import reference
 from millpond.kernels.backends import native_for
+from millpond.kernels.eager.softmax import wide
 
 #: How alike the entries in columns (H, a) and (H, b) are: (H, a, b).
 Likeness = Callable[[Tensor, Tensor], Tensor]
@@ -59,7 +59,7 @@ def mean(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
 
 
 def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
-    x = x.to(reference.wide(x.dtype))
+    x = x.to(wide(x.dtype))
     weight, own = weight.to(x.dtype), own.to(x.dtype)
     total = own + sums(weight, links)
     mixed = (own[..., None] * x + sums(weight[..., None] * x, links)) / total[..., None]
@@ -68,7 +68,7 @@ def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tenso
 
 def cosines(x: Tensor) -> Likeness:
     """The cosines between rows of x (H, N, D)."""
-    unit = F.normalize(x.to(reference.wide(x.dtype)), dim=-1)
+    unit = F.normalize(x.to(wide(x.dtype)), dim=-1)
 
     def between(a: Tensor, b: Tensor) -> Tensor:
         return rows(unit, a) @ rows(unit, b).transpose(1, 2)
@@ -78,7 +78,7 @@ def cosines(x: Tensor) -> Likeness:
 
 def beside(x: Tensor) -> Tensor:
     """(H, N - 1): the cosines between neighbours of x (H, N, D)."""
-    x = x.to(reference.wide(x.dtype))
+    x = x.to(wide(x.dtype))
     lengths: Tensor = torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
     return (x[:, 1:] * x[:, :-1]).sum(-1) / (lengths[:, 1:] * lengths[:, :-1])
 
@@ -88,7 +88,7 @@ def distances(x: Tensor, links: Links) -> Tensor:
     n_heads, n = links.into.shape
     flat, chosen = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
     into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
-    own, other = (flat.index_select(0, at).to(reference.wide(x.dtype)) for at in (chosen, into))
+    own, other = (flat.index_select(0, at).to(wide(x.dtype)) for at in (chosen, into))
     out = torch.zeros(n_heads * n, dtype=torch.float64, device=x.device)
     return out.index_copy_(0, chosen, (own - other).square().sum(-1).double()).view(n_heads, n)
 

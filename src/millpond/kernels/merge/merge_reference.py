@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millpond.kernels.eager.softmax import wide
 from millpond.kernels.eviction import hash_priority
 from millpond.kernels.merge.chain import chain
 from millpond.kernels.merge.links import Links, mean, nearest, sums
 from millpond.kernels.merge.rules import ROUNDING, MergeRule, Over, Weigh
-from millpond.kernels.reference import wide
 
 
 class MergeColumns(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels import reference
 from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eager.pages import read, write
+from millpond.kernels.eager.softmax import INF
 from millpond.kernels.eviction import eviction_value
 from millpond.kernels.merge import merge_reference
 from millpond.kernels.merge.links import rows
@@ -32,7 +33,7 @@ def merge_slots(
     spare = torch.where(q_pos[:, 0] >= 0, (lens - caps).clamp(min=0), 0)
     if not bool(spare.any()):
         return
-    keys, values, positions, scores, log_masses = reference.read(pages, table, lens, width)
+    keys, values, positions, scores, log_masses = read(pages, table, lens, width)
     order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1)
     keys, values = rows(keys, order), rows(values, order)
     positions, scores = positions.gather(1, order), scores.gather(1, order)
@@ -43,7 +44,7 @@ def merge_slots(
     value = leaving_value(leave, scores, positions, q_pos, n_kv_heads, local)
     there = positions >= 0
     pinned = (positions < leave.sinks) | (q_pos - positions < recent[:, None])
-    weakest = value.double().masked_fill(pinned, reference.INF).masked_fill(~there, reference.INF)
+    weakest = value.double().masked_fill(pinned, INF).masked_fill(~there, INF)
     first = weakest.sort(dim=1, stable=True).indices  # ties: the oldest leaves
     rank = torch.empty_like(first).scatter_(1, first, torch.arange(width, device=first.device).expand_as(first))
     keep = there & (rank >= spare[:, None])
@@ -57,7 +58,7 @@ def merge_slots(
     front = torch.where(keep, 0, 1).sort(dim=1, stable=True).indices.int()
     count = torch.where(due, keep.sum(1), 0).int()
     masses_out = (joined.log_masses if rule.masses else None) if pages.masses else None
-    reference.write(
+    write(
         pages, table, torch.zeros_like(count), count, front, joined.keys, joined.values, positions, joined.scores,
         masses_out,
     )  # fmt: skip

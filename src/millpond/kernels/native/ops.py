@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.decode_rules import DecodeRule, Reduce
+from millpond.kernels.eager.attend import nothing_found
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.reference import nothing_found
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eager import packed_pages
 from millpond.kernels.native import abi
 from millpond.kernels.native.ops import pool_numbers, rule_numbers
-from millpond.kernels.packed import groups, reference
+from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
@@ -153,4 +154,4 @@ def write(
         raise MemoryError("no memory for the work space of the packing kernel")
 
 
-read = reference.read  # off every hot path
+read = packed_pages.read  # off every hot path

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from millpond.kernels.reference import soft_cap, softmax_with_sink, wide
+from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 
 #: Rows of queries that look at one set of entries.
 BLOCK = 64

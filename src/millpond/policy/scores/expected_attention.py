@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Reduce, Signal
-from millpond.kernels.reference import reduce_group
+from millpond.kernels.eager.softmax import reduce_group
 from millpond.policy.scores.attention import Queries
 from millpond.policy.scores.query_moments import mean_rotation, moments_of
 from millpond.policy.view import View

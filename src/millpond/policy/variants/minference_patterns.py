@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import OptionError
-from millpond.kernels.reference import wide
+from millpond.kernels.eager.softmax import wide
 from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Look, Pattern
 
 

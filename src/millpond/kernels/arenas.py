@@ -1,0 +1,95 @@
+"""Arenas of pages: what the memory of a pool is made of, whatever lies in a page."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Arenas(ABC):
+    """Arenas of equal size (the last may be shorter).
+
+    Page `i` is row `i % pages_per_arena` of arena `i // pages_per_arena` of each array.
+
+    Attributes:
+        pages_per_arena: a power of two.
+        slots: slots (tokens) per page, a power of two.
+        masses: whether slots carry a mass.
+        positions: per arena (pages_per_arena, slots) int32: the place of the entry in its own unpadded text.
+        scores: per arena (pages_per_arena, slots) float32: the accumulator of the policy.
+        log_masses: per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
+            stands for, which attention adds to its logit. 0 for one entry as it came.
+        bases: (5, n_arenas) int64: the addresses of the one or two arrays of `contents`, of positions, scores and log
+            masses, on the pool's device; 0 for an array that there is not.
+    """
+
+    pages_per_arena: int
+    slots: int
+    device: torch.device
+    masses: bool
+    positions: list[Tensor]
+    scores: list[Tensor]
+    log_masses: list[Tensor]
+    bases: Tensor
+
+    @property
+    @abstractmethod
+    def contents(self) -> list[list[Tensor]]:
+        """The arenas of the arrays that hold keys and values, at most two."""
+
+    @abstractmethod
+    def _add_contents(self, n_pages: int) -> None:
+        """Allocate those of one more arena."""
+
+    @property
+    def arrays(self) -> list[list[Tensor]]:
+        """The arenas of every array that there is, in the order of `bases`."""
+        return [*self.contents, self.positions, self.scores, *([self.log_masses] if self.masses else [])]
+
+    @property
+    def n_arenas(self) -> int:
+        return len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, summed from the buffers themselves."""
+        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+
+    def add_arena(self, n_pages: int | None = None) -> None:
+        """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
+        n, p, dev = n_pages or self.pages_per_arena, self.slots, self.device
+        self._add_contents(n)
+        self.positions.append(torch.empty(n, p, dtype=torch.int32, device=dev))
+        self.scores.append(torch.empty(n, p, dtype=torch.float32, device=dev))
+        if self.masses:
+            self.log_masses.append(torch.empty(n, p, dtype=torch.float32, device=dev))
+        self.refresh()
+
+    def drop_last_arena(self) -> None:
+        """Give the memory of the last arena back. No live page may lie in it."""
+        for arenas in self.arrays:
+            arenas.pop()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Note the addresses of the arenas anew."""
+        contents = [*self.contents, []][:2]
+        columns = [*contents, self.positions, self.scores, self.log_masses]
+        rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
+        self.bases = torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
+        for arenas in self.arrays:
+            rows = arenas[0].new_empty(len(source), *arenas[0].shape[1:])
+            for own, other in self._places(source):
+                rows[other] = arenas[own][source[other] % self.pages_per_arena]
+            for own, other in self._places(target):
+                arenas[own][target[other] % self.pages_per_arena] = rows[other]
+
+    def _places(self, ids: Tensor) -> list[tuple[int, Tensor]]:
+        """Of each arena, which of the pages `ids` lie in it."""
+        arena = ids // self.pages_per_arena
+        return [(i, arena == i) for i in range(self.n_arenas)]

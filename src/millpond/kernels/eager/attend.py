@@ -1,0 +1,44 @@
+"""Attention over shared entries in plain torch: see `ops.attend`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.eager.pages import read
+from millpond.kernels.eager.softmax import INF, lse_merge, soft_cap, softmax_with_sink, wide, with_masses
+from millpond.kernels.pages import PageArrays
+
+
+def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """What queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
+    out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
+    return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
+
+
+def attend(
+    q: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    members: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    chosen: Tensor | slice = slice(None) if members is None else members
+    n_kv_heads, dtype = len(table), wide(q.dtype)
+    width = int(lens.max()) if n_kv_heads else 0
+    keys, values, positions, _, log_masses = read(pages, table, lens, width)
+    some = q[chosen].to(dtype)
+    rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
+    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = with_masses(logits, log_masses)
+    p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
+    shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
+    out, lse = nothing_found(q, pages.value_dim) if found is None else found
+    before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
+    merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
+    out[chosen] = merged.to(out.dtype)
+    return out, lse

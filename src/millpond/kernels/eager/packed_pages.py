@@ -1,0 +1,123 @@
+"""Packed pages in plain torch: encoding entries and reading them back, see `packed_ops.write` and `read`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.packed import bulk_write, side_codec
+from millpond.kernels.packed.regions import PackedRegions
+
+#: Pages that `read` decodes at a time.
+READ_TOGETHER = 256
+
+
+def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (n, head_dim) of region r as they are stored: before RoPE, or the kept channels, balanced."""
+    if regions.rope is not None:
+        return regions.rope.turn_back(keys.float(), positions)
+    if regions.channels is not None:
+        keys = keys[:, regions.channels[r].long()]
+    return keys.float() / regions.balance[r] if regions.balance is not None else keys
+
+
+def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
+    """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
+    if regions.rope is not None:
+        return regions.rope.turn(keys, positions)
+    if regions.balance is not None:
+        keys = keys * regions.balance[r]
+    if regions.channels is None:
+        return keys
+    return keys.new_zeros(len(keys), head_dim).scatter(1, regions.channels[r].long(), keys)
+
+
+def write(
+    regions: PackedRegions,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
+) -> None:
+    pages = regions.pages
+    if bulk_write.is_whole(regions, start, count):
+        bulk_write.write(regions, start, count, index, keys, values, positions, scores, log_masses)
+        return
+    for r in range(regions.table.shape[0]):
+        n, begin = int(count[r]), int(start[r])
+        if n <= 0:
+            continue
+        row, own_head = index[r, :n].long(), torch.tensor([r], device=index.device)
+        pair = (stored_keys(regions, r, keys[r, row], positions[r, row]), values[r, row])
+        slots = torch.arange(begin, begin + n, device=index.device)
+        for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
+            mine = slots // pages.slots == i
+            arena, at = divmod(int(regions.table[r, i]), pages.pages_per_arena)
+            first = int(slots[mine][0]) % pages.slots
+            own = slice(first, first + int(mine.sum()))
+            bytes_ = pages.codes[arena][at]
+            for (side, offsets, dim, is_key), x in zip(side_codec.sides(pages.layout), pair, strict=True):
+                new = side_codec.encode(x[mine][None], side, bulk_write.fixed_of(regions, own_head) if is_key else None)
+                if own != slice(0, pages.slots):
+                    old = side_codec.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
+                    new = side_codec.replace_slots(old, new, side, first)
+                bytes_[offsets.codes : offsets.codes + offsets.size] = side_codec.to_bytes(new, side, is_key)[0]
+            chosen = row[mine]
+            pages.positions[arena][at, own] = positions[r, chosen]
+            pages.scores[arena][at, own] = 0.0 if scores is None else scores[r, chosen]
+            if pages.masses:
+                pages.log_masses[arena][at, own] = 0.0 if log_masses is None else log_masses[r, chosen]
+
+
+def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    pages, n_regions = regions.pages, regions.table.shape[0]
+    zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
+    keys, values = zeros(head_dim), zeros(pages.layout.value_dim)
+    positions = zeros(dtype=torch.int32).fill_(-1)
+    scores, masses = zeros(), zeros() if pages.masses else None
+    if not width or not pages.codes:
+        return keys, values, positions, scores, masses
+    slots, columns = (torch.arange(n, device=regions.table.device) for n in (pages.slots, regions.table.shape[1]))
+    used = columns * pages.slots < regions.lens[:, None]  # (R, n) pages
+    region, column = used.nonzero().unbind(1)
+    for first in range(0, len(region), READ_TOGETHER):
+        part = slice(first, first + READ_TOGETHER)
+        r, begin = region[part], column[part] * pages.slots
+        ids = regions.table[r, column[part]].long()
+        inside = begin[:, None] + slots < regions.lens[r][:, None]
+        row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
+        found = _decoded(regions, ids, r)
+        positions[row, at] = _rows(pages.positions, ids)[inside]
+        keys[row, at] = _whole_keys(regions, row, found[0][inside], positions[row, at], head_dim)
+        values[row, at] = found[1][inside]
+        scores[row, at] = _rows(pages.scores, ids)[inside]
+        if masses is not None:
+            masses[row, at] = _rows(pages.log_masses, ids)[inside]
+    return keys, values, positions, scores, masses
+
+
+def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:
+    """Whole pages (n, ...) out of a list of arenas."""
+    per = arenas[0].shape[0]
+    out = arenas[0].new_empty(len(ids), *arenas[0].shape[1:])
+    for i, arena in enumerate(arenas):
+        here = ids // per == i
+        out[here] = arena[ids[here] - i * per]
+    return out
+
+
+def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
+    """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
+    pages, found = regions.pages, []
+    rows = _rows(pages.codes, ids)
+    for side, offsets, dim, is_key in side_codec.sides(pages.layout):
+        fixed = bulk_write.fixed_of(regions, r) if is_key else None
+        parts = side_codec.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
+        found.append(side_codec.decode(parts, side, fixed))
+    return found

@@ -1,0 +1,94 @@
+"""Slots of pages in plain torch: reading, writing and copying them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.pages import PageArrays
+
+
+def slot_ids(pages: PageArrays, table: Tensor, slots: Tensor) -> Tensor:
+    """Flat slot ids, page * pages.slots + offset, of slots (R, n) of each region."""
+    page = table.long().gather(1, slots // pages.slots)
+    return page * pages.slots + slots % pages.slots
+
+
+def gather(arenas: list[Tensor], ids: Tensor) -> Tensor:
+    """Rows of flat slot ids (any shape) out of a list of arenas; result has shape ids.shape + row shape."""
+    row_shape = arenas[0].shape[2:]
+    per_arena = arenas[0].shape[0] * arenas[0].shape[1]
+    out = arenas[0].new_empty(*ids.shape, *row_shape)
+    for n, arena in enumerate(arenas):
+        here = ids // per_arena == n
+        out[here] = arena.reshape(-1, *row_shape)[ids[here] - n * per_arena]
+    return out
+
+
+def scatter(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
+    """Write rows (n, ...) to flat slot ids (n,) of a list of arenas."""
+    row_shape = arenas[0].shape[2:]
+    per_arena = arenas[0].shape[0] * arenas[0].shape[1]
+    for n, arena in enumerate(arenas):
+        here = ids // per_arena == n
+        arena.view(-1, *row_shape)[ids[here] - n * per_arena] = rows[here].to(arena.dtype)
+
+
+def occupied(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Flat slot ids (R, width) and which of them hold an entry; ids of empty slots are 0."""
+    slots = torch.arange(width, device=table.device).expand(table.shape[0], width)
+    valid = slots < lens[:, None]
+    ids = slot_ids(pages, table, torch.where(valid, slots, 0)) if table.shape[1] else slots * 0
+    return torch.where(valid, ids, 0), valid
+
+
+def read(
+    pages: PageArrays, table: Tensor, lens: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    n = table.shape[0]
+    if width == 0 or pages.n_arenas == 0:
+        dev = table.device
+        return (
+            torch.zeros(n, width, pages.key_dim, dtype=pages.dtype, device=dev),
+            torch.zeros(n, width, pages.value_dim, dtype=pages.dtype, device=dev),
+            torch.full((n, width), -1, dtype=torch.int32, device=dev),
+            torch.zeros(n, width, device=dev),
+            torch.zeros(n, width, device=dev) if pages.masses else None,
+        )
+    ids, valid = occupied(pages, table, lens, width)
+    keys = gather(pages.keys, ids) * valid[..., None]
+    values = gather(pages.values, ids) * valid[..., None]
+    # an empty slot may hold anything, NaN too: select, never multiply
+    keys = torch.where(valid[..., None], keys, 0)
+    values = torch.where(valid[..., None], values, 0)
+    positions = torch.where(valid, gather(pages.positions, ids), -1)
+    scores = torch.where(valid, gather(pages.scores, ids), 0.0)
+    log_masses = torch.where(valid, gather(pages.log_masses, ids), 0.0) if pages.masses else None
+    return keys, values, positions, scores, log_masses
+
+
+def write(
+    pages: PageArrays,
+    table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None = None,
+    log_masses: Tensor | None = None,
+) -> None:
+    lane = torch.arange(index.shape[1], device=table.device).expand(index.shape)
+    valid = lane < count[:, None]
+    if not bool(valid.any()):
+        return
+    region = torch.arange(table.shape[0], device=table.device)[:, None].expand(index.shape)[valid]
+    ids = slot_ids(pages, table, torch.where(valid, start[:, None].long() + lane, 0))[valid]
+    row = index.long()[valid]
+    scatter(pages.keys, ids, keys[region, row])
+    scatter(pages.values, ids, values[region, row])
+    scatter(pages.positions, ids, positions[region, row])
+    side = [(pages.scores, scores), *([(pages.log_masses, log_masses)] if pages.masses else [])]
+    for arenas, rows in side:
+        scatter(arenas, ids, rows[region, row] if rows is not None else torch.zeros(len(row), device=table.device))
