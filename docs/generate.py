@@ -18,6 +18,7 @@ from typing import Any
 import typer.main
 from api_page import api_page
 from papers_page import papers_page
+from sentences import one_per_line
 
 from millpond.bench.common.report import generate_table, markdown_table
 from millpond.bench.model_types import page as model_types
@@ -60,14 +61,14 @@ def pages() -> dict[Path, str]:
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))
-    texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()
     readme = ROOT / "README.md"
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     texts[SPEED] = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
-    return texts
+    leaderboard = {ROOT / "docs" / "leaderboard.md": leaderboard_page()}  # as `millpond leaderboard` writes it
+    return {path: one_per_line(text) for path, text in texts.items()} | leaderboard
 
 
 def pictures() -> dict[Path, Mapping[str, CurvePanel]]:

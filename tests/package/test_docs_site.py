@@ -27,14 +27,18 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LIST_ITEM = re.compile(r" *(\*|-|\d+\.) ")
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+def module_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    return module_of("site_hooks")
 
 
 def test_every_page_is_in_the_navigation_once(hooks: ModuleType) -> None:
@@ -68,6 +72,33 @@ def test_links_of_the_repository_become_links_of_the_site(hooks: ModuleType, pag
 def test_linked_files_outside_of_docs_are_part_of_the_site(hooks: ModuleType) -> None:
     found = hooks.outside({"docs/explanation/speed.md", "README.md"})
     assert {"benchmarks/results/methods.md", "CONTRIBUTING.md", "README.md"} <= found
+
+
+@pytest.fixture(scope="module")
+def form() -> ModuleType:
+    return module_of("sentences")
+
+
+def test_one_sentence_per_line(form: ModuleType) -> None:
+    wrapped = [page for page in form.by_hand() if form.one_per_line(page.read_text("utf-8")) != page.read_text("utf-8")]
+    assert not wrapped, "run python docs/sentences.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("One\nsentence. And two.", "One sentence.\nAnd two."),
+        ("* Of a\n  list. Two.\n* Next.", "* Of a list.\n  Two.\n* Next."),
+        ("12. Of a\nlist. Two.", "12. Of a list.\n    Two."),
+        ("**Lead.** It stays. (Aside. It stays.) `a. B` too.", "**Lead.** It stays.\n(Aside. It stays.)\n`a. B` too."),
+        ("By A. Author et al. Then e.g. This.", "By A. Author et al. Then e.g. This."),
+        ("```sh\na. B\nc\n```\n| a. B |\n| c |", "```sh\na. B\nc\n```\n| a. B |\n| c |"),
+        ("# A. B\n\n<p>A. B\n\nIt is 1.5. Two", "# A. B\n\n<p>A. B\n\nIt is 1.5.\nTwo"),
+    ],
+)
+def test_only_prose_is_split(form: ModuleType, text: str, split: str) -> None:
+    assert form.one_per_line(text) == split
+    assert form.one_per_line(split) == split
 
 
 @pytest.mark.parametrize("page", BY_HAND, ids=lambda page: str(page.relative_to(ROOT)))
