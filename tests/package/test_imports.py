@@ -127,6 +127,8 @@ def test_every_package_says_what_it_holds(package: Path) -> None:
     doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
     assert doc
     assert doc.splitlines()[0].endswith((".", "`")), doc
+    modules = [file for file in package.glob("*.py") if file.stem != "__init__"]
+    assert modules or list(package.glob("*/__init__.py")), "a package that holds nothing"
 
 
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p.parent == PACKAGE], ids=lambda p: p.name)
