@@ -50,7 +50,7 @@ def test_bundled_folder_is_small_and_complete() -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert sum(file.stat().st_size for file in BUNDLED_DIR.iterdir()) < 10_000_000
+    assert sum(file.stat().st_size for file in BUNDLED_DIR.iterdir()) < 5_000_000
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -92,7 +92,7 @@ def test_training_resumes_to_the_same_weights(tmp_path: Path) -> None:
 def test_training_leaves_a_model_that_loads_and_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train_recall(tmp_path, max_steps=1, recipe=TINY, device="cpu", show_progress=False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.nn.utils.parameters_to_vector(loaded.parameters()).equal(_weights(run))
+    assert torch.nn.utils.parameters_to_vector(loaded.parameters()).equal(_weights(run).bfloat16().float())
     assert {CHECKPOINT, "log.jsonl", "tokenizer.json"} <= {file.name for file in tmp_path.iterdir()}
     monkeypatch.setattr("millpond.train.recall.card.EXAM_LENGTHS", (160,))
     monkeypatch.setattr("millpond.train.recall.card.ASKED", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from millpond.models.pond.tokenizer import build_tokenizer
@@ -43,11 +44,16 @@ def build_model(seed: int) -> LlamaForCausalLM:
 
 
 def save_bundle(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write weights (safetensors), configs and tokenizer, so that the Auto classes load the folder."""
+    """Write weights (safetensors), configs and tokenizer, so that the Auto classes load the folder.
+
+    The file holds the weights rounded to bfloat16, half the bytes; the config says float32, as which they are loaded.
+    """
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=ANSWER_TOKENS, do_sample=False,
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
     )  # fmt: skip
     with no_bars():
         model.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    save_file({name: w.to(torch.bfloat16) for name, w in load_file(weights).items()}, weights, {"format": "pt"})
     build_tokenizer(MAX_POSITIONS).save_pretrained(folder)
