@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from millpond.budget import Budget
     from millpond.codec import list_codecs
     from millpond.engine.async_llm import AsyncLLM
+    from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
     from millpond.errors import (
@@ -45,6 +46,7 @@ _HOME = {
     "CacheMismatchError": "millpond.errors",
     "CacheStats": "millpond.hf.stats",
     "DataError": "millpond.errors",
+    "EngineConfig": "millpond.engine.config",
     "LLM": "millpond.engine.llm",
     "MillpondCache": "millpond.hf.cache",
     "MillpondError": "millpond.errors",
@@ -72,6 +74,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "CacheMismatchError",
     "CacheStats",
     "DataError",
+    "EngineConfig",
     "LLM",
     "MillpondCache",
     "MillpondError",

@@ -138,7 +138,7 @@ class Entry(Generic[T]):
             self(**options)
         made = dict(options)
         for name, value in options.items():
-            if read and isinstance(value, str) and value and not isinstance(value, OptionFile):
+            if read and isinstance(value, str) and value and not isinstance(value, OptionFile | OwnText):
                 made[name] = read[value] if self.options[name].is_file else OwnText(value, read)
         return made
 

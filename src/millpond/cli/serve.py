@@ -139,6 +139,7 @@ def serve(
         raise OptionError(f"the server needs {error.name}: pip install 'millpond[server]'") from error
     from millpond.budget import parse_bytes
     from millpond.engine.async_llm import AsyncLLM
+    from millpond.engine.config import EngineConfig
 
     settings = ServerSettings(
         api_keys=(*(api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))), max_queue=max_queue,
@@ -151,15 +152,15 @@ def serve(
         priority_limits=limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(priority_limit or ())]),
     )  # fmt: skip
     kept = kept_as(context, preset, method, budget, codec)
-    kept |= {"options": parse_options(option or []), "calibration": calibration}
-    if kept["budget"] is None:
-        del kept["budget"]
-    llm = AsyncLLM(
-        model, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype, threads=threads,
-        kv_memory=kv_memory, max_step_tokens=max_step_tokens,
-        prefix_cache=kv_memory is not None if prefix_cache is None else prefix_cache, swap_to=swap_to,
-        runner=runner, **kept,
+    config = EngineConfig(
+        **kept, options=parse_options(option or []), calibration=calibration, kv_memory=kv_memory,
+        max_step_tokens=max_step_tokens, prefix_cache=kv_memory is not None if prefix_cache is None else prefix_cache,
+        swap_to=swap_to, runner=runner,  # type: ignore[arg-type]  # checked there
     )  # fmt: skip
+    dtype_or_none = None if dtype == "auto" else dtype
+    llm = AsyncLLM(
+        model, config, model_name=served_name or name_of(model), dtype=dtype_or_none, threads=threads
+    )
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(f"[yellow]note:[/] anybody who reaches {escape(host)} may ask; --api-key keeps others out")
     run(llm, settings, host=host, port=port)

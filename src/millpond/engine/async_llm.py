@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
+from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import load
@@ -31,31 +32,35 @@ class AsyncLLM:
 
     Args:
         model: a name or folder, or a loaded transformers decoder.
-        model_name: as clients name it; None: the model's own.
+        config: settings of the engine; None for the defaults.
+        model_name: name that clients use; None: the model's own.
         tokenizer: the model's; None: loaded with it.
-        dtype: where the model is loaded here; see `LLM`.
+        dtype: of a model that is given by name; see `LLM`.
         threads: of torch in this process; None leaves them as they are.
-        **options: of the `Engine`.
+        **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`.
     """
 
+    @takes_engine_options
     def __init__(
         self,
         model: Any,
+        config: EngineConfig | None = None,
         *,
         model_name: str | None = None,
         tokenizer: Any = None,
         dtype: str | None = None,
         threads: int | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
+        config = EngineConfig.of(config, options)
         loaded, tokenizer = load(model, tokenizer, dtype, threads)
         self.model_name = model_name or str(
             model if loaded is not model else getattr(model, "name_or_path", "") or "model"
         )
-        self._engine = Engine(loaded, tokenizer, **options)
+        self._engine = Engine(loaded, tokenizer, config)
         self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread looks at it
         self._asked: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()

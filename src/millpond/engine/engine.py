@@ -8,19 +8,16 @@ step is one forward pass of the model over everything that runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from millpond.budget import Budget, parse_bytes
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.swap.files import SwapFiles
 from millpond.engine.cache_snapshots import SnapshotStore
+from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
@@ -37,11 +34,8 @@ from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler, State
 from millpond.engine.step_executor import StepExecutor
 from millpond.errors import MillpondError, OptionError
-from millpond.hf.calibration.load import CalibrationSource, loaded
-from millpond.hf.compress import budget_of, policy_of
-from millpond.methods import METHODS
-from millpond.runner.packed_model import PackedModel, Runner
-from millpond.scalar import number
+from millpond.hf.calibration.load import loaded
+from millpond.runner.packed_model import PackedModel
 
 
 class Engine:
@@ -49,57 +43,42 @@ class Engine:
 
     Args:
         model: a transformers decoder. tokenizer: its own; without one requests bring token ids and get no text.
-        method, options, budget, codec: how caches are kept where a request says nothing; see `compress`.
-        kv_memory: most bytes of all page pools together ("2GiB"); None for no limit.
-        max_step_tokens: tokens of one step, where prompts are read. max_running: answers that decode at a time.
-        prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
-        overcommit: see `Scheduler`. page_slots, calibration, native_layers: see `compress`. runner: see `PackedModel`.
-        swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
+        config: settings; None for the defaults.
+        **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
     """
 
+    @takes_engine_options
     def __init__(
         self,
         model: Any,
         tokenizer: Any = None,
-        *,
-        method: str = "h2o",
-        options: Mapping[str, Any] | None = None,
-        budget: Budget | str | int | float | None = None,
-        codec: str | tuple[str, str] | None = None,
-        kv_memory: str | int | None = None,
-        max_step_tokens: int = 512,
-        max_running: int = 256,
-        overcommit: float = 1.0,
-        prefix_cache: bool = False,
-        page_slots: int = DEFAULT_SLOTS,
-        runner: Runner = "auto",
-        native_layers: bool = True,
-        swap_to: str | PathLike[str] | None = None,
-        calibration: CalibrationSource = None,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        page_slots = number(page_slots)
-        check_slots(page_slots)
-        limit = None if kv_memory is None else parse_bytes(kv_memory)
+        self.config = config = EngineConfig.of(config, options)
+        limit = config.kv_limit
         self.tokenizer = tokenizer
         self._account = MemoryLimit(limit)
-        self._scheduler = Scheduler(limit, step_tokens=max_step_tokens, most_running=max_running, overcommit=overcommit)
-        self._model = PackedModel(model, runner=runner, native_layers=native_layers)
+        self._scheduler = Scheduler(
+            limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
+        )
+        self._model = PackedModel(model, runner=config.runner, native_layers=config.native_layers)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(self._account, self._model.layers, enabled=prefix_cache)
+        self._sharing = PrefixSharing(self._account, self._model.layers, enabled=config.prefix_cache)
         self._files: SwapFiles | None = None
         try:
-            chosen = METHODS.get(method).with_files_read(dict(options or {}))
-            defaults = CacheOptions(method=method, options=chosen, budget=budget, codec=codec)
-            self._files = None if swap_to is None else SwapFiles(swap_to)
-            budget_of(method, budget, policy_of(method, chosen))  # refuses one where none is taken
+            self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
+            defaults = CacheOptions(
+                method=config.method, options=config.options, budget=config.budget, codec=config.codec
+            )
             self._recipes = GroupRegistry(
-                self._model, defaults, self._account, page_slots, tokenizer, loaded(calibration)
+                self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration)
             )
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe

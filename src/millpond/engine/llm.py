@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from millpond.budget import Budget
+from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.hf.calibration.load import CalibrationSource
 from millpond.models.load import find_tokenizer, load_model
 from millpond.optional import require
-from millpond.runner.packed_model import Runner
 
 #: What `generate` takes: a text, token ids, or several of either.
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -30,53 +28,36 @@ class LLM:
 
     Args:
         model: a name or folder, or a loaded transformers decoder.
+        config: settings of the engine; None for the defaults.
         tokenizer: the model's; None: loaded with it. Without one, prompts are token ids, answers have no text, and
             what needs texts is refused.
-        method: of requests that name none; see `compress`. The same holds for budget, codec and options.
-        budget: entries per KV head, see `compress`.
-        codec: number format of the entries, see `compress`.
-        options: of the method.
-        kv_memory: most bytes of all caches together ("2GiB"); None for no limit.
-        dtype: "f32", "bf16" or "f16" where the model is loaded here; None: as it was saved.
-        max_step_tokens: tokens of one step of the model where prompts are read: more read faster, fewer keep the
-            others' next tokens coming.
-        swap_to: a folder for the caches of requests that make room for others; None: the host's memory.
-        prefix_cache: keep the pages of prompts for others that begin alike, as long as nobody needs the room.
+        dtype: "f32", "bf16" or "f16" of a model that is given by name; None: as it was saved.
         threads: of torch in this process; None leaves them as they are.
-        calibration: the file that `millpond calibrate` made of the model, for the codecs that need one.
-        runner: "lean" passes tokens through the model's weights without its modules, "modules" through these; "auto":
-            lean where that gives what the modules give.
-        native_layers: as of `compress`; False leaves the layers to transformers and torch.
+        **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
+
+    Example:
+        >>> with LLM("pond-recall", method="snapkv", budget=64) as llm:
+        ...     llm.engine.config.budget
+        64
     """
 
+    @takes_engine_options
     def __init__(
         self,
         model: Any,
+        config: EngineConfig | None = None,
         *,
-        method: str = "h2o",
-        budget: Budget | str | int | float | None = None,
-        codec: str | tuple[str, str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        kv_memory: str | int | None = None,
-        dtype: str | None = None,
-        max_step_tokens: int = 512,
-        prefix_cache: bool = False,
-        swap_to: str | PathLike[str] | None = None,
         tokenizer: Any = None,
+        dtype: str | None = None,
         threads: int | None = None,
-        calibration: CalibrationSource = None,
-        runner: Runner = "auto",
-        native_layers: bool = True,
+        **options: Unpack[EngineOptions],
     ) -> None:
+        config = EngineConfig.of(config, options)
         model, tokenizer = load(model, tokenizer, dtype, threads)
-        self.engine = Engine(
-            model, tokenizer, method=method, options=options, budget=budget, codec=codec, kv_memory=kv_memory,
-            max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, swap_to=swap_to, calibration=calibration,
-            runner=runner, native_layers=native_layers,
-        )  # fmt: skip
+        self.engine = Engine(model, tokenizer, config)
         self._names = count()
 
     @property
