@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
-from millpond.cli.serve import KEYS_VARIABLE
+from millpond.cli.serve_options import KEYS_VARIABLE
 
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
@@ -100,7 +100,7 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
 
 def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
-    assert "anybody who reaches 0.0.0.0 may ask" in invoke("--host", "0.0.0.0").stderr
+    assert "anybody who reaches 0.0.0.0 may use the model" in " ".join(invoke("--host", "0.0.0.0").stderr.split())
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

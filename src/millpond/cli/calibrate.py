@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, size
-from millpond.cli.options import DeviceName, DtypeName, ModelName, optional
+from millpond.cli.model_options import ModelOptions
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import optional
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from millpond.hf.calibration.measure import Progress
 
 
+@expand_groups
 def calibrate(
+    *,
     text: Annotated[Path, typer.Option(help="A text as the model will read: at least 16,000 tokens are good.")],
     out: Annotated[Path, typer.Option(help="The file to write (.safetensors).")],
-    model: ModelName = "pond-recall",
+    model: ModelOptions,
     bits: Annotated[str, typer.Option(help="Of the codes; several are separated by commas.")] = "2,3,4",
     windows: Annotated[int, typer.Option(min=1, help="Runs of tokens that are read, spread over the text.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a run.")] = 1024,
@@ -41,18 +45,14 @@ def calibrate(
             "--by-range/--no-range", help="Weigh by the squared range of a channel too; the published code does not."
         ),
     ] = True,
-    dtype: DtypeName = "auto",
-    device: DeviceName = None,
 ) -> None:  # fmt: skip
     """Measure a model on a text, for the codecs kvquant2, kvquant3 and kvquant4."""
     chosen, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
     words = _read(text)
-    from millpond.cli.generate import pick_device
     from millpond.hf.calibration.measure import calibrate as measure
-    from millpond.models.load import load_model, load_tokenizer
 
-    loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
-    ids = load_tokenizer(model)(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
+    loaded, tokenizer = model.load()
+    ids = tokenizer(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
     with notes(), _bar() as progress:
         found = measure(
             loaded, ids, bits=chosen, windows=windows, length=length, outliers=outliers, sinks=sinks, fisher=fisher,

@@ -11,17 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
-from millpond.cli.options import (
-    BudgetText,
-    CalibrationFile,
-    MethodOptions,
-    PresetName,
-    kept_as,
-    optional,
-    parse_options,
-)
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import DtypeName, Temperature, TopP, TypicalP, optional
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -32,42 +26,41 @@ HELP = {
 }
 
 
+@expand_groups
 def chat(
-    context: typer.Context,
+    *,
     url: Annotated[str | None, optional(help="Of a server, with or without /v1. Default: the model runs here.")] = None,
     model: Annotated[
         str | None, optional(help="A folder, a hub id, a bundled model. Default: pond-recall, or the server's first.")
     ] = None,
     system: Annotated[str | None, optional(help="A system message before everything.")] = None,
-    method: Annotated[str | None, optional(help="What is kept: see 'millpond methods'. Default: h2o.")] = None,
-    budget: BudgetText = None,
-    option: MethodOptions = None,
-    codec: Annotated[str | None, optional(help="How entries are stored: see 'millpond codecs'.")] = None,
-    preset: PresetName = None,
-    calibration: CalibrationFile = None,
-    kv_memory: Annotated[str | None, optional(help="Most memory for the cache ('2GiB'). Default: no limit.")] = None,
-    dtype: Annotated[str | None, optional(help="f32, bf16 or f16. Default: as the weights were saved.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
-    typical_p: Annotated[
-        float, typer.Option(help="Draw from the tokens of this total probability whose surprise is the usual one.")
-    ] = 1.0,
-    seed: Annotated[int | None, optional(help="Of the draws. Default: another one each time.")] = None,
+    cache: CacheChoice,
+    kv_memory: Annotated[
+        str | None, optional(help="Limit of the memory for the cache ('2GiB'). Default: no limit.")
+    ] = None,
+    dtype: DtypeName = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    typical_p: TypicalP = 1.0,
+    seed: Annotated[int | None, optional(help="Of the sampling. Default: another one each time.")] = None,
     key_variable: Annotated[
-        str, typer.Option(help="Of the environment; the key in it is sent to the server.")
+        str, typer.Option(help="Environment variable with the key for the server.")
     ] = "OPENAI_API_KEY",
 ) -> None:  # fmt: skip
-    """Talk to a model. /help lists what can be said beside questions; Ctrl-C stops an answer."""
+    """Talk to a model. /help lists the commands; Ctrl-C stops an answer."""
+    if temperature < 0:
+        raise OptionError(f"temperature={temperature} must not be negative; 0 is greedy")
     drawn: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     drawn |= {"seed": seed} if seed is not None else {}
     drawn |= {"typical_p": typical_p} if typical_p != 1 else {}  # which not every server knows
-    kept = {**kept_as(context, preset, method, budget, codec), "options": parse_options(option or [])}
-    kept = {name: value for name, value in kept.items() if value}
+    kept = cache.for_request()
     if url is None:
-        own = {**kept, **({"calibration": calibration} if calibration else {})}
-        who: AbstractContextManager[ChatBackend] = _here(model or "pond-recall", kv_memory, dtype, own, drawn)
-    elif kv_memory or dtype or calibration:
+        config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory}
+        who: AbstractContextManager[ChatBackend] = _here(
+            model or "pond-recall", None if dtype == "auto" else dtype, config, drawn
+        )
+    elif kv_memory or dtype != "auto" or cache.calibration:
         raise OptionError("--kv-memory, --dtype and --calibration are the server's; leave them out with --url")
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
@@ -142,15 +135,14 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 
 @contextmanager
-def _here(
-    model: str, kv_memory: str | None, dtype: str | None, kept: dict[str, Any], drawn: dict[str, Any]
-) -> Iterator[LocalBackend]:
+def _here(model: str, dtype: str | None, config: dict[str, Any], drawn: dict[str, Any]) -> Iterator[LocalBackend]:
+    from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(model, kv_memory=kv_memory, dtype=dtype, **kept)
+        llm = LLM(model, EngineConfig(**config), dtype=dtype)
     with llm:
         yield LocalBackend(llm, params, model)
 

@@ -8,23 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
+from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes, output, size, working
-from millpond.cli.generate import pick_device, read_prompt, wants_template
-from millpond.cli.options import (
-    BudgetText,
-    CalibrationFile,
-    CodecName,
-    DeviceName,
-    DtypeName,
-    MethodName,
-    MethodOptions,
-    ModelName,
-    PresetName,
-    PromptFile,
-    kept_as,
-    optional,
-    parse_options,
-)
+from millpond.cli.model_options import ModelOptions, load_on
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import DeviceName, optional
+from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,21 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: Questions come later, so the method must not need to know them.
+_USUAL = CacheChoice(method="kvzip")
+
+
+@expand_groups
 def remember(
-    context: typer.Context,
+    *,
     out: Annotated[str, typer.Argument(help="The file to write.")],
-    prompt: Annotated[str | None, optional(help="The text.")] = None,
-    prompt_file: PromptFile = None,
-    model: ModelName = "pond-recall",
-    method: MethodName = "kvzip",
-    budget: BudgetText = None,
-    option: MethodOptions = None,
-    codec: CodecName = "auto",
-    preset: PresetName = None,
-    calibration: CalibrationFile = None,
-    dtype: DtypeName = "auto",
-    device: DeviceName = None,
-    chunk: Annotated[int | None, optional(min=1, help="Read the text in chunks of so many tokens.")] = None,
+    source: PromptSource,
+    model: ModelOptions,
+    cache: CacheChoice = _USUAL,
+    chunk: Annotated[int | None, optional(min=1, help="Read the text in chunks of N tokens.")] = None,
     chat: Annotated[
         bool | None,
         optional(
@@ -55,25 +41,21 @@ def remember(
         ),
     ] = None,
 ) -> None:
-    """Read a text, keep what the budget allows, and write that to a file for `millpond ask`."""
-    text = read_prompt(prompt, prompt_file)
-    options: dict[str, Any] = dict(parse_options(option or []))
-    kept = kept_as(context, preset, method, budget, codec)
+    """Read a text, compress its KV cache, and write that to a file for `millpond ask`."""
+    text, chosen = source.read(), cache.for_compress()
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
-    from millpond.models.load import load_model, load_tokenizer
 
-    with working(f"loading {model}"):
-        loaded: Any = load_model(model, dtype).to(pick_device(device))  # type: ignore[arg-type]
-        tokenizer = load_tokenizer(model)
+    with working(f"loading {model.model}"):
+        loaded, tokenizer = model.load()
     in_chat = wants_template(tokenizer, chat)
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
-    with notes(), compress(loaded, tokenizer=tokenizer, calibration=calibration, **kept, **options) as cache:
+    with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
         with working(f"reading {ids.shape[1]:,} tokens"):
-            read_document(loaded, cache, ids, chunk)
-            note = json.dumps({"model": model, "dtype": dtype, "chat": in_chat})
-            n_bytes = save_document(cache, ids, out, note=note)
-        stats = cache.stats()
+            read_document(loaded, held, ids, chunk)
+            note = json.dumps({"model": model.model, "dtype": model.dtype, "chat": in_chat})
+            n_bytes = save_document(held, ids, out, note=note)
+        stats = held.stats()
     errors().print(
         f"[dim]{ids.shape[1]:,} tokens read · "
         f"{held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)} · "
@@ -96,13 +78,11 @@ def ask(
     from millpond.cli.text_streamer import TextStopwatch
     from millpond.hf.document import document_note, restore_document
     from millpond.models.chat_template import end_ids
-    from millpond.models.load import load_model, load_tokenizer
 
     made = _made_with(document, document_note(document))
     name = model or made.model
     with working(f"loading {name}"):
-        loaded: Any = load_model(name, dtype or made.dtype).to(pick_device(device))  # type: ignore[arg-type]
-        tokenizer = load_tokenizer(name)
+        loaded, tokenizer = load_on(name, dtype or made.dtype, device)
     ends = end_ids(loaded, tokenizer) if made.chat else None
     ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
     for question in questions:

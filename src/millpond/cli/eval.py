@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
-from millpond.cli.options import CalibrationFile, optional
+from millpond.cli.model_options import ModelOptions
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import CalibrationFile, CodecName, Samples, SampleSeed, Threads, optional
 
 if TYPE_CHECKING:
     from millpond.evals.decoding.record import Cell, SummaryRow
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from millpond.evals.harness.run import Progress
 
 
+@expand_groups
 def evaluate(
+    *,
     tasks: Annotated[
         str, typer.Option(help="Tasks, separated by commas; options as in niah_single:length=4096.", show_default=False)
     ],
@@ -29,7 +33,7 @@ def evaluate(
     budget: Annotated[
         str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, '64KiB' a sequence. Default: 20%.")
     ] = None,
-    codec: Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")] = "auto",
+    codec: CodecName = "auto",
     calibration: CalibrationFile = None,
     protocol: Annotated[
         str,
@@ -38,45 +42,39 @@ def evaluate(
             "turns: as agnostic, questions one after another."
         ),
     ] = "aware",
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")] = "pond-recall",
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 40,
-    seed: Annotated[int, typer.Option(help="Of the samples and the intervals.")] = 0,
+    model: ModelOptions,
+    samples: Samples = 40,
+    seed: SampleSeed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once; no score depends on it.")] = 8,
     out: Annotated[
         Path, typer.Option(help="Folder of the results; a run that was interrupted goes on there.")
     ] = Path("millpond-eval"),
-    dtype: Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")] = "auto",
-    device: Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")] = None,
-    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's.")] = None,
+    threads: Threads = None,
 ) -> None:  # fmt: skip
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
     from millpond.evals.harness.plan import EvalPlan
     from millpond.evals.spec import parse_specs, words
 
     plan = EvalPlan(
-        model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
+        model.model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
         None if budget is None else words(budget, "budget"), words(codec, "codec"), words(protocol, "protocol"),
-        samples=samples, seed=seed, batch_size=batch_size, dtype=dtype, calibration=calibration,
+        samples=samples, seed=seed, batch_size=batch_size, dtype=model.dtype, calibration=calibration,
     )  # fmt: skip
-    rows = _run(plan, out, device, threads)
+    rows = _run(plan, model, out, threads)
     show_scores(rows, out)
 
 
-def _run(plan: EvalPlan, out: Path, device: str | None, threads: int | None) -> list[SummaryRow]:
+def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None) -> list[SummaryRow]:
     import torch
 
     from millpond.bench.common.machine import describe_machine
-    from millpond.cli.generate import pick_device
     from millpond.evals.harness.run import run
-    from millpond.models.load import load_model, load_tokenizer
 
     torch.set_num_threads(threads or torch.get_num_threads())
-    where = pick_device(device)
-    loaded: Any = load_model(plan.model, plan.dtype).to(where)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(plan.model)
+    loaded, tokenizer = model.load()
     machine = describe_machine()
     note = {
-        "command": shlex.join(["millpond", *sys.argv[1:]]), "device": str(where),
+        "command": shlex.join(["millpond", *sys.argv[1:]]), "device": str(loaded.device),
         "hardware": machine.hardware, "software": machine.software,
     }  # fmt: skip
     with notes(), progress_bars(plan.cells()) as progress:

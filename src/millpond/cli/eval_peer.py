@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import notes, output
-from millpond.cli.options import optional
+from millpond.cli.options import DtypeName, ModelName, Samples, SampleSeed, optional
 from millpond.errors import OptionError, unknown
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ def eval_peer(
         str | None, optional(help="As in 'millpond eval': the same entries are kept. Default: 20%.")
     ] = None,
     protocol: Annotated[str, typer.Option(help="aware or agnostic, or both.")] = "aware",
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")] = "pond-recall",
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 40,
-    seed: Annotated[int, typer.Option(help="Of the samples and the intervals.")] = 0,
+    model: ModelName = "pond-recall",
+    samples: Samples = 40,
+    seed: SampleSeed = 0,
     out: Annotated[
         Path, typer.Option(help="Folder of the results; that of a 'millpond eval' with the same settings will do.")
     ] = Path("millpond-eval"),
-    dtype: Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")] = "auto",
+    dtype: DtypeName = "auto",
     device: Annotated[str, typer.Option(help="Of the peer: cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int | None, optional(min=1, help="CPU threads of the peer. Default: torch's.")] = None,
     peer: Annotated[str, typer.Option(help="Who: kvpress.")] = "kvpress",

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes
-from millpond.cli.options import (
-    BudgetText,
-    CalibrationFile,
-    Chat,
-    CodecName,
-    DeviceName,
-    DtypeName,
-    MethodName,
-    MethodOptions,
-    ModelName,
-    PresetName,
-    PromptFile,
-    kept_as,
-    optional,
-    parse_options,
-)
+from millpond.cli.model_options import ModelOptions
+from millpond.cli.option_groups import OptionGroup, expand_groups
+from millpond.cli.options import Chat, Temperature, TopP, TypicalP, optional
+from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -39,15 +25,15 @@ if TYPE_CHECKING:
     from millpond.hf.stats import CacheStats
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; temperature 0 takes the most likely one."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling(OptionGroup):
+    """How the next token is chosen; temperature 0 takes the most likely one."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    typical_p: float = 1.0
-    seed: int = 0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 disables it.")] = 0
+    typical_p: TypicalP = 1.0
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -72,51 +58,34 @@ class Sampling:
         }  # fmt: skip
 
 
+@expand_groups
 def generate(
-    context: typer.Context,
-    prompt: Annotated[str | None, optional(help="The prompt.")] = None,
-    prompt_file: PromptFile = None,
-    model: ModelName = "pond-recall",
-    method: MethodName = "h2o",
-    budget: BudgetText = None,
-    option: MethodOptions = None,
-    codec: CodecName = "auto",
-    preset: PresetName = None,
-    calibration: CalibrationFile = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")] = 0,
-    typical_p: Annotated[
-        float, typer.Option(help="Draw from the tokens of this total probability whose surprise is the usual one.")
-    ] = 1.0,
-    min_new_tokens: Annotated[int, typer.Option(min=0, help="The text does not end before so many.")] = 0,
+    *,
+    source: PromptSource,
+    model: ModelOptions,
+    cache: CacheChoice,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 128,
+    sampling: Sampling,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="New tokens, at least.")] = 0,
     bad_word: Annotated[
-        list[str] | None, optional(help="Never written, with or without a space before it; may be given again.")
+        list[str] | None, optional(help="Never generated, with or without a space before it; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    dtype: DtypeName = "auto",
-    device: DeviceName = None,
     memory_limit: Annotated[
-        str | None, optional(help="Most memory for pages ('2GiB'); beyond it generation stops.")
+        str | None, optional(help="Limit of the memory for pages ('2GiB'); beyond it generation stops.")
     ] = None,
     page_slots: Annotated[
         int | None, optional(help="Entries per page, a power of two. Default: measured.")
     ] = None,
     chunk: Annotated[
-        int | None,
-        optional(min=1, help="Read the prompt in chunks of so many tokens: the peak stays near the budget."),
+        int | None, optional(min=1, help="Read the prompt in chunks of N tokens: the peak stays near the budget.")
     ] = None,
     chat: Chat = None,
 ) -> None:  # fmt: skip
     """Generate text from a prompt inside a KV budget."""
-    sampling = Sampling(temperature, top_p, top_k, typical_p, seed)
     if min_new_tokens > max_new_tokens:
         raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
     words = SamplingParams(bad_words=tuple(bad_word or ())).bad_words
-    text = read_prompt(prompt, prompt_file)
-    options: dict[str, Any] = dict(parse_options(option or []))
-    kept = kept_as(context, preset, method, budget, codec)
+    text, chosen = source.read(), cache.for_compress()
     import torch
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
@@ -124,13 +93,10 @@ def generate(
     from millpond.engine.sampling.banned_tokens import sequences_of
     from millpond.hf.compress import compress
     from millpond.models.chat_template import end_ids
-    from millpond.models.load import load_model, load_tokenizer
 
-    where = pick_device(device)
-    loaded: Any = load_model(model, dtype).to(where)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(model)
-    ids = encode(tokenizer, text, chat).to(where)
-    torch.manual_seed(seed)
+    loaded, tokenizer = model.load()
+    ids = encode(tokenizer, text, chat).to(loaded.device)
+    torch.manual_seed(sampling.seed)
     extra: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk else {}
     if wants_template(tokenizer, chat) and (ends := end_ids(loaded, tokenizer)) is not None:
         extra["eos_token_id"] = ends
@@ -139,54 +105,15 @@ def generate(
     if min_new_tokens:
         extra["min_new_tokens"] = min_new_tokens
     with notes(), compress(
-        loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS,
-        tokenizer=tokenizer, calibration=calibration, **kept, **options
-    ) as cache:  # fmt: skip
+        loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, tokenizer=tokenizer, **chosen
+    ) as held:  # fmt: skip
         watch = TextStopwatch(tokenizer)
         loaded.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=watch,
+            ids, attention_mask=torch.ones_like(ids), past_key_values=held, streamer=watch,
             max_new_tokens=max_new_tokens, **sampling.kwargs(), **extra,
         )  # fmt: skip
-        stats = cache.stats()
+        stats = held.stats()
     errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats))}[/]", soft_wrap=True, highlight=False)
-
-
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt from one of its two sources.
-
-    Raises:
-        OptionError: neither or both are given, the file cannot be read, or the prompt is empty.
-    """
-    if (prompt is None) == (prompt_file is None):
-        raise OptionError("give the prompt either as --prompt TEXT or as --prompt-file FILE (- for standard input)")
-    if prompt_file == "-":
-        prompt = sys.stdin.read()
-    elif prompt_file is not None:
-        try:
-            prompt = Path(prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"prompt file {prompt_file!r} cannot be read: {error}") from error
-    assert prompt is not None
-    if not prompt.strip():
-        raise OptionError("the prompt is empty")
-    return prompt
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The device of that name; without a name, a GPU if there is one.
-
-    Raises:
-        OptionError: torch knows no such device, or cannot use it here.
-    """
-    import torch
-
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise OptionError(f"--device {name}: torch cannot use it here ({reason})") from error
-    return device
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
@@ -204,20 +131,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
         inputs = tokenizer(text, return_tensors="pt")
     ids: Tensor = inputs["input_ids"]
     return ids
-
-
-def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    """Whether the chat template is to be used: as `chat` says, and without a word if there is one.
-
-    Raises:
-        OptionError: a chat template is wanted and there is none.
-    """
-    from millpond.models.chat_template import has_template
-
-    found = has_template(tokenizer)
-    if chat and not found:
-        raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    return found and chat is not False
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:

@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import notes, output, size
-from millpond.cli.generate import pick_device, read_prompt, wants_template
-from millpond.cli.options import (
-    BudgetText,
-    CalibrationFile,
-    Chat,
-    CodecName,
-    DeviceName,
-    DtypeName,
-    MethodName,
-    MethodOptions,
-    ModelName,
-    PromptFile,
-    optional,
-    parse_options,
-)
+from millpond.cli.model_options import ModelOptions
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import Chat, optional
+from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,45 +22,33 @@ if TYPE_CHECKING:
     from millpond.evals.inspector.token_text import Encoded
 
 
+@expand_groups
 def inspect(
-    prompt: Annotated[str | None, optional(help="The text to continue.")] = None,
-    prompt_file: PromptFile = None,
-    model: ModelName = "pond-recall",
-    method: MethodName = "h2o",
-    budget: BudgetText = None,
-    option: MethodOptions = None,
-    codec: CodecName = "auto",
-    calibration: CalibrationFile = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    dtype: DtypeName = "auto",
-    device: DeviceName = None,
+    *,
+    source: PromptSource,
+    model: ModelOptions,
+    cache: CacheChoice,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 64,
     chat: Chat = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("millpond-inspect.html"),
     trace: Annotated[
         Path | None, optional(help="Write the trace itself too, as JSON; 'millpond plot' draws *.trace.json.")
     ] = None,
-) -> None:  # fmt: skip
-    """Generate inside a KV budget and write a page that shows, step by step, what each head still remembers."""
-    text = read_prompt(prompt, prompt_file)
-    options: dict[str, Any] = dict(parse_options(option or []))
+) -> None:
+    """Generate inside a KV budget and write a page that shows, step by step, which entries each head holds."""
+    text, chosen = source.read(), cache.for_compress()
     from millpond.evals.inspector import page
     from millpond.evals.inspector.trace_recorder import record_trace
     from millpond.hf.compress import compress
-    from millpond.models.load import load_model, load_tokenizer
 
-    where = pick_device(device)
-    loaded: Any = load_model(model, dtype).to(where)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(model)
+    loaded, tokenizer = model.load()
     coded = encode(tokenizer, text, chat)
-    with (
-        notes(),
-        compress(loaded, method, budget, codec, tokenizer=tokenizer, calibration=calibration, **options) as cache,
-    ):
-        setting = {"model": Path(model).name, "method": ":".join([method, *(option or [])])}
-        if cache.budget is not None:
-            setting["budget"] = str(cache.budget)
+    with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
+        setting = {"model": Path(model.model).name, "method": ":".join([chosen["method"], *(cache.option or [])])}
+        if held.budget is not None:
+            setting["budget"] = str(held.budget)
         setting["prompt"] = f"{len(coded.ids):,} tokens"
-        made = record_trace(loaded, tokenizer, cache, coded, setting, max_new_tokens)
+        made = record_trace(loaded, tokenizer, held, coded, setting, max_new_tokens)
     write(out, page(made))
     if trace is not None:
         made.write(trace)

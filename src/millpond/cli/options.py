@@ -1,61 +1,41 @@
-"""Options that several commands share, and those of a method: `-o name=value`, checked by the registry."""
+"""Options of several commands, each written once, and the options of a method: `-o name=value`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from millpond.budget import DEFAULT
 from millpond.errors import OptionError
-from millpond.presets import preset as preset_of
 
 #: A `typer.Option` whose default, None, needs no showing.
 optional = partial(typer.Option, show_default=False)
 
 ModelName = Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
-MethodOptions = Annotated[
-    list[str] | None,
-    optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
-]
-BudgetText = Annotated[
-    str | None,
-    optional(
-        help=f"'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: {DEFAULT}; full takes none."
-    ),
-]
-CodecName = Annotated[str, typer.Option(help="How entries are stored: see 'millpond codecs'.")]
+CodecName = Annotated[str, typer.Option(help="Number format of the entries: see 'millpond codecs'.")]
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]
-PresetName = Annotated[str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")]
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
-PromptFile = Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")]
+Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]
+TypicalP = Annotated[
+    float, typer.Option(help="Sample from the tokens of this total probability whose surprise is closest to average.")
+]
 Chat = Annotated[
     bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
 ]
-
-
-def kept_as(
-    context: typer.Context, preset: str | None, method: str | None, budget: str | None, codec: str | None
-) -> dict[str, Any]:
-    """Method, budget and codec: those of the preset, or as given where there is none.
-
-    Raises:
-        OptionError: no such preset, or one beside an option that it decides.
-    """
-    if preset is None:
-        return {"method": method, "budget": budget, "codec": codec}
-    chosen = preset_of(preset)
-    for name in ("method", "budget", "codec"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise OptionError(f"--preset {preset} decides the {name} too; leave out --{name} or --preset")
-    return {"budget": None, **chosen}
+Samples = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
+SampleSeed = Annotated[int, typer.Option(help="Of the samples and the intervals.")]
+Report = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")]
+WeightSeed = Annotated[int, typer.Option(help="Of weights, prompts and order.")]
 
 
 def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, with_given
 from millpond.cli.console import errors
-from millpond.cli.options import optional
+from millpond.cli.options import ModelName, Quick, Report, Threads, WeightSeed, optional
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,15 +20,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory beside what they are compared with.")
 
-Out = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]
-Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's.")]
-
 
 @app.command()
 def kernels(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every round runs all kernels once.")] = 40,
     threads: Threads = None,
-    out: Out = None,
+    out: Report = None,
 ) -> None:
     """Time the CPU kernels against the read bandwidth and torch's own attention."""
     import torch
@@ -55,7 +51,7 @@ def kernels(
 
 @app.command()
 def generate(
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")] = False,
+    quick: Quick = False,
     cells: Annotated[
         str | None, optional(help="Batch x prompt, separated by commas. Default: 1x2048,1x4096,4x2048.")
     ] = None,
@@ -67,11 +63,11 @@ def generate(
         optional(help="Codecs separated by commas: our full cache in each, in bf16, and optimum-quanto's; no others."),
     ] = None,
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
+    seed: WeightSeed = 0,
     kvpress: Annotated[
         Path | None, optional(help="Python of an environment with kvpress (benchmarks/kvpress_env.sh).")
     ] = None,
-    out: Out = None,
+    out: Report = None,
 ) -> None:
     """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
     from millpond.bench.common.report import generate_markdown
@@ -79,14 +75,11 @@ def generate(
     from millpond.bench.generate.kvpress import KVPress
     from millpond.bench.generate.plan import QUICK, GeneratePlan
     from millpond.bench.generate.run import run
-    from millpond.budget import Budget
 
-    if Budget.parse(budget).kind != "ratio":
-        raise OptionError(f"budget {budget!r}: the benchmark compares at a share of the prompt, such as 20%")
-    base = QUICK if quick else GeneratePlan()
-    plan = replace(
-        base, cells=parse_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
-        repeats=repeats or base.repeats, budget=budget, threads=threads, seed=seed,
+    check_share(budget)
+    plan = with_given(
+        QUICK if quick else GeneratePlan(), cells=parse_cells(cells), new_tokens=new_tokens, repeats=repeats,
+        budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     candidates = coded_candidates(codec.split(",")) if codec else None
     child = KVPress(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
@@ -104,7 +97,7 @@ def methods(
     methods: Annotated[
         str | None, optional(help="Separated by commas; options as in h2o:recent=0.1. Default: all there are.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")] = False,
+    quick: Quick = False,
     shape: Annotated[
         str | None,
         optional(help="Of the model: layers x width x query heads/KV heads x head size. Default: 4x1024x16/4x64."),
@@ -114,8 +107,8 @@ def methods(
     repeats: Annotated[int | None, optional(min=1, help="Repetitions, with fresh caches. Default: 4.")] = None,
     budget: Annotated[str, typer.Option(help="A share of the prompt, or entries per KV head.")] = "20%",
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
-    out: Out = None,
+    seed: WeightSeed = 0,
+    out: Report = None,
 ) -> None:
     """Time every method beside snapkv: its prefill, the plan's share of that, its decoding, and the bytes it holds."""
     from millpond.bench.common.report import methods_markdown
@@ -124,12 +117,10 @@ def methods(
     from millpond.evals.spec import parse_specs
 
     Budget.parse(budget)
-    base = QUICK if quick else MethodsPlan()
-    plan = replace(
-        base, shape=_shape(shape) if shape else base.shape, prompt=prompt or base.prompt,
+    plan = with_given(
+        QUICK if quick else MethodsPlan(), shape=_shape(shape) if shape else None, prompt=prompt,
         methods=tuple((s.name, s.options) for s in parse_specs(methods, "methods")) if methods else None,
-        new_tokens=new_tokens or base.new_tokens, repeats=repeats or base.repeats, budget=budget, threads=threads,
-        seed=seed,
+        new_tokens=new_tokens, repeats=repeats, budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     with errors().status("measuring") as status:
         data = run(plan, status.update)
@@ -142,10 +133,10 @@ def stream(
     tokens: Annotated[int, typer.Option(min=100, help="Length of the text.")] = 1_000_000,
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = "streaming,h2o",
     budget: Annotated[int, typer.Option(min=8, help="Entries per KV head.")] = 256,
-    model: Annotated[str, typer.Option(help="A path, a hub id or a bundled name.")] = "pond-recall",
+    model: ModelName = "pond-recall",
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Of the text.")] = 0,
-    out: Out = None,
+    out: Report = None,
 ) -> None:
     """Feed endless text to a model one token at a time: memory and step time, from beginning to end."""
     import torch
@@ -162,17 +153,6 @@ def stream(
     deliver("stream", data, stream_markdown(data), out)
 
 
-def parse_cells(text: str) -> tuple[tuple[int, int], ...]:
-    """((1, 2048), (4, 2048)) from "1x2048,4x2048"."""
-    cells = []
-    for part in text.split(","):
-        batch, _, prompt = part.strip().partition("x")
-        if not (batch.isdecimal() and prompt.isdecimal() and int(batch) and int(prompt)):
-            raise OptionError(f"cell {part.strip()!r} must read BATCHxPROMPT, for example 4x2048")
-        cells.append((int(batch), int(prompt)))
-    return tuple(cells)
-
-
 def _shape(text: str) -> ModelShape:
     """A shape from "4x1024x16/4x64"; its feed-forward layers are 2.75 times as wide as the model."""
     from millpond.bench.generate.candidates import ModelShape
@@ -185,17 +165,3 @@ def _shape(text: str) -> ModelShape:
     if heads % kv_heads or head_dim % 2:
         raise OptionError(f"shape {text!r}: query heads must be a multiple of KV heads, and the head size even")
     return ModelShape(layers, width, heads, kv_heads, head_dim, ffn=max(1, width * 11 // 4))
-
-
-def command_line() -> str:
-    """What the user typed, without the path of the program."""
-    return shlex.join(["millpond", *sys.argv[1:]])
-
-
-def deliver(name: str, data: dict[str, Any], text: str, out: Path | None) -> None:
-    """Print a report, and write it where a folder is given."""
-    from millpond.bench.common.report import write_report
-
-    typer.echo(text)
-    for file in write_report(out, name, data, text) if out else []:
-        typer.echo(f"wrote {file}")

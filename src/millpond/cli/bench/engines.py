@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, with_given
 from millpond.cli.console import errors
-from millpond.cli.options import optional
-from millpond.errors import OptionError
+from millpond.cli.options import Quick, Report, WeightSeed, optional
 
 OPENVINO, LLAMACPP = Path("build/openvino/bin/python"), Path("build/llamacpp/bin/python")
 
 
 def engines(
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")] = False,
+    quick: Quick = False,
     cells: Annotated[
         str | None, optional(help="Batch x prompt, separated by commas. Default: 1x2048,4x2048,1x8192,16x2048.")
     ] = None,
@@ -26,7 +25,7 @@ def engines(
     codec: Annotated[str, typer.Option(help="Of our full cache, separated by commas, beside bf16.")] = "int4",
     budget: Annotated[str, typer.Option(help="A share of the prompt; other engines evict to the same.")] = "20%",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and order.")] = 0,
+    seed: WeightSeed = 0,
     openvino: Annotated[
         Path, typer.Option(help="Python of an environment with OpenVINO GenAI (benchmarks/openvino_env.sh).")
     ] = OPENVINO,
@@ -37,22 +36,18 @@ def engines(
         float, typer.Option(min=0.1, help="Seconds that an engine may take to start, to convert or load, or for a run.")
     ] = 3600.0,
     folder: Annotated[Path, typer.Option(help="Keep the models here.")] = Path("build/engines"),
-    out: Annotated[Path | None, optional(help="Write JSON and Markdown here.")] = None,
+    out: Report = None,
 ) -> None:
     """Time our engine, OpenVINO GenAI and llama.cpp in turns; an engine without an environment is skipped."""
     from millpond.bench.common.report import write_report
     from millpond.bench.engines import candidates
     from millpond.bench.engines.run import QUICK, EnginesPlan, run
     from millpond.bench.engines.table import markdown
-    from millpond.budget import Budget
-    from millpond.cli.bench.app import command_line, deliver, parse_cells
 
-    if Budget.parse(budget).kind != "ratio":
-        raise OptionError(f"budget {budget!r}: the benchmark compares at a share of the prompt, such as 20%")
-    base = QUICK if quick else EnginesPlan()
-    plan = replace(
-        base, cells=parse_cells(cells) if cells else base.cells, new_tokens=new_tokens or base.new_tokens,
-        repeats=repeats or base.repeats, threads=threads, seed=seed, timeout_s=timeout,
+    check_share(budget)
+    plan = with_given(
+        QUICK if quick else EnginesPlan(), cells=parse_cells(cells), new_tokens=new_tokens, repeats=repeats,
+        threads=threads, seed=seed, timeout_s=timeout,
     )  # fmt: skip
     names, codecs = _names(methods), _names(codec)
     everyone = candidates.ours(names, codecs, budget)

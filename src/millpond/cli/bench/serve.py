@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millpond.cli.bench.common import command_line
 from millpond.cli.console import errors, output
-from millpond.cli.options import optional
+from millpond.cli.options import Report, optional
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def serve(
     ] = "OPENAI_API_KEY",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte until a request has failed.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and tokens.")] = 0,
-    out: Annotated[Path | None, optional(help="Write JSON and Markdown here.")] = None,
+    out: Report = None,
 ) -> None:
     """Send a trace or a made-up load to a server; report times, goodput under service levels, and failures."""
     from millpond.bench.common.report import write_report
@@ -53,7 +54,6 @@ def serve(
     from millpond.bench.serve.statistics import parse_levels
     from millpond.bench.serve.synthetic import Span, synthetic
     from millpond.bench.serve.table import markdown, screen
-    from millpond.cli.bench.app import command_line
 
     if trace is None:
         spans = Span.parse(prompt_tokens), Span.parse(output_tokens)

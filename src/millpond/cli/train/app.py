@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
-from millpond.cli.options import optional
+from millpond.cli.options import DeviceName, Threads, optional
 from millpond.cli.train import heavy_hitters
 from millpond.errors import OptionError
 
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
+
+
+DataSeed = Annotated[int, typer.Option(help="Of weights and data.")]
+MaxMinutes = Annotated[float | None, optional(help="Stop after N minutes; the same command goes on.")]
+MaxSteps = Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")]
+Card = Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")]
 
 
 @app.callback()
@@ -22,12 +28,12 @@ def _train() -> None:
 @app.command()
 def recall(
     out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint and a log; an old checkpoint goes on.")],
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
-    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
-    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
-    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
-    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+    seed: DataSeed = 0,
+    max_minutes: MaxMinutes = None,
+    max_steps: MaxSteps = None,
+    threads: Threads = None,
+    device: DeviceName = None,
+    card: Card = False,
     note: Annotated[str, typer.Option(help="For the card: what else must be known of how the run went.")] = "",
 ) -> None:
     """Train pond-recall, which answers questions about a long text of words, from nothing: an hour or two on a CPU."""
@@ -49,16 +55,16 @@ def text(
     out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint, a log and the documents as tokens.")],
     data: Annotated[Path, typer.Option(help="Folder with *.txt and gutenberg/*.txt.")],
     preset: Annotated[str, typer.Option(help="cpu, its second term cpu-long, or gpu, five times as large.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    seed: DataSeed = 0,
     tokens: Annotated[int | None, optional(min=1, help="Read in the whole run. Default: the preset's.")] = None,
-    max_minutes: Annotated[float | None, optional(help="Stop after so many minutes; call again to go on.")] = None,
-    max_steps: Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")] = None,
-    threads: Annotated[int | None, optional(min=1, help="CPU threads of torch.")] = None,
-    device: Annotated[str | None, optional(help="cpu or cuda. Default: cuda if there is one.")] = None,
+    max_minutes: MaxMinutes = None,
+    max_steps: MaxSteps = None,
+    threads: Threads = None,
+    device: DeviceName = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile the forward pass; needs a compiler.")] = False,
     precision: Annotated[str, typer.Option(help="bf16, or fp32 where a CPU has no units for bf16.")] = "bf16",
     start: Annotated[Path | None, optional(help="Folder of the model to begin with. Default: fresh weights.")] = None,
-    card: Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")] = False,
+    card: Card = False,
 ) -> None:
     """Train pond-text, the small language model, from nothing or from an earlier run's."""
     from millpond.train.text.recipe import recipe_named as recipe_of

@@ -1,0 +1,76 @@
+"""Options of the KV cache: method, budget, number format, preset and calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from millpond.budget import DEFAULT
+from millpond.cli.option_groups import OptionGroup
+from millpond.cli.options import CalibrationFile, CodecName, MethodName, optional, parse_options
+from millpond.errors import OptionError
+from millpond.presets import preset as preset_of
+
+#: What a preset decides.
+DECIDED = ("method", "budget", "codec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheChoice(OptionGroup):
+    """How the KV cache of a command is kept."""
+
+    method: MethodName = "h2o"
+    budget: Annotated[
+        str | None,
+        optional(
+            help=f"'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: {DEFAULT}; full takes none."
+        ),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
+    ] = None
+    codec: CodecName = "auto"
+    preset: Annotated[
+        str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")
+    ] = None  # fmt: skip
+    calibration: CalibrationFile = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Options of the method.
+
+        Raises:
+            OptionError: see `parse_options`.
+        """
+        return parse_options(self.option or [])
+
+    def kept(self) -> dict[str, Any]:
+        """Method, budget and codec: those of the preset, or as given where there is none.
+
+        Raises:
+            OptionError: no such preset, or one together with an option that it decides.
+        """
+        if self.preset is None:
+            return {name: getattr(self, name) for name in DECIDED}
+        for name in DECIDED:
+            if name in self.given:
+                raise OptionError(f"--preset {self.preset} decides the {name} too; leave out --{name} or --preset")
+        return {"budget": None, **preset_of(self.preset)}
+
+    def for_compress(self) -> dict[str, Any]:
+        """Arguments of `compress`.
+
+        Raises:
+            OptionError: see `kept` and `parse_options`.
+        """
+        return {**self.kept(), "calibration": self.calibration, **self.options}
+
+    def for_request(self) -> dict[str, Any]:
+        """What the user chose, as an engine or a request takes it; nothing where their own defaults hold.
+
+        Raises:
+            OptionError: see `kept` and `parse_options`.
+        """
+        chosen = {name: value for name, value in self.kept().items() if self.preset is not None or name in self.given}
+        return {name: value for name, value in {**chosen, "options": self.options}.items() if value}

@@ -1,0 +1,185 @@
+"""Options of `millpond serve`: the engine's memory and steps, limits on requests, and access."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from millpond.budget import parse_bytes
+from millpond.cli.option_groups import OptionGroup
+from millpond.cli.options import optional, parse_options
+from millpond.errors import OptionError
+
+#: API keys, separated by commas, for those who do not want them in a list of processes.
+KEYS_VARIABLE = "MILLPOND_API_KEYS"
+#: Priority limits (KEY=N), separated by commas, for the same reason.
+LIMITS_VARIABLE = "MILLPOND_PRIORITY_LIMITS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(OptionGroup):
+    """Memory and steps of the engine."""
+
+    kv_memory: Annotated[
+        str | None, optional(help="Limit of the memory for the caches of all requests ('2GiB'). Default: no limit.")
+    ] = None
+    max_step_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one step: more read prompts faster, fewer shorten the wait of others.")
+    ] = 512
+    prefix_cache: Annotated[
+        bool | None,
+        optional(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep prompts for others that begin alike, while there is memory. Default: with --kv-memory.",
+        ),
+    ] = None
+    swap_to: Annotated[
+        Path | None, optional(help="Folder for the caches of preempted requests. Default: the host's memory.")
+    ] = None
+    runner: Annotated[
+        str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
+    ] = "auto"  # fmt: skip
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Fields of `EngineConfig`."""
+        prefixes = self.kv_memory is not None if self.prefix_cache is None else self.prefix_cache
+        return {
+            "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
+            "swap_to": self.swap_to, "runner": self.runner,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits(OptionGroup):
+    """Limits on the size, the number and the time of requests."""
+
+    max_queue: Annotated[int, typer.Option(min=1, help="Prompts that may wait; beyond it: 429.")] = 256
+    max_tokens: Annotated[
+        int | None, optional(min=1, help="New tokens per answer, at most. Default: what the context holds.")
+    ] = None
+    max_body: Annotated[str, typer.Option(help="Size of a request's body, at most.")] = "16MiB"
+    max_body_items: Annotated[
+        int, typer.Option(min=16, help="Values in a body, at most; 1/8 as many keys, 1/16 as many arrays and objects.")
+    ] = 2**17
+    max_bodies: Annotated[
+        str, typer.Option(help="Size of the bodies of all requests in flight, at most; beyond it: 503.")
+    ] = "256MiB"
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Beyond it the connection is closed that keeps the server waiting longest.")
+    ] = 512
+    header_timeout: Annotated[float, typer.Option(help="Seconds in which the header of a request must arrive.")] = 10.0
+    body_timeout: Annotated[float, typer.Option(help="Seconds in which its body must arrive.")] = 30.0
+    write_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a client that does not read its answer is disconnected.")
+    ] = 60.0
+    timeout: Annotated[
+        float | None, optional(help="Seconds after which a request ends with what it has. Default: none.")
+    ] = None
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests have to finish when the server is stopped.")
+    ] = 30.0
+    step_limit: Annotated[
+        float, typer.Option(help="Seconds that a step of the engine may take; beyond it /health answers 503.")
+    ] = 120.0
+
+    def as_settings(self) -> dict[str, Any]:
+        """Fields of `ServerSettings`.
+
+        Raises:
+            BudgetError: not an amount of bytes.
+        """
+        return {
+            "max_queue": self.max_queue, "max_tokens": self.max_tokens, "max_body_bytes": parse_bytes(self.max_body),
+            "max_body_items": self.max_body_items, "max_bytes_under_way": parse_bytes(self.max_bodies),
+            "max_connections": self.max_connections, "header_timeout_s": self.header_timeout,
+            "body_timeout_s": self.body_timeout, "write_timeout_s": self.write_timeout, "timeout_s": self.timeout,
+            "drain_s": self.drain, "step_limit_s": self.step_limit,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access(OptionGroup):
+    """Clients, hosts and files that requests may name."""
+
+    option_file: Annotated[
+        list[str] | None,
+        optional(
+            metavar="NAME=PATH",
+            help="A file that options of requests may name, by this name; may be repeated. No other file can be named.",
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        optional(help=f"A key that clients must send; may be repeated. Also: {KEYS_VARIABLE}, separated by commas."),
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        optional(help="A name by which clients may call the server, in addition to localhost; may be repeated."),
+    ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        optional(
+            metavar="ADDRESS",
+            help="A proxy, or a network of proxies, whose X-Forwarded-For names the client; may be repeated. Default: "
+            "none; clients without keys are then identified by the addresses that they connect from.",
+        ),
+    ] = None
+    priority_limit: Annotated[
+        list[str] | None,
+        optional(
+            metavar="[KEY=]N",
+            help="The lowest (best) priority for requests with a key; without KEY=, for all others. Default: 0. May be "
+            f"repeated. Also: {LIMITS_VARIABLE}, separated by commas.",
+        ),
+    ] = None
+
+    def as_settings(self) -> dict[str, Any]:
+        """Fields of `ServerSettings`, with what the environment adds.
+
+        Raises:
+            OptionError: not NAME=PATH, or a priority limit that is no whole number.
+        """
+        return {
+            "api_keys": (*(self.api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))),
+            "option_files": parse_options(self.option_file or [], "heads=heads.json"),
+            "allowed_hosts": tuple(self.allow_host or ()),
+            "trusted_proxies": tuple(self.trusted_proxy or ()),
+            "priority_limits": limits_of(
+                [*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(self.priority_limit or ())]
+            ),
+        }  # fmt: skip
+
+
+def keys_of(text: str) -> list[str]:
+    """Items of a variable, separated by commas.
+
+    Example:
+        >>> keys_of("one, two,")
+        ['one', 'two']
+    """
+    return [key.strip() for key in text.split(",") if key.strip()]
+
+
+def limits_of(texts: list[str]) -> dict[str, int]:
+    """Priority limits by key; that of all others by "".
+
+    Raises:
+        OptionError: no whole number.
+
+    Example:
+        >>> limits_of(["alice=-5", "2"])
+        {'alice': -5, '': 2}
+    """
+    limits = {}
+    for text in texts:
+        key, _, number = text.rpartition("=")
+        try:
+            limits[key] = int(number)
+        except ValueError:
+            shown = "KEY=..." if key else repr(text)  # a key is not shown
+            raise OptionError(f"--priority-limit {shown}: must be a whole number, or KEY= and one") from None
+    return limits
