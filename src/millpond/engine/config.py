@@ -9,7 +9,6 @@ from os import PathLike
 from typing import Any, TypedDict, TypeVar, get_args
 
 from millpond.budget import Budget, parse_bytes
-from millpond.cache.compatibility import check_method_codec
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError, unknown
@@ -98,7 +97,7 @@ class EngineConfig:
         budget_of(self.method, self.budget, policy)
         stored = resolve("auto" if self.codec is None else self.codec)
         if isinstance(stored, Codec):
-            check_method_codec(policy, stored)
+            policy.check_codec(stored)
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: EngineOptions) -> EngineConfig:
