@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.common.memory import PeakMemory, storage_bytes
-from millpond.bench.common.peer_process import PeerError
 from millpond.bench.common.report import generate_markdown, generate_table
 from millpond.bench.generate.candidates import (
     GenerateCandidate,
@@ -27,6 +26,7 @@ from millpond.bench.generate.kvpress import KVPress
 from millpond.bench.generate.plan import QUICK, GeneratePlan
 from millpond.bench.generate.run import run
 from millpond.cli.app import app
+from millpond.peer_process import PeerError
 
 TINY = GeneratePlan(
     shape=ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),

@@ -19,13 +19,14 @@ from millpond.evals.decoding.record import Cell
 from millpond.evals.harness.plan import EvalPlan
 from millpond.evals.harness.results import read_rows, read_samples
 from millpond.evals.harness.run import run
-from millpond.evals.peers.lines import PeerEvalError, reply_of, request_of
+from millpond.evals.peers.lines import reply_of, request_of
 from millpond.evals.peers.plan import PeerPlan
-from millpond.evals.peers.process import Child, Written
+from millpond.evals.peers.process import ReplyFile, RestartingPeer
 from millpond.evals.peers.run import export, run_peer
 from millpond.evals.report.leaderboard import render
 from millpond.evals.spec import parse_specs
 from millpond.evals.task import TASKS, task
+from millpond.peer_process import PeerError
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "evals" / "fake_peer.py")]
@@ -66,7 +67,7 @@ def plan(methods: str = "full,SnapKVPress", peer: str = "fake 1.0", **changes: A
 
 
 def go(folder: Path, plan: PeerPlan, **options: Any) -> list[Any]:
-    with Child(FAKE, list(map(str, plan.methods))) as child:
+    with RestartingPeer(FAKE, list(map(str, plan.methods))) as child:
         return run_peer(plan, child, tiny_model(), tiny_tokenizer(), folder, **options)
 
 
@@ -102,7 +103,7 @@ def test_a_request_is_the_prompt_that_we_read_ourselves() -> None:
     ],
 )
 def test_a_reply_that_is_none_is_said_to_be_none(line: Any, match: str) -> None:
-    with pytest.raises(PeerEvalError, match=match):
+    with pytest.raises(PeerError, match=match):
         reply_of({"id": "x", "questions": [{}]}, line)
 
 
@@ -191,14 +192,14 @@ def test_what_is_exported_can_be_answered_elsewhere(tmp_path: Path) -> None:
     one = plan(protocols=["aware", "agnostic"])
     assert export(one, tiny_model(), tiny_tokenizer(), tmp_path / "ask.jsonl") == 2 * (9 + 3)
     requests = [json.loads(line) for line in (tmp_path / "ask.jsonl").read_text().splitlines()]
-    with Child(FAKE, []) as child:
+    with RestartingPeer(FAKE, []) as child:
         replies = [json.dumps(child.ask(request)) + "\n" for request in requests]
     (tmp_path / "said.jsonl").write_text("".join(replies))
-    there = run_peer(one, Written(tmp_path / "said.jsonl"), tiny_model(), tiny_tokenizer(), tmp_path / "there")
+    there = run_peer(one, ReplyFile(tmp_path / "said.jsonl"), tiny_model(), tiny_tokenizer(), tmp_path / "there")
     assert there == go(tmp_path / "here", one)
     (tmp_path / "said.jsonl").write_text("".join(replies[1:]))
     with pytest.raises(DataError, match="has no reply to"):
-        run_peer(one, Written(tmp_path / "said.jsonl"), tiny_model(), tiny_tokenizer(), tmp_path / "part")
+        run_peer(one, ReplyFile(tmp_path / "said.jsonl"), tiny_model(), tiny_tokenizer(), tmp_path / "part")
 
 
 @pytest.mark.parametrize(("text", "match"), [("{}\n", "line 1"), ("", "of nobody"), (None, "cannot be read")])
@@ -206,7 +207,7 @@ def test_a_file_without_replies_is_a_data_error(tmp_path: Path, text: str | None
     if text is not None:
         (tmp_path / "said.jsonl").write_text(text)
     with pytest.raises(DataError, match=match):
-        Written(tmp_path / "said.jsonl")
+        ReplyFile(tmp_path / "said.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -227,13 +228,13 @@ def test_what_a_peer_cannot_be_asked(changes: dict[str, Any], match: str) -> Non
 
 def test_presses_are_checked_before_anything_is_asked() -> None:
     with pytest.raises(OptionError, match="NothingPress: unknown press"):
-        Child(FAKE, ["SnapKVPress", "NothingPress"])
-    with pytest.raises(PeerEvalError, match="ended without a reply"):
-        Child([sys.executable, "-c", "pass"], [])
-    with pytest.raises(PeerEvalError, match="which is no reply"):
-        Child([sys.executable, "-c", "input(); print('hello')"], [])
+        RestartingPeer(FAKE, ["SnapKVPress", "NothingPress"])
+    with pytest.raises(PeerError, match="ended without a reply"):
+        RestartingPeer([sys.executable, "-c", "pass"], [])
+    with pytest.raises(PeerError, match="which is no reply"):
+        RestartingPeer([sys.executable, "-c", "input(); print('hello')"], [])
     with pytest.raises(OptionError, match="cannot be run"):
-        Child(["./no/such/program"], [])
+        RestartingPeer(["./no/such/program"], [])
 
 
 def call(*arguments: str) -> Result:

@@ -1,4 +1,4 @@
 """Benchmarks of speed and memory, each beside what it is compared with.
 
-Imports: budget, cache, codec, errors, hf, kernels, methods, policy.
+Imports: budget, cache, codec, errors, hf, kernels, methods, peer_process, policy.
 """

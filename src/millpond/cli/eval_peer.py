@@ -82,18 +82,18 @@ def eval_peer(
 def _peer(
     stack: ExitStack, plan: PeerPlan, name: str, python: Path, answers: Path | None, device: str, threads: int | None
 ) -> Peer:
-    from millpond.evals.peers.process import Child, Written
+    from millpond.evals.peers.process import ReplyFile, RestartingPeer
     from millpond.models.load import resolve
 
     if answers is not None:
-        return Written(answers)
+        return ReplyFile(answers)
     if not python.exists():
         raise OptionError(f"{python} does not exist; make an environment for {name} with benchmarks/{name}_env.sh")
     command = [
         str(python), "-W", "ignore", str(_script(name)), "--model", resolve(plan.model), "--dtype", plan.dtype,
         "--device", device, *([] if threads is None else ["--threads", str(threads)]),
     ]  # fmt: skip
-    return stack.enter_context(Child(command, list(map(str, plan.methods))))
+    return stack.enter_context(RestartingPeer(command, list(map(str, plan.methods))))
 
 
 def _script(name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from millpond.bench.common.peer_process import PeerError, PeerProcess
+from millpond.bench.common.optional_peer import OptionalPeer
 from millpond.bench.engines import candidates, run
 from millpond.bench.engines.candidates import FULL, EngineCandidate, Kind
 from millpond.bench.engines.read_floor import Floor, weight_bytes
@@ -20,6 +20,7 @@ from millpond.bench.engines.table import markdown
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import ModelShape
 from millpond.cli.app import app
+from millpond.peer_process import PeerError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHAPE = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
@@ -113,7 +114,7 @@ def test_an_engine_that_cannot_load_or_is_not_there_is_skipped_with_a_reason(scr
 
 
 def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with PeerProcess("x", Path(sys.executable), tmp_path / "x.py", "nobody") as child:
+    with OptionalPeer("x", Path(sys.executable), tmp_path / "x.py", "nobody") as child:
         assert "root of Millpond's repository" in child.note
         with pytest.raises(PeerError, match=r"x\.py"):
             child.ask({"hello": True})
@@ -122,9 +123,10 @@ def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
     hanging = tmp_path / "hanging.py"
     hanging.write_text("""import time; print('{"versions": "1"}', flush=True); time.sleep(600)""")
-    with PeerProcess("x", Path(sys.executable), hanging, "nobody", timeout_s=60) as child:
-        child._timeout_s = 0.2  # starting may take longer on a busy machine
-        with pytest.raises(PeerError, match=r"the x process gave no answer within 0\.2 s and was ended"):
+    with OptionalPeer("x", Path(sys.executable), hanging, "nobody", timeout_s=60) as child:
+        assert child.process is not None
+        child.process.timeout_s = 0.2  # starting may take longer on a busy machine
+        with pytest.raises(PeerError, match=r"the x process gave no reply within 0\.2 s and was ended"):
             child.ask({"load": {}})
         with pytest.raises(PeerError, match="x process"):
             child.ask({"load": {}})
@@ -135,7 +137,7 @@ def test_an_engine_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
 
 def test_ratios_are_within_a_turn() -> None:
     def entry(times: dict[int, float]) -> EngineEntry:
-        made = EngineEntry(fake("any", Path()), PeerProcess("any", Path("/nowhere"), Path(), ""))
+        made = EngineEntry(fake("any", Path()), OptionalPeer("any", Path("/nowhere"), Path(), ""))
         made.readings = {turn: EngineTiming(ms, ms, 1, None, ms / 2) for turn, ms in times.items()}
         return made
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.peer_process import TIMEOUT_S, PeerError, PeerProcess
+from millpond.bench.common.optional_peer import TIMEOUT_S, OptionalPeer
 from millpond.bench.engines.candidates import EngineCandidate
 from millpond.bench.engines.read_floor import Floor, weight_bytes
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
+from millpond.peer_process import PeerError
 
 #: Milliseconds in which weights and so many bytes of entries are read once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]
@@ -68,7 +69,7 @@ class EngineEntry:
     """A candidate in one cell: its process, and its readings by turn."""
 
     candidate: EngineCandidate
-    child: PeerProcess
+    child: OptionalPeer
     readings: dict[int, EngineTiming] = field(default_factory=dict)
     failure: str = ""
 
@@ -128,7 +129,7 @@ def _cell(
         for candidate in candidates:
             progress(f"{where}: starting {candidate.label}")
             kind = candidate.kind
-            child = PeerProcess(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
+            child = OptionalPeer(kind.name, kind.python, kind.script, kind.made_by, plan.timeout_s)
             entries.append(EngineEntry(candidate, stack.enter_context(child)))
             notes[kind.name] = entries[-1].child.note
             _load(entries[-1], plan, weights, batch, prompt)

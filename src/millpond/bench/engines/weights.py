@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from millpond.bench.common.peer_process import TIMEOUT_S
+from millpond.bench.common.optional_peer import TIMEOUT_S
 from millpond.bench.generate.candidates import ModelShape
 from millpond.errors import MillpondError
 

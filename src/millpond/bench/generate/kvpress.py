@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.common.peer_process import PeerProcess
+from millpond.bench.common.optional_peer import OptionalPeer
 from millpond.bench.generate.candidates import GenerateCandidate, GenerateTiming
 from millpond.budget import Budget
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PRESSES = ("SnapKV", "ObservedAttention", "AdaKV(SnapKV)")
 
 
-class KVPress(PeerProcess):
+class KVPress(OptionalPeer):
     """A running child with kvpress, or the reason why there is none."""
 
     def __init__(self, python: Path, script: Path) -> None:

@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch
 from millpond.evals.decoding.greedy_decode import before_stop
 from millpond.evals.decoding.record import PRETENDED, Cell, Record
-from millpond.evals.peers.lines import PeerEvalError, Reply, most_tokens, reply_of, request_of
+from millpond.evals.peers.lines import Reply, most_tokens, reply_of, request_of
 from millpond.evals.peers.process import Peer
 from millpond.evals.task import Task
+from millpond.peer_process import PeerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class PeerExaminer:
         request = request_of(self.cell, prompt, self.eos, self.limit)
         try:
             reply = reply_of(request, self.peer.ask(request))
-        except PeerEvalError as error:
+        except PeerError as error:
             return [self._lost(prompt, asked, f"{self.cell.peer}: {error}") for asked in prompt.asked]
         return [self._record(prompt, place, reply) for place in range(len(prompt.asked))]
 

@@ -21,13 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millpond.budget import Budget
-from millpond.errors import MillpondError
 from millpond.evals.decoding.batch import EncodedPrompt
 from millpond.evals.decoding.record import Cell
-
-
-class PeerEvalError(MillpondError):
-    """A peer that does not run, or does not answer in its format."""
+from millpond.peer_process import PeerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +79,13 @@ def reply_of(request: Mapping[str, Any], line: Any) -> Reply:
     """The reply to a request.
 
     Raises:
-        PeerEvalError: the peer answered with an error, or not in its format.
+        PeerError: the peer answered with an error, or not in its format.
     """
     if isinstance(line, dict) and "error" in line:
-        raise PeerEvalError(str(line["error"]))
+        raise PeerError(str(line["error"]))
     try:
         if line["id"] != request["id"]:
-            raise PeerEvalError(f"the reply is to {line['id']!r}, not to {request['id']!r}")
+            raise PeerError(f"the reply is to {line['id']!r}, not to {request['id']!r}")
         answers = tuple(
             str(one["error"]) if "error" in one else tuple(int(token) for token in one["tokens"])
             for one in line["answers"]
@@ -100,9 +96,9 @@ def reply_of(request: Mapping[str, Any], line: Any) -> Reply:
             None if pretended is None else float(pretended),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise PeerEvalError(f"not a reply: {type(error).__name__} {error}") from error
+        raise PeerError(f"not a reply: {type(error).__name__} {error}") from error
     if len(answers) != len(request["questions"]):
-        raise PeerEvalError(f"{len(answers)} answers to {len(request['questions'])} questions")
+        raise PeerError(f"{len(answers)} answers to {len(request['questions'])} questions")
     return reply
 
 

@@ -1,19 +1,17 @@
-"""Who answers requests: a child process, or a file of replies that were made elsewhere."""
+"""Peers: a process that is restarted when it ends, or a file of replies that were made elsewhere."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from millpond.errors import DataError, OptionError
-from millpond.evals.peers.lines import PeerEvalError
+from millpond.peer_process import PeerError, PeerProcess
 
-#: So many prompts in a row on which the child ends: it will not answer the next one either.
+#: Prompts in a row on which the process ends before the run is given up.
 MOST_DEATHS = 5
 
 
@@ -32,32 +30,33 @@ class Peer(Protocol):
         ...
 
 
-class Child:
-    """A child process in an environment of its own: one request per line in, one reply per line out.
+class RestartingPeer:
+    """A child process that is started anew when it ends on a prompt, and gets the same prompt once more.
 
-    A child that ends on a prompt is asked once more; if it ends again, it is started anew for the next prompt.
+    Args:
+        command: program and arguments.
+        presses: those that it will run, checked when it starts.
 
     Attributes:
-        name: as it calls itself, with its version. software: versions, in words.
+        name: as it calls itself, with its version.
+        software: versions, in words.
+
+    Raises:
+        OptionError: a press or an option that it does not know, or a program that cannot be run.
+        PeerError: it does not start, or not in the format of a peer.
     """
 
     def __init__(self, command: Sequence[str], presses: Sequence[str]) -> None:
-        """Start it, and let it look at the presses that it will be asked for.
-
-        Raises:
-            OptionError: a press or an option that it does not know.
-            PeerError: it does not start.
-        """
         self._command, self._presses = list(command), list(presses)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: PeerProcess | None = None
         self._deaths = 0
         self.name = self.software = ""
         self._start()
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         try:
-            reply = self._asked_twice(request)
-        except PeerEvalError as error:
+            reply = self._ask_twice(request)
+        except PeerError as error:
             self._deaths += 1
             if self._deaths >= MOST_DEATHS:
                 raise OptionError(
@@ -68,71 +67,40 @@ class Child:
         self._deaths = 0
         return reply
 
-    def _asked_twice(self, request: Mapping[str, Any]) -> Any:
-        """The reply; a child that ends, by whatever chance, is started anew and asked once more."""
+    def _ask_twice(self, request: Mapping[str, Any]) -> Any:
         try:
-            return self._asked(request)
-        except PeerEvalError:
-            return self._asked(request)
+            return self._exchange(request)
+        except PeerError:
+            return self._exchange(request)
 
-    def _asked(self, request: Mapping[str, Any]) -> Any:
-        if self._process is None:
-            self._start()
-        return self._exchange(request)
+    def _exchange(self, message: Mapping[str, Any]) -> Any:
+        process = self._process or self._start()
+        try:
+            return process.ask(message)
+        except PeerError:
+            self._process = None
+            raise
 
-    def close(self) -> None:
-        """End the child."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what was left to write has nobody to read it
-                    pipe.close()
+    def _start(self) -> PeerProcess:
+        process = self._process = PeerProcess(self._command)
+        found = self._exchange({"hello": self._presses})
         try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _start(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-            )
-        except OSError as error:
-            raise OptionError(f"{self._command[0]} cannot be run: {error}") from error
-        try:
-            found = self._exchange({"hello": self._presses})
             self.name, self.software, errors = str(found["peer"]), str(found["software"]), dict(found["errors"])
         except (KeyError, TypeError, ValueError) as error:
             self.close()
-            raise PeerEvalError(f"{self._command[0]} does not speak as a peer does: {error}") from error
+            raise PeerError(f"{self._command[0]} does not answer in the format of a peer: {error}") from error
         if errors:
             self.close()
             raise OptionError("; ".join(f"{press}: {why}" for press, why in errors.items()))
+        return process
 
-    def _exchange(self, message: Mapping[str, Any]) -> Any:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            self.close()
-            raise PeerEvalError(f"the process ended without a reply (exit status {process.returncode})")
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            self.close()
-            raise PeerEvalError(f"the process wrote {line[:80]!r}, which is no reply") from error
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -141,7 +109,7 @@ class Child:
         self.close()
 
 
-class Written:
+class ReplyFile:
     """Replies in a file, for requests that `--export` wrote."""
 
     def __init__(self, path: Path) -> None:
