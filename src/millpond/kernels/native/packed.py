@@ -18,7 +18,7 @@ from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
 from millpond.kernels.pages import PageArrays
 
-#: the order of fields is that of csrc/quantized/packed.hpp
+#: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
 PACKED = Struct("=50q").pack

@@ -1,10 +1,8 @@
-// The C ABI: one struct of 8-byte fields per op, packed by the Python side in the same order (see native/calls.py).
+// The C ABI: one struct of 8-byte fields per op, packed by the Python side in the same order (native/abi.py).
 // Strides count elements, not bytes. Pointers may be null where the Python side says None.
 #pragma once
 
 #include <cstdint>
-
-#include "common/simd.hpp"
 
 namespace mp {
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/args.hpp"
+#include "common/simd.hpp"
 
 namespace mp {
 

@@ -8,10 +8,9 @@
 #include <type_traits>
 
 #include "common/convert.hpp"
+#include "quantized/packed_args.hpp"
 
 namespace mp {
-
-enum Format : int64_t { INT2 = 2, INT3 = 3, INT4 = 4, INT8 = 8, FP8 = 9, ROWS = 16, NUQ2 = 18, NUQ3 = 19, NUQ4 = 20 };
 
 constexpr int LANES = 16;            // of a tile
 constexpr int TILE_BYTES = 4 * LANES;

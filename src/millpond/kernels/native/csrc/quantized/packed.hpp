@@ -4,49 +4,11 @@
 #include "common/pages.hpp"
 #include "common/prefetch.hpp"
 #include "quantized/bit_tiles.hpp"
+#include "quantized/packed_args.hpp"
 
 namespace mp {
 
-// How the keys or the values of a page are stored. Offsets are bytes from the begin of the page, -1: there is none.
-struct SideArgs {
-  int64_t format;
-  int64_t by_channel;  // a group is `group` slots of one channel; otherwise `group` channels of one slot
-  int64_t group;
-  int64_t codes, top, scales, zeros;  // top: third bits
-  int64_t factor_bytes;               // of scales and zeros and what follows them
-  int64_t extra, n_extra;             // entries beside the codes: (slot * 256 + channel) u16 each, then f16 remainders
-  const float *table, *cuts;          // (2^b,), (2^b - 1,): the numbers of a table format, and what lies between codes
-  const float *fixed_scales, *fixed_zeros;  // (Hkv, dim): per channel, in place of those of the page; or null
-};
-
-// How keys that are stored before RoPE are turned when they are read; no pairs: they are stored as they are.
-struct RopeArgs {
-  int64_t n_pairs, n_positions;
-  const int32_t* pairs;               // (n_pairs, 2): channels a, b: a' = a cos - b sin, b' = b cos + a sin
-  const float *cos, *sin;             // (n_positions, n_pairs)
-  const float *near_cos, *near_sin;   // (n_pairs, 32): of the first positions, without the scale of the others
-};
-
-// The packed part of a pool and of the regions of one call. In `pool` row 0 of the bases are pages of `page_bytes`.
-struct PackedArgs {
-  PoolArgs pool;
-  int64_t page_bytes;
-  SideArgs key, value;
-  const int32_t* table;  // (R, n)
-  int64_t table_row;     // stride
-  const int32_t* lens;   // (R,) slots in use, tombstones included
-  int32_t* dead;         // (R,) tombstones: slots whose position is -1
-  const int32_t* channels;  // (R, key_dim) which channels of the query the keys keep, or null: all
-  const float* balance;     // (R, key_dim) factors of the query, or null: all 1
-  RopeArgs rope;
-};
-
 constexpr int RUN = 32;  // slots that are worked on at once: two tiles
-
-struct PackedDecodeArgs {
-  DecodeArgs plain;
-  PackedArgs packed;
-};
 
 // Words of the low bits and of the third bits that one lane needs for `depth` codes.
 constexpr int64_t low_words(int f, int64_t depth) { return depth / per_word(f); }

@@ -7,19 +7,6 @@
 namespace mp {
 namespace {
 
-struct PackedWriteArgs {
-  PackedArgs packed;
-  const int32_t *start, *count;  // (R,)
-  const int32_t* index;          // (R, width)
-  int64_t index_row, width, n_regions, n_kv_heads;
-  const void *keys, *values;  // (R, N, dim)
-  const int32_t* positions;   // (R, N)
-  const float *scores, *log_masses;  // (R, N) or null
-  int64_t k_dtype, v_dtype;
-  int64_t k_region, k_row, v_region, v_row, p_region, p_row, s_region, s_row, m_region, m_row;  // strides
-  int64_t n_threads;
-};
-
 // Turns a key of which rows (n_pairs,) cos and sin are those of its position back to position 0. spare: n_pairs * 2.
 void turn_back(const RopeArgs& rope, float* x, int64_t position, float* __restrict spare) {
   const int64_t n = rope.n_pairs;
@@ -108,9 +95,9 @@ int write_run(const PackedWriteArgs& a, const PackedPool& pool, int64_t r, int64
 }  // namespace
 }  // namespace mp
 
-extern "C" __attribute__((visibility("default"))) int mp_write_packed(const void* raw) {
+extern "C" __attribute__((visibility("default"))) int mp_write_packed(const mp::PackedWriteArgs* args) {
   using namespace mp;
-  const PackedWriteArgs& a = *static_cast<const PackedWriteArgs*>(raw);
+  const PackedWriteArgs& a = *args;
   const PackedPool pool(a.packed);
   const int64_t slots = pool.pool.slots, pages = (a.width + slots - 1) / slots + 1;  // a run may begin inside a page
   const int64_t dim = std::max(pool.pool.key_dim, pool.pool.value_dim);

@@ -1,0 +1,4 @@
+# CMake toolchain: the kernels for aarch64 Linux with Debian's cross compiler (apt install g++-aarch64-linux-gnu).
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
