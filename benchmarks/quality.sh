@@ -167,6 +167,12 @@ MergingPress(SnapKVPress):$snapkv"
       # how wide SnapKV's pool should be, on a real model: MODEL names its folder
       "$bin/python" benchmarks/pool_widths.py --model "${MODEL:?names a folder with a real model}" --samples 40 \
         --text "${DATA:?names a folder with wikitext2_test.txt}/wikitext2_test.txt" --out "$out/../pool-widths.json"
+      # the leading ones again on other samples, and both kinds of pool on pond-recall
+      "$bin/python" benchmarks/pool_widths.py --model "$MODEL" --samples 60 --seed 11 \
+        --pools "max 7,max 21,avg 13,avg 21" --text "$DATA/grimms_fairy_tales.txt" --out "$out/../pool-widths-seed-11.json"
+      evaluate --samples 40 --budget 64,224 --out "$out/../pool-kinds" \
+        --tasks recall:length=1024,tracking:length=1024,niah_multivalue:length=1024,copy:length=1024 \
+        --method snapkv:kernel=7,snapkv,snapkv:pool=avg,snapkv:pool=avg:kernel=7
       ;;
     curve-merge)
       # A run goes on from the samples of both, finds every question answered, and writes run.json and the summary.
