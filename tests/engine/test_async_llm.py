@@ -67,6 +67,22 @@ def test_closing_a_stream_frees_its_pages() -> None:
     served(body)
 
 
+def test_many_calls_at_once_do_not_hold_up_who_decodes() -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        seen = []
+
+        def call(engine: Any) -> None:
+            seen.append(engine.stats().generated_tokens)
+            time.sleep(0.01)
+
+        async for _ in llm.stream(ask(40, greedy(200))):
+            await asyncio.gather(*(llm.call(call, "many") for _ in range(30)))
+            break
+        assert len(set(seen)) > 20, "a step between two calls, not all calls between two steps"
+
+    served(body)
+
+
 def test_cancelling_a_task_and_by_name() -> None:
     async def body(llm: mp.AsyncLLM) -> None:
         task = asyncio.create_task(last(llm, ask(40, greedy(200), name="task")))

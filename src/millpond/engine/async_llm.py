@@ -7,12 +7,12 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar, Unpack
 
+from millpond.engine.call_queue import CallQueue
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
@@ -23,6 +23,10 @@ from millpond.engine.sampling.banned_tokens import Bans
 from millpond.errors import MillpondError
 
 T = TypeVar("T")
+
+#: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
+#: those that decode; one call goes at least.
+_CALLS_SHARE = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class AsyncLLM:
         )
         self._engine = Engine(loaded, tokenizer, config)
         self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread looks at it
-        self._asked: deque[Callable[[], None]] = deque()
+        self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
         self._closing = self._stopped = False
         self._failed: BaseException | None = None
@@ -120,7 +124,7 @@ class AsyncLLM:
         try:
             grammar = await self._engine.grammars.wait_for(request.params)
             bans = await asyncio.to_thread(self._engine.bans_of, request.params) if request.params.forbids else None
-            await self.call(lambda engine: self._take_in(engine, request, box, grammar, bans))
+            await self.call(lambda engine: self._take_in(engine, request, box, grammar, bans), request.client)
             while not box.finished:
                 output = await box.next()
                 if output.error is not None:
@@ -138,8 +142,11 @@ class AsyncLLM:
         """What a layer remembers of a request's first answer; see `Engine.memory`."""
         return await self.call(lambda engine: engine.memory(request_id, layer))
 
-    async def call(self, ask: Callable[[Engine], T]) -> T:
+    async def call(self, ask: Callable[[Engine], T], client: str = "") -> T:
         """Run `ask` in the engine's thread between two steps, and return what it returns.
+
+        Args:
+            client: who asks. Clients take turns.
 
         Raises:
             MillpondError: the engine was closed. Also what `ask` raises.
@@ -154,7 +161,7 @@ class AsyncLLM:
             except Exception as error:
                 answer.set_exception(error)
 
-        if not self._post(run):
+        if not self._post(run, client):
             raise MillpondError("the engine was closed and takes no requests any more")
         return await asyncio.wrap_future(answer)
 
@@ -201,18 +208,26 @@ class AsyncLLM:
             box.fail(ended or MillpondError("the engine was closed"))
         while self._asked:
             with suppress(Exception):
-                self._asked.popleft()()
+                self._asked.take()()
         self._since = None
         self._engine.close()
 
     def _serve(self) -> None:
+        step_s = 0.0
         while self._wait():
+            until = time.monotonic() + _CALLS_SHARE * step_s
             while self._asked:
                 self._since = time.monotonic()
-                self._asked.popleft()()
+                with self._changed:
+                    call = self._asked.take()
+                call()
+                if self._engine.busy and time.monotonic() > until:
+                    break
+            step_s = 0.0
             if self._engine.busy:
-                self._since = time.monotonic()
+                self._since = began = time.monotonic()
                 self._hand_out(self._step())
+                step_s = time.monotonic() - began
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: it is time to stop."""
@@ -252,12 +267,12 @@ class AsyncLLM:
                 if not box.put(output):
                     self._drop(output.request_id, box)
 
-    def _post(self, run: Callable[[], None]) -> bool:
+    def _post(self, run: Callable[[], None], client: str = "") -> bool:
         """Let the engine's thread run this; False if there is none any more."""
         with self._changed:
             if self._stopped:
                 return False
-            self._asked.append(run)
+            self._asked.put(run, client)
             self._changed.notify()
         return True
 

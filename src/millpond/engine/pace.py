@@ -1,17 +1,22 @@
-"""How much longer a step may take because of clients who have had more service than others in it.
+"""How much longer the steps of those who decode may become because of others: those whose prompts are read beside them,
+and wide batches of clients who have had more service.
 
-What they add to steps is owed to the others, and paid back in steps without them, so that whoever has had less goes at
-half the speed at least that it would have without them. It sees no clock: seconds are given to it.
+What these guests add to steps is owed, and paid back in steps without them, so that whoever decodes goes at two thirds
+of the speed at least that it would have without them. It sees no clock: seconds are given to it.
 """
 
 from __future__ import annotations
 
 #: Weight of the newest step in the mean of those without the others.
 _NEWEST = 0.2
+#: What is left of that mean after each step with guests: it is taken anew before long.
+_FADES = 0.95
+#: Seconds that are owed for each that guests add: a token takes at most 1 + 1 / PAID_BACK times as long with them.
+PAID_BACK = 2.0
 
 
 class Pace:
-    """What those who have had more service owe.
+    """What guests owe.
 
     Attributes:
         owed: seconds that must pass before they take part in a step again.
@@ -21,6 +26,10 @@ class Pace:
         self.owed = 0.0
         self._alone = 0.0  # seconds of a step without them in which nothing is read
 
+    def begin_anew(self) -> None:
+        """Others decode now: how long their steps take is not known."""
+        self._alone = 0.0
+
     @property
     def may_go(self) -> bool:
         """Whether they take part in the next step."""
@@ -28,7 +37,8 @@ class Pace:
 
     def with_them(self, seconds: float) -> None:
         """A step in which they took part."""
-        self.owed += max(seconds - self._alone, 0.0)
+        self.owed += PAID_BACK * max(seconds - self._alone, 0.0)
+        self._alone *= _FADES
 
     def without_them(self, seconds: float, reads: bool) -> None:
         """A step in which they did not, whether they wanted to or were not there; or in which prompts were read."""

@@ -17,10 +17,14 @@ from millpond.errors import OptionError
 #: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while somebody
 #: decodes whose client has had less service, so that its next tokens do not wait for long passes.
 READING_SHARE = 8
-#: Prompts of which a step reads, however short they are; an eighth where others decode who have had less service.
-MOST_PIECES = 32
-#: Answers of clients who have had more service that decode beside those of others at any time; more decode in turns.
-MOST_BESIDE = 16
+#: Prompts of which a step reads, however short they are; and where other clients decode, for whom one may take as long
+#: as five steps.
+MOST_PIECES, GUEST_PIECES = 32, 2
+#: Tokens of service that a prompt counts for beside its own: one of two tokens takes as long as several steps.
+PROMPT_SERVICE = 16
+#: Answers of other clients that decode beside those of one at any time; more decode in turns. Of a small model on a
+#: CPU, a step of eight takes half as long again as a step of one.
+MOST_BESIDE = 8
 #: Jobs of other clients that may begin before one that does not fit.
 MOST_PASSES = 16
 #: Steps that a job waits before it takes the room of a client who has had more service, but less than a step's tokens
@@ -112,8 +116,7 @@ class Step:
     Attributes:
         out: jobs that make room, to be carried out first. back: jobs that come back, to be carried in.
         decodes: jobs whose answers each get a token. chunks: jobs and how many tokens of their prompts are read.
-        contested: clients who have had more service than others take part: True; they would, and pass: False; None:
-            there is nobody to pass for.
+        contested: guests take part (see `Pace`): True; they would, and pass: False; None: there are none.
     """
 
     out: list[Job] = field(default_factory=list)
@@ -157,6 +160,7 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._clients = FairQueue()
         self._pace = Pace()
+        self._decoders: set[ClientService] = set()  # that decode at every step
         self._arrivals = 0
         self._closed = False  # somebody was carried out because pages ran short: nobody begins until somebody ends
 
@@ -184,6 +188,7 @@ class Scheduler:
         assert job.read <= job.prompt, "a prompt is read once"
         if job.read == job.prompt:
             job.state = State.DECODING
+            job.account.served += PROMPT_SERVICE * served
 
     def set_width(self, job: Job, width: int) -> None:
         """Only `width` answers of a job go on."""
@@ -230,18 +235,16 @@ class Scheduler:
         self._make_way(step)
         self._admit_preempted_and_new(step)
         few = max(self.step_tokens // READING_SHARE, 1)
-        ahead = self._ahead(few)
-        step.decodes = self._beside(step, ahead)
+        guests = self._choose_decodes(step, self._ahead(few))
         rows = sum(job.width for job in step.decodes)
         left = max(self.step_tokens - rows, few)
         least = min((job.account.served for job in step.decodes), default=None)
         for job in self._ordered((State.READING,)):
-            if step.contested is False and job in ahead:
+            if step.contested is False and job in guests:
                 continue
-            pieces = MOST_PIECES
+            pieces = GUEST_PIECES if job in guests and step.decodes else MOST_PIECES
             if least is not None and job.account.served - least >= self.step_tokens:
                 left = min(left, few - sum(n for _, n in step.chunks))
-                pieces //= READING_SHARE
             rest = job.prompt - job.read
             if left <= 0 or len(step.chunks) >= pieces or (job.whole and rest > left and step.chunks):
                 break
@@ -261,19 +264,30 @@ class Scheduler:
 
     def _ahead(self, gap: int) -> set[Job]:
         """Running jobs of clients who have had so many tokens more service than another one that runs."""
-        served = [job.account.served for job in self._running()]
-        return {job for job in self._running() if job.account.served - min(served) >= gap}
+        least = min((job.account.served for job in self._running()), default=0)
+        return {job for job in self._running() if job.account.served - least >= gap}
 
-    def _beside(self, step: Step, ahead: set[Job]) -> list[Job]:
-        """The jobs that decode. Where clients who are ahead would take long they take part in turns."""
+    def _choose_decodes(self, step: Step, ahead: set[Job]) -> set[Job]:
+        """Add the jobs that decode to a step; returns the guests among those that read.
+
+        Guests are the answers of clients with far more of them than others, as far as they are many; prompts of other
+        clients than those whose answers are no guests; and prompts of clients who are ahead.
+        """
         decoding = self._ordered((State.DECODING,))
-        wide = sum(job.width for job in decoding if job in ahead) > MOST_BESIDE
-        if not wide and not any(job.state is State.READING for job in ahead):
-            return decoding
-        step.contested = self._pace.may_go
+        hosts = _hosts(self._running())
+        if hosts != self._decoders:
+            self._decoders = hosts
+            self._pace.begin_anew()
+        wide = False
         for job in decoding:
-            job.apart = wide and job in ahead
-        return [job for job in decoding if step.contested or not job.apart]
+            job.apart = job.account not in hosts
+            wide = wide or job.apart
+        others = {job.account for job in decoding if not job.apart}
+        guests = {job for job in self._in((State.READING,)) if job in ahead or others - {job.account}}
+        if guests or wide:
+            step.contested = self._pace.may_go
+        step.decodes = [job for job in decoding if step.contested or not job.apart]
+        return guests
 
     def _make_way(self, step: Step) -> None:
         """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""
@@ -338,8 +352,9 @@ class Scheduler:
     def _may_begin(self, job: Job) -> bool:
         if not any(True for _ in self._running()):
             return True
-        unread = sum(j.prompt - j.read for j in self._in((State.READING,)) if j.rank < job.rank)
-        return not self._closed and self._fits(job) and (unread < self.step_tokens or job.state is State.SWAPPED)
+        unread = [j.prompt - j.read for j in self._in((State.READING,)) if j.rank < job.rank]
+        soon = sum(unread) < self.step_tokens and len(unread) < MOST_PIECES
+        return not self._closed and self._fits(job) and (soon or job.state is State.SWAPPED)
 
     def _fits(self, job: Job) -> bool:
         width = sum(j.width for j in self._running())
@@ -357,3 +372,19 @@ class Scheduler:
 
     def _in(self, states: tuple[State, ...]) -> Iterable[Job]:
         return (job for job in self._jobs.values() if job.state in states)
+
+
+def _hosts(running: Iterable[Job]) -> set[ClientService]:
+    """The clients whose answers decode at every step: first those with few, then those who have had less service, as
+    long as there are at most `MOST_BESIDE` beside those of the first."""
+    rows: dict[ClientService, int] = {}
+    for job in running:
+        rows[job.account] = rows.get(job.account, 0) + job.width
+    hosts: set[ClientService] = set()
+    beside = 0
+    for client in sorted(rows, key=lambda one: (rows[one].bit_length() // 2, *one.rank)):
+        beside += rows[client] * bool(hosts)
+        if beside > MOST_BESIDE:
+            break
+        hosts.add(client)
+    return hosts
