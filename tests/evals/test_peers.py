@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,7 +180,8 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_a_failure_and_not_exported(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("millpond.evals.peers.run.position_limit", lambda model: 36)
+    short = SimpleNamespace(of=lambda model: SimpleNamespace(position_limit=36))
+    monkeypatch.setattr("millpond.evals.peers.run.ModelProfile", short)
     (row,) = go(tmp_path, plan("full", budgets=None))
     reasons = [r.failure for r in read_samples(tmp_path)]
     assert row.failures == 5

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import millpond as mp
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.rotary import ModelRotation
 from tests.helpers.hf.families import (
     FAMILIES,
@@ -90,7 +91,7 @@ def test_rotation_is_the_models_own(name):
         with torch.no_grad():
             model(input_ids=ids, position_ids=here + shift, past_key_values=stored)
         keys[shift] = stored.layers[0].keys
-    rotation = ModelRotation.of(model)
+    rotation = ModelRotation.of(ModelProfile.of(model))
     moved = rotation.rotate(rotation.rotate(keys[0], here, inverse=True), here + 11)
     torch.testing.assert_close(moved, keys[11], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(keys[0], keys[11], atol=1e-2)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
-from millpond.hf.signals.output_projection import output_maps, output_projections
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.signals.output_projection import output_maps
 from millpond.methods import METHODS
 from millpond.policy.allocation.heads import Ada, Uniform
 from millpond.policy.policy import Policy
@@ -96,7 +97,7 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
         for core in cache.layer_caches:
             assert core.attention.outputs is not None
             maps = core.attention.outputs()
-            linear: Any = output_projections(model)[core.index]
+            linear: Any = getattr(*ModelProfile.of(model).output_projections[core.index])
             heads = torch.randn(7, *maps.shape[:2], generator=torch.Generator().manual_seed(0))
             expected = linear(heads.flatten(1)) - linear(torch.zeros(1, heads[0].numel()))
             assert torch.allclose(torch.einsum("nhd,hdo->no", heads, maps), expected, atol=1e-5)

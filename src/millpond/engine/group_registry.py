@@ -15,6 +15,7 @@ from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
+from millpond.hf.model_profile import ModelProfile
 from millpond.option_files import OptionFile, only_listed
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
@@ -113,7 +114,11 @@ class GroupRegistry:
         key = (storage.name if isinstance(storage, Codec) else storage, masses)
         if key not in self._pools:
             self._pools[key] = PoolSet(
-                storage, self._page_slots, self._account, masses=masses, ropes=ropes_of(storage, self._model.model)
+                storage,
+                self._page_slots,
+                self._account,
+                masses=masses,
+                ropes=ropes_of(storage, ModelProfile.of(self._model.model)),
             )
         return self._pools[key]
 

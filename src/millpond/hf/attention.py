@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf import stock_attention
-from millpond.hf.attention_switch import before
+from millpond.hf.attention_switch import before, switch
 from millpond.hf.grad_mode import refuse_gradients
 
 NAME = "millpond"
@@ -42,6 +42,12 @@ def register() -> None:
     if NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
+
+
+def switch_attention(config: PreTrainedConfig) -> Callable[[], None]:
+    """Let models of this configuration attend through Millpond; returns what undoes it, once no other user is left."""
+    register()
+    return switch(config, NAME)
 
 
 def tag(keys: Tensor, layer: Any) -> Tensor:

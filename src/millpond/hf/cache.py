@@ -26,10 +26,10 @@ from millpond.hf.fork import check_pages, share
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
 from millpond.hf.grad_mode import no_autograd
-from millpond.hf.image_tokens import ImageTokens, image_ids, image_tokens
-from millpond.hf.layer import MillpondLayer, Observer
-from millpond.hf.layer_budgets import LayerBudgets, layer_windows
-from millpond.hf.model_support import decoder_modules, layer_cache, text_config
+from millpond.hf.image_tokens import ImageTokens, image_tokens
+from millpond.hf.layer import MillpondLayer, Observer, layer_cache
+from millpond.hf.layer_budgets import LayerBudgets
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.reconstruction import PromptReconstruction
 from millpond.hf.signals.rotary import attach_rotations
 from millpond.hf.signals.token_entropy import TokenEntropyHook
@@ -48,18 +48,16 @@ class MillpondCache(Cache):
     def __init__(
         self,
         model: PreTrainedModel,
+        profile: ModelProfile,
         policy: Policy,
         budget: Budget | None,
         *,
-        n_layers: int,
         pools: PoolSet,
         between_chunks: bool = True,
         rotation: RotaryEmbedding | None = None,
         croppable: bool = False,
     ) -> None:
-        config = text_config(model)
-        windows = layer_windows(config, n_layers)
-        budgets = LayerBudgets(budget, policy, windows)
+        budgets = LayerBudgets(budget, policy, profile.windows)
         self.policy = policy
         self._budgets = budgets
         self.settings: dict[str, Any] | None = None  # the arguments of `compress`, where a method's name was given
@@ -70,12 +68,12 @@ class MillpondCache(Cache):
         self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
         self._used = self._closed = False
         self.timeline = PositionTracker()
-        self._image_ids = image_ids(model.config)
+        self._image_ids = profile.image_ids
         needs = policy.needs
         if needs.token_ids or self._image_ids:
             self.timeline.tokens = TokenIds(required=needs.token_ids)
         repeat = needs.prompt_repeat
-        self.rebuilder = None if repeat is None else PromptReconstruction(model, repeat)
+        self.rebuilder = None if repeat is None else PromptReconstruction(profile, model.device, repeat)
         self._between_chunks = between_chunks
         self.journal = DraftRollback(self.timeline, truncatable=croppable)
         self._pools = pools
@@ -83,26 +81,25 @@ class MillpondCache(Cache):
         self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
         self._finalizers: list[weakref.finalize[[], MillpondCache]] = []
         self._before_pass = 0
-        self.passes = ForwardHooks(self, decoder_modules(model))
+        self.passes = ForwardHooks(self, profile.modules)
         self.on_close(self.passes.close)
         self.entropies: TokenEntropyHook | None = None
         if needs.entropies is not None:
             self.entropies = TokenEntropyHook(self, model, needs.entropies, settles=between_chunks)
             self.on_close(self.entropies.close)
-        make = layer_cache(config)
+        make = layer_cache(profile.latent)
         cores = [
             make(
                 index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder), rotation=rotation,
                 sealed=self._pools.sealed if self._pools.codec is not None else None, reading=self._pools.reading,
             )
-            for index in range(n_layers)
+            for index in range(profile.n_layers)
         ]  # fmt: skip
         budgets.cores = cores
-        attach_rotations(model, cores)
-        super().__init__(layers=[
-            MillpondLayer(core, self.journal, self.passes, window) for core, window in zip(cores, windows, strict=True)
-        ])  # fmt: skip
+        attach_rotations(profile, cores)
+        pairs = zip(cores, profile.windows, strict=True)
+        super().__init__(layers=[MillpondLayer(core, self.journal, self.passes, window) for core, window in pairs])
 
     # ------------------------------------------------------------------ what a user asks
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
-from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.codec import Codec, resolve
 from millpond.errors import BudgetError, OptionError
-from millpond.hf import attention
-from millpond.hf.attention_switch import switch
+from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
 from millpond.hf.generation import use_generate
 from millpond.hf.layer_budgets import within
-from millpond.hf.model_support import check_supported, layer_cache, n_layers, text_config, unwrapped
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
@@ -86,7 +84,7 @@ def compress(
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
     """
     model = unwrapped(model)
-    check_supported(model)
+    profile = supported(model)
     page_slots = number(page_slots)
     check_slots(page_slots)
     policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
@@ -95,7 +93,7 @@ def compress(
         policy.protect.check(int(chosen.amount))
     policy = within(policy, chosen)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    stored = calibrated(resolve(codec), calibration, model)
+    stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
     if isinstance(stored, Codec):
         policy.check_codec(stored)
         if stored.tiered and chosen is not None and chosen.kind == "bytes":
@@ -103,12 +101,12 @@ def compress(
                 f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
                 "tokens or a share for the upper tier, and memory_limit for the bytes"
             )
-        if layer_cache(text_config(model)) is not LayerCache:
+        if profile.latent is not None:
             raise OptionError(
                 f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    pools = PoolSet(stored, page_slots, MemoryLimit(limit), masses=policy.mass_bias, ropes=ropes_of(stored, model))
+    pools = PoolSet(stored, page_slots, MemoryLimit(limit), masses=policy.mass_bias, ropes=ropes_of(stored, profile))
     settings: dict[str, Any] = {
         "method": method, "codec": codec,
         "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
@@ -117,7 +115,7 @@ def compress(
     }  # fmt: skip
     return _Maker(
         policy, chosen, pools, between_chunks, native_layers, attach, settings if isinstance(method, str) else None
-    ).make(model)
+    ).make(model, profile)
 
 
 @dataclass(frozen=True)
@@ -132,19 +130,21 @@ class _Maker:
     attach: bool
     settings: dict[str, Any] | None
 
-    def make(self, model: PreTrainedModel) -> MillpondCache:
-        """An empty cache, which the model attends through from now on."""
-        config, policy = text_config(model), self.policy
-        sliding = bool(getattr(config, "sliding_window", None))
+    def make(self, model: PreTrainedModel, profile: ModelProfile | None = None) -> MillpondCache:
+        """An empty cache, which the model attends through from now on.
+
+        Args:
+            profile: of the model as it is now; None: read it.
+        """
+        profile, policy = profile or ModelProfile.of(model), self.policy
         cache = MillpondCache(
-            model, policy, self.budget,
-            n_layers=n_layers(config), pools=self.pools, between_chunks=self.between_chunks,
-            rotation=ModelRotation.of(model) if policy.positions == "cache_relative" else None,
-            croppable=policy.keeps_all and not policy.takes_budget and not sliding,
+            model, profile, policy, self.budget, pools=self.pools, between_chunks=self.between_chunks,
+            rotation=ModelRotation.of(profile) if policy.positions == "cache_relative" else None,
+            croppable=policy.keeps_all and not policy.takes_budget and not profile.sliding,
         )  # fmt: skip
         cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make
-        attach_output_projections(model, cache.layer_caches)
-        cache.on_close(switch_attention(model))
+        attach_output_projections(profile, cache.layer_caches)
+        cache.on_close(switch_attention(profile.config))
         if self.native_layers:
             cache.on_close(use_native_layers(model))
         if self.attach:
@@ -177,9 +177,3 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
             "share, and memory_limit for the bytes"
         )
     return chosen
-
-
-def switch_attention(model: PreTrainedModel) -> Callable[[], None]:
-    """Let the model's language side attend through Millpond; returns what undoes it, once no other cache needs it."""
-    attention.register()
-    return switch(text_config(model), attention.NAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class ForwardHooks:
         modules: whose calls begin or belong to a pass: the model and the decoders inside it.
     """
 
-    def __init__(self, cache: Any, modules: list[nn.Module]) -> None:
+    def __init__(self, cache: Any, modules: Sequence[nn.Module]) -> None:
         self._cache = weakref.ref(cache)
         self._model = type(modules[0]).__name__
         self._running: list[nn.Module] = []

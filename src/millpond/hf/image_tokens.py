@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
-
-#: What configurations call the ids of tokens that stand for pictures and films.
-NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +25,6 @@ class ImageTokens:
 
     seen: list[int]
     stored: list[list[list[int]]]
-
-
-def image_ids(config: PreTrainedConfig) -> frozenset[int]:
-    """The ids of image and video tokens of a model; none where it takes text alone."""
-    found = (getattr(config, name, None) for name in NAMES)
-    return frozenset(i for i in found if isinstance(i, int))
 
 
 def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:

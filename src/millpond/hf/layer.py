@@ -6,17 +6,20 @@ Whatever moves the whole batch (beams, selection, crop) goes through `MillpondCa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.types import AttentionShape
 from millpond.hf.attention import tag
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.grad_mode import no_autograd
+from millpond.hf.model_profile import LatentShape
 
 #: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
 #: as in `LayerCache.attend`.
@@ -105,3 +108,10 @@ class MillpondLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         return f"MillpondLayer({self.index}, stored={self.core.stored.tolist()})"
+
+
+def layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
+    """What makes the cache of one layer."""
+    if latent is None:
+        return LayerCache
+    return partial(LatentCache, latent_dim=latent.latent_dim, rope_dim=latent.rope_dim)

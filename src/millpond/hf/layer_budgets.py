@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-
-from transformers import PreTrainedConfig
 
 from millpond.budget import DEFAULT, Budget
 from millpond.cache.entries import quantize
@@ -13,7 +12,6 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.errors import BudgetError, OptionError
-from millpond.hf.model_support import FULL
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.allocation.layers import LayerAllocation, PromptLayers, split_budget
 from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
@@ -45,7 +43,7 @@ class LayerBudgets:
         cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
     """
 
-    def __init__(self, budget: Budget | None, policy: Policy, windows: list[int]) -> None:
+    def __init__(self, budget: Budget | None, policy: Policy, windows: Sequence[int]) -> None:
         policy.layers.check(len(windows))
         if isinstance(policy.heads, PromptHeadAllocation):
             policy.heads.check(len(windows))
@@ -186,12 +184,3 @@ class LayerBudgets:
 def within(policy: Policy, budget: Budget | None) -> Policy:
     """The policy under a budget: one in bytes bounds what grows while decoding too."""
     return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy
-
-
-def layer_windows(config: PreTrainedConfig, n_layers: int) -> list[int]:
-    """The positions that a query of each layer sees, as the configuration has it; 0 for all."""
-    window = int(getattr(config, "sliding_window", None) or 0)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window if getattr(config, "use_sliding_window", True) else 0] * n_layers
-    return [0 if kind == FULL else window for kind in kinds[:n_layers]]

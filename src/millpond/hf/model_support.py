@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from millpond.cache.layer.latent_cache import LatentCache
-from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import UnsupportedModelError
+from millpond.hf.model_profile import FULL, ModelProfile
 
 #: Families that compute attention in their own code and ignore the attention interface.
 BYPASS = {
@@ -29,14 +25,7 @@ REFUSED = {
     "evolla": "is given all of its text again at each step, so a cache would hold it many times over",
 }
 #: Kinds of attention layers whose entries a policy can choose from.
-FULL = "full_attention"
 LAYER_TYPES = {FULL, "sliding_attention"}
-
-
-def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of the language side of a model."""
-    config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-    return config
 
 
 def unwrapped(model: Any) -> Any:
@@ -65,14 +54,16 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """
+def supported(model: PreTrainedModel) -> ModelProfile:
+    """What is to be known of a model that Millpond runs on.
+
     Raises:
         UnsupportedModelError: the model's attention cannot be replaced; the message says which part and why.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
-    name, config = type(model).__name__, text_config(model)
+    profile = ModelProfile.of(model)
+    name, config = profile.name, profile.config
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         raise UnsupportedModelError(
             f"{name} was compiled in place (model.compile()), and torch cannot trace a cache that grows and evicts; "
@@ -87,10 +78,10 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} (model type {config.model_type!r}) computes attention in its own code and bypasses transformers' "
             "attention interface, so nothing would be compressed"
         )
-    for kind in (model.config.model_type, config.model_type):
+    for kind in (profile.outer_type, config.model_type):
         if kind in REFUSED:
             raise UnsupportedModelError(f"{name} (model type {kind!r}) {REFUSED[kind]}")
-    for module in _decoders(model, config):
+    for module in profile.decoders:
         if not module._can_set_attn_implementation():
             raise UnsupportedModelError(
                 f"{type(module).__name__} does not use transformers' attention interface, so nothing would be "
@@ -115,6 +106,7 @@ def check_supported(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"{name} is not one stack of attention layers: its configuration names no {field}"
             )
+    return profile
 
 
 def _names(config: PreTrainedConfig, field: str) -> bool:
@@ -122,46 +114,3 @@ def _names(config: PreTrainedConfig, field: str) -> bool:
         return getattr(config, field, None) is not None
     except RuntimeError:  # each layer has its own
         return True
-
-
-def _decoders(model: PreTrainedModel, config: PreTrainedConfig) -> list[PreTrainedModel]:
-    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
-
-
-def decoder_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The model, and the decoders inside it whose calls begin a forward pass as well."""
-    return list(dict.fromkeys([model, *_decoders(model, text_config(model))]))
-
-
-def stores_latents(config: PreTrainedConfig) -> bool:
-    """Whether the model caches one latent per token and expands it to keys and values on each pass (MLA)."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def layer_cache(config: PreTrainedConfig) -> Callable[..., LayerCache]:
-    """What makes the cache of one layer."""
-    if stores_latents(config):
-        return partial(LatentCache, latent_dim=int(config.kv_lora_rank), rope_dim=int(config.qk_rope_head_dim))
-    return LayerCache
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Tokens that the model has positions for; None where its configuration sets no limit."""
-    limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
-    return limit
-
-
-def n_layers(config: PreTrainedConfig) -> int:
-    """Layers that hold a cache."""
-    count: Any = config.num_hidden_layers
-    return int(count)
-
-
-def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """The decoder's module that makes cosines and sines for (x, position_ids), or None."""
-    for decoder in _decoders(model, text_config(model)):
-        for name, module in decoder.named_modules():
-            if name.split(".")[-1] == "rotary_emb":
-                found: nn.Module = module
-                return found
-    return None

@@ -23,6 +23,7 @@ from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.layer_budgets import LayerBudgets, within
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
@@ -62,20 +63,21 @@ class CacheFactory:
         _check_packable(method, policy.needs)
         policy = policy.with_tokens(TokenizerSource(tokenizer))
         self.budget = budget_of(method, budget, policy)
+        profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
         self.policy = policy = within(policy, self.budget)
         if self.budget is not None and self.budget.kind == "tokens":
             policy.protect.check(int(self.budget.amount))
-        stored = calibrated(resolve(codec), calibration, model.model)
+        stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
         if isinstance(stored, Codec):
             policy.check_codec(stored)
         self.pools = find_pools(stored or model.dtype, policy.mass_bias)
         self.whole_prompt = policy.needs.whole_prompt
         self._model = model
-        self._rotation = ModelRotation.of(model.model) if policy.positions == "cache_relative" else None
+        self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._budgets = _RequestBudgets(self.budget, policy, [layer.window for layer in model.layers])
         self._pattern = self._cores(PositionTracker(), 0)
-        attach_rotations(model.model, self._pattern)
-        attach_output_projections(model.model, self._pattern)
+        attach_rotations(profile, self._pattern)
+        attach_output_projections(profile, self._pattern)
 
     def stack(self, prompt: int = 0) -> BatchCache:
         """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""

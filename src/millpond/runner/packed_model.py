@@ -7,7 +7,6 @@ tokens of one prompt.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,19 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import OptionError, UnsupportedModelError, unknown
-from millpond.hf.attention import begin_pass, check_window, end_pass
-from millpond.hf.compress import switch_attention
+from millpond.hf.attention import begin_pass, check_window, end_pass, switch_attention
 from millpond.hf.grad_mode import no_autograd
-from millpond.hf.layer_budgets import layer_windows
-from millpond.hf.model_support import (
-    check_supported,
-    n_layers,
-    position_limit,
-    rotary_of,
-    stores_latents,
-    text_config,
-    unwrapped,
-)  # fmt: skip
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.signals.rotary import CHANGING
@@ -90,20 +80,20 @@ class PackedModel:
                 "leave one of the two out"
             )
         model = unwrapped(model)
-        check_supported(model)
-        self._check_packable(model)
+        profile = supported(model)
+        _check_packable(profile)
         self.model = model
-        self.config = text_config(model)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.context_length = _context_length(model)
-        self.end_tokens = _end_tokens(model)
-        self.vocabulary = int(self.config.vocab_size)
-        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._undo: list[Callable[[], None]] = [switch_attention(model)]
+        self.context_length = _context_length(profile)
+        self.end_tokens = profile.end_tokens
+        self.vocabulary = profile.vocabulary
+        self._picks_rows = "logits_to_keep" in profile.arguments
+        self._n_layers = profile.n_layers
+        self._undo: list[Callable[[], None]] = [switch_attention(profile.config)]
         try:
             watch = self._probe()
-            self.layers = self._layers_of(watch)
+            self.layers = _layers_of(profile, watch)
             self._lean = self._make_lean(watch, runner if native_layers else "modules")
             if native_layers:
                 self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
@@ -138,7 +128,7 @@ class PackedModel:
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
         begin_pass()
-        cache = PackedPass(served, n_layers(self.config))
+        cache = PackedPass(served, self._n_layers)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
@@ -175,64 +165,52 @@ class PackedModel:
         self._run(token, token, watch, token)
         return watch
 
-    def _layers_of(self, watch: ShapeWatch) -> list[LayerShape]:
-        layers = n_layers(self.config)
-        missing = [index for index in range(layers) if index not in watch.found]
-        if missing:
-            raise UnsupportedModelError(
-                f"layer {missing[0]} of {type(self.model).__name__} hands no keys and values to its cache"
-            )
-        windows = layer_windows(self.config, layers)
-        for index, window in enumerate(windows):
-            check_window(type(self.model).__name__, window, watch.shapes[index].window)
-        return [LayerShape(*watch.found[index], windows[index], index) for index in range(layers)]
 
-    @staticmethod
-    def _check_packable(model: PreTrainedModel) -> None:
-        name, config = type(model).__name__, text_config(model)
-        if stores_latents(config):
-            raise UnsupportedModelError(
-                f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "
-                "rows of many texts do not allow; use compress(model, ...).generate"
-            )
-        if "mrope_section" in str(getattr(config, "rope_parameters", None)) or config is not model.config:
-            raise UnsupportedModelError(
-                f"{name} takes images beside text, which the engine does not carry; use compress(model, ...).generate"
-            )
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise UnsupportedModelError(
-                f"{name} takes no position_ids, so tokens of several texts cannot run in one row; use "
-                "compress(model, ...).generate"
-            )
+def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:
+    missing = [index for index in range(profile.n_layers) if index not in watch.found]
+    if missing:
+        raise UnsupportedModelError(f"layer {missing[0]} of {profile.name} hands no keys and values to its cache")
+    for index, window in enumerate(profile.windows):
+        check_window(profile.name, window, watch.shapes[index].window)
+    return [LayerShape(*watch.found[index], profile.windows[index], index) for index in range(profile.n_layers)]
 
 
-def _context_length(model: PreTrainedModel) -> int | None:
+def _check_packable(profile: ModelProfile) -> None:
+    name = profile.name
+    if profile.latent is not None:
+        raise UnsupportedModelError(
+            f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "
+            "rows of many texts do not allow; use compress(model, ...).generate"
+        )
+    if "mrope_section" in str(getattr(profile.config, "rope_parameters", None)) or profile.takes_images:
+        raise UnsupportedModelError(
+            f"{name} takes images beside text, which the engine does not carry; use compress(model, ...).generate"
+        )
+    if "position_ids" not in profile.arguments:
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids, so tokens of several texts cannot run in one row; use "
+            "compress(model, ...).generate"
+        )
+
+
+def _context_length(profile: ModelProfile) -> int | None:
     """Most tokens of a text; where rotary frequencies change with the length of a pass, as far as they do not."""
-    limit = position_limit(model)
-    rotary = rotary_of(model)
-    kinds = getattr(rotary, "rope_type", "default")
+    limit, config = profile.position_limit, profile.config
+    kinds = getattr(profile.rotary, "rope_type", "default")
     changing = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING)
     if not changing:
         return limit
-    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings") or getattr(
-        text_config(model), "original_max_position_embeddings", None
+        config, "original_max_position_embeddings", None
     )
     found = [int(n) for n in (original, limit) if n]
     if not found:
         raise UnsupportedModelError(
-            f"{type(model).__name__} changes its rotary frequencies with the length of a pass "
+            f"{profile.name} changes its rotary frequencies with the length of a pass "
             f"({', '.join(sorted(changing))}) and does not say from where on"
         )
     return min(found)
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    for config in (getattr(model, "generation_config", None), text_config(model)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list | tuple) else [found])
-    return frozenset()
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from millpond.bench.common.stopwatch import Stopwatch
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.hf.cache import MillpondCache
-from millpond.hf.model_support import decoder_modules
+from millpond.hf.model_profile import ModelProfile
 
 
 class PlanClock:
@@ -29,7 +29,7 @@ class PlanClock:
         self.passes = 0
         self._watch = watch
         self._cores = cache.layer_caches
-        self._decoder = decoder_modules(model)[-1]
+        self._decoder = ModelProfile.of(model).modules[-1]
 
     def __enter__(self) -> PlanClock:
         for core in self._cores:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from millpond.hf.attention_switch import switch
-from millpond.hf.model_support import text_config
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.stock_attention import plain
 
 NAME = "millpond_masked"
@@ -76,7 +76,7 @@ def attending(model: PreTrainedModel, masked: Masked) -> Iterator[None]:
     """Inside, the language side of the model attends through `masked`."""
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, _mask)
-    undo = switch(text_config(model), NAME)
+    undo = switch(ModelProfile.of(model).config, NAME)
     try:
         yield
     finally:

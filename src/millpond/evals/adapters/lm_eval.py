@@ -25,7 +25,7 @@ from millpond.evals.candidates.candidate import Compressed
 from millpond.evals.decoding.batch import PromptBatch
 from millpond.evals.sample import Question
 from millpond.evals.spec import Spec
-from millpond.hf.model_support import position_limit
+from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
 
@@ -75,7 +75,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         loaded: Any = load_model(pretrained, dtype)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = loaded.to(self._device)
-        limit = position_limit(model)
+        limit = ModelProfile.of(model).position_limit
         if max_length is not None:
             limit = min(_whole("max_length", max_length, "a number, 1 or more"), limit or max_length)
         self._truncate = truncate

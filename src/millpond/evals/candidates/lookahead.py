@@ -14,7 +14,7 @@ from millpond.evals.decoding.batch import EncodedPrompt, EncodedQuestion, Prompt
 from millpond.evals.decoding.batch_reader import BatchReader
 from millpond.evals.decoding.greedy_decode import decode, end_tokens
 from millpond.hf.compress import compress
-from millpond.hf.model_support import position_limit
+from millpond.hf.model_profile import ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def run_ahead(
     """
     rows = [(index, asked) for index, prompt in enumerate(batch.prompts) for asked in _courses(prompt, batch)]
     prompts = [batch.prompts[index] for index, _ in rows]
-    limit = position_limit(model)
+    limit = ModelProfile.of(model).position_limit
     with torch.inference_mode(), compress(model, "full", codec=codec) as cache:
         tap = AttentionRecorder(cache, asking=every_query)
         reader = BatchReader(model, cache, [prompt.opening for prompt in prompts])

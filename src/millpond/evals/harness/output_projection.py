@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
-from millpond.hf.model_support import text_config
-from millpond.hf.signals.output_projection import NAMES, output_projections
+from millpond.hf.model_profile import PROJECTIONS, ModelProfile
 
 
 def output_matrices(model: PreTrainedModel) -> dict[int, Tensor]:
@@ -17,13 +16,14 @@ def output_matrices(model: PreTrainedModel) -> dict[int, Tensor]:
     Raises:
         UnsupportedModelError: the projection of some layer is not found.
     """
-    n_heads = int(text_config(model).num_attention_heads)
-    found = {index: _by_head(linear, n_heads) for index, linear in output_projections(model).items()}
-    count = int(text_config(model).num_hidden_layers)
+    profile = ModelProfile.of(model)
+    places = profile.output_projections.items()
+    found = {index: _by_head(getattr(place.module, place.name), profile.n_heads) for index, place in places}
+    count = profile.n_layers
     if sorted(found) != list(range(count)):
         raise UnsupportedModelError(
             f"{type(model).__name__}: the output projection was found in {len(found)} of {count} attention layers "
-            f"(looked for {', '.join(NAMES)}), so their losses cannot be told"
+            f"(looked for {', '.join(PROJECTIONS)}), so their losses cannot be told"
         )
     return found
 

@@ -31,7 +31,8 @@ from millpond.evals.sample import Sample
 from millpond.evals.task import Task
 from millpond.hf.calibration.load import needs_calibration
 from millpond.hf.generation import UnusedCacheWarning
-from millpond.hf.model_support import check_supported, position_limit
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import supported
 
 #: Told: the cell, samples done, samples in all.
 Progress = Callable[[Cell, int, int], None]
@@ -70,7 +71,7 @@ def run(
         DataError: a data file, the calibration, or the folder of an earlier run, cannot be read.
         UnsupportedModelError: the model, or a method on this model, cannot be run.
     """
-    check_supported(model)
+    profile = supported(model)
     if examiner is None:
         for cell in plan.cells():
             _try_out(plan, cell, model, tokenizer)
@@ -82,7 +83,7 @@ def run(
     samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
     for name, protocol in dict.fromkeys((cell.task, cell.protocol) for cell in plan.cells()):
         prompts = _prompts(samples[name], tokenizer, plan.built[name], protocol)
-        check_fit(name, protocol, prompts, position_limit(model))
+        check_fit(name, protocol, prompts, profile.position_limit)
     facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
     store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
     made: dict[tuple[str, str], list[PromptBatch]] = {}
@@ -119,7 +120,7 @@ def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreT
 def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
     return Evaluator(
         cell.key, model, tokenizer, plan.built[cell.task], plan.candidates[cell.method], cell.budget, cell.codec,
-        limit=position_limit(model),
+        limit=ModelProfile.of(model).position_limit,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from millpond.evals.peers.examine import PeerExaminer, misfit
 from millpond.evals.peers.lines import request_of
 from millpond.evals.peers.plan import PeerPlan
 from millpond.evals.peers.process import Peer
-from millpond.hf.model_support import position_limit
+from millpond.hf.model_profile import ModelProfile
 
 
 def run_peer(
@@ -37,7 +37,7 @@ def run_peer(
     Raises:
         OptionError, DataError: as `millpond.evals.harness.run.run`; or a peer that ends on prompt after prompt.
     """
-    eos, limit = end_tokens(model, tokenizer), position_limit(model)
+    eos, limit = end_tokens(model, tokenizer), ModelProfile.of(model).position_limit
 
     def examiner(cell: Cell) -> PeerExaminer:
         return PeerExaminer(cell, peer, tokenizer, plan.built[cell.task], eos, limit)
@@ -47,7 +47,7 @@ def run_peer(
 
 def export(plan: PeerPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
     """Write the requests of all cells, one a line; returns how many. Prompts that do not fit the model are left out."""
-    eos, limit = end_tokens(model, tokenizer), position_limit(model)
+    eos, limit = end_tokens(model, tokenizer), ModelProfile.of(model).position_limit
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:

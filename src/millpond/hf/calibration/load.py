@@ -12,7 +12,7 @@ from millpond.cache.pages.rope_tables import RopeTables
 from millpond.codec import Codec, resolve
 from millpond.codec.calibration import Calibration, load_calibration
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
-from millpond.hf.model_support import n_layers, text_config
+from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 
 #: A calibration, or its file.
@@ -37,9 +37,12 @@ def loaded(given: CalibrationSource) -> Calibration | None:
 
 
 def calibrated(
-    stored: torch.dtype | Codec | None, given: CalibrationSource, model: PreTrainedModel
+    stored: torch.dtype | Codec | None, given: CalibrationSource, model: PreTrainedModel, n_layers: int
 ) -> torch.dtype | Codec | None:  # fmt: skip
     """What is stored, with the calibration that its codec needs.
+
+    Args:
+        n_layers: of the model.
 
     Raises:
         OptionError: the codec needs a calibration and none is given, or takes none.
@@ -55,7 +58,7 @@ def calibrated(
             f"codec {stored.name!r} needs a calibration of this model: make one with 'millpond calibrate', and give "
             "its file as calibration"
         )
-    if known.model != model_mark(model) or len(known.layers) != n_layers(text_config(model)):
+    if known.model != model_mark(model) or len(known.layers) != n_layers:
         raise CacheMismatchError(
             f"this calibration was made for another model ({known.name}) than this {type(model).__name__}, for other "
             "weights, or for the same ones in other numbers of 16 bits: calibrate this one with 'millpond calibrate'"
@@ -63,7 +66,7 @@ def calibrated(
     return known.applied(stored)
 
 
-def ropes_of(stored: torch.dtype | Codec | None, model: PreTrainedModel) -> RopeTables | None:
+def ropes_of(stored: torch.dtype | Codec | None, profile: ModelProfile) -> RopeTables | None:
     """How the layers turn keys that are stored before RoPE; None where none are.
 
     Raises:
@@ -71,17 +74,17 @@ def ropes_of(stored: torch.dtype | Codec | None, model: PreTrainedModel) -> Rope
     """
     if not isinstance(stored, Codec) or not stored.pre_rope:
         return None
-    return RopeTables(rotations_before_rope(model))
+    return RopeTables(rotations_before_rope(profile))
 
 
-def rotations_before_rope(model: PreTrainedModel) -> list[ModelRotation | None]:
+def rotations_before_rope(profile: ModelProfile) -> list[ModelRotation | None]:
     """How the layers turn their keys.
 
     Raises:
         UnsupportedModelError: it cannot be undone.
     """
     try:
-        return list(layer_rotations(model, n_layers(text_config(model))))
+        return list(layer_rotations(profile))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{error}, so its keys cannot be stored before RoPE; use codec='kivi4' or 'int4', which store them after it"

@@ -20,7 +20,7 @@ from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_val
 from millpond.codec.presets import codec_named
 from millpond.errors import DataError, NumericsError, OptionError, UnsupportedModelError
 from millpond.hf.calibration.load import model_mark, rotations_before_rope
-from millpond.hf.model_support import check_supported, n_layers, position_limit, stores_latents, text_config
+from millpond.hf.model_support import supported
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.single_pass_layer import PassLayer
 
@@ -63,14 +63,13 @@ def calibrate(
         DataError: the text is too short. NumericsError: the model makes NaN of it.
         UnsupportedModelError: a model whose keys cannot be stored before RoPE.
     """
-    check_supported(model)
-    config = text_config(model)
-    if stores_latents(config):
+    profile = supported(model)
+    if profile.latent is not None:
         raise UnsupportedModelError(f"{type(model).__name__} stores latents (MLA), which have no channels of keys")
     _check_options(bits, normalise, windows, outliers, sinks)
-    runs = _runs(ids, windows, min(length, position_limit(model) or length))
-    layers = n_layers(config)
-    rotations, total = rotations_before_rope(model), len(runs) + layers
+    runs = _runs(ids, windows, min(length, profile.position_limit or length))
+    layers = profile.n_layers
+    rotations, total = rotations_before_rope(profile), len(runs) + layers
     read = []
     for done, run in enumerate(runs):
         progress(done, total)

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.errors import OptionError
 from millpond.hf.grad_mode import no_autograd
-from millpond.hf.model_support import decoder_modules
+from millpond.hf.model_profile import ModelProfile
 from millpond.policy.needs.declared import PromptRepeat
 
 if TYPE_CHECKING:
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 class PromptReconstruction:
     """Repeats what every sequence has read since the last time, in chunks, and takes those tokens back."""
 
-    def __init__(self, model: PreTrainedModel, repeat: PromptRepeat) -> None:
-        self._decoder: Any = decoder_modules(model)[-1]
-        self._device = model.device
+    def __init__(self, profile: ModelProfile, device: torch.device, repeat: PromptRepeat) -> None:
+        self._decoder: Any = profile.modules[-1]
+        self._device = device
         self._settings = repeat
-        begins = model.config.get_text_config().bos_token_id
-        self._begins = torch.tensor(begins if isinstance(begins, list) else [-1 if begins is None else begins])
+        self._begins = torch.tensor(profile.begin_tokens or [-1])
         self._done = np.zeros(0, dtype=np.int64)  # (S,) tokens that were repeated, or that it was too late for
         self.running = False
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import UnsupportedModelError
-from millpond.hf.model_support import FULL, rotary_of, stores_latents, text_config
+from millpond.hf.model_profile import FULL, ModelProfile
 
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -22,8 +20,6 @@ Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 #: Kinds of rotary embeddings whose frequencies change with the length of the text.
 CHANGING = ("dynamic", "longrope")
-#: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
-ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
 
 
 class ModelRotation:
@@ -35,15 +31,14 @@ class ModelRotation:
         self._per_angle = _numbers_per_angle(self._angles, apply, next(rotary.buffers()).device)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, layer_type: str = FULL) -> ModelRotation:
+    def of(cls, profile: ModelProfile, layer_type: str = FULL) -> ModelRotation:
         """The rotation of a model; of its layers of one type, where these differ.
 
         Raises:
             UnsupportedModelError: its positions are not a rotation of the keys that stays the same as text grows.
         """
-        rotary = rotary_of(model)
-        name = type(model).__name__
-        if stores_latents(text_config(model)):
+        rotary, name = profile.rotary, profile.name
+        if profile.latent is not None:
             raise UnsupportedModelError(
                 f"{name} caches latents (MLA), whose positions cannot be moved inside the cache; "
                 'use positions="absolute"'
@@ -66,14 +61,12 @@ class ModelRotation:
                 'the cache; use positions="absolute"'
             )
         by_layer = "layer_type" in inspect.signature(rotary.forward).parameters and isinstance(kinds, dict)
-        for module in model.modules():
-            apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-            if type(module).__name__.endswith("Attention") and apply is not None:
-                return cls(rotary, _of_both(apply), **({"layer_type": layer_type} if by_layer else {}))
-        raise UnsupportedModelError(
-            f"{name} ({text_config(model).model_type}) does not show how it applies its rotary embedding; "
-            'use positions="absolute"'
-        )
+        if profile.apply_rotary is None:
+            raise UnsupportedModelError(
+                f"{name} ({profile.config.model_type}) does not show how it applies its rotary embedding; "
+                'use positions="absolute"'
+            )
+        return cls(rotary, _of_both(profile.apply_rotary), **({"layer_type": layer_type} if by_layer else {}))
 
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         """Return x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""
@@ -112,7 +105,7 @@ def _kind(rotary: nn.Module, layer_type: str) -> str:
     return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
 
 
-def attach_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> None:
+def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None:
     """Let scores see the queries of each layer as they were before RoPE, where the policy asks for it.
 
     Raises:
@@ -120,16 +113,15 @@ def attach_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> Non
     """
     if not any(core.policy.needs_unrotated_queries for core in cores):
         return
-    config, name = text_config(model), type(model).__name__
-    if stores_latents(config):
+    if profile.latent is not None:
         raise UnsupportedModelError(
-            f"{name} stores latents (MLA), one for all heads, so a score cannot compare its keys with queries; use a "
-            "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
+            f"{profile.name} stores latents (MLA), one for all heads, so a score cannot compare its keys with queries; "
+            "use a method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
         )
-    if rotary_of(model) is None:
+    if profile.rotary is None:
         return
     try:
-        rotations = layer_rotations(model, len(cores))
+        rotations = layer_rotations(profile)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{error}; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
@@ -138,38 +130,23 @@ def attach_rotations(model: PreTrainedModel, cores: Sequence[LayerCache]) -> Non
         core.attention.rope = rotations[core.index]
 
 
-def layer_rotations(model: PreTrainedModel, n_layers: int) -> list[ModelRotation | None]:
+def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
     """How each layer turns its queries and keys; None for one that does not.
 
     Raises:
         UnsupportedModelError: by more than the position in the text, so that it cannot be undone.
     """
-    config, rotary = text_config(model), rotary_of(model)
+    config, rotary, types = profile.config, profile.rotary, profile.layer_types
     if rotary is None:
-        return [None] * n_layers
-    types = getattr(config, "layer_types", None) or [FULL] * n_layers
+        return [None] * profile.n_layers
     if any(_kind(rotary, kind) in CHANGING for kind in types) or "mrope_section" in str(config.rope_parameters):
         raise UnsupportedModelError(
-            f"{type(model).__name__} rotates a query or a key by more than its own position in the text "
+            f"{profile.name} rotates a query or a key by more than its own position in the text "
             f"({config.rope_parameters}), which cannot be undone"
         )
     kinds = getattr(rotary, "rope_type", "default")
     rotations = {
-        kind: None if isinstance(kinds, dict) and kind not in kinds else ModelRotation.of(model, kind)
+        kind: None if isinstance(kinds, dict) and kind not in kinds else ModelRotation.of(profile, kind)
         for kind in set(types)
     }
-    unrotated = _unrotated_layers(model)
-    return [None if index in unrotated else rotations[types[index]] for index in range(n_layers)]
-
-
-def _unrotated_layers(model: PreTrainedModel) -> set[int]:
-    """Layers whose queries and keys have no rotary position, in a model where others have."""
-    config = text_config(model)
-    types = getattr(config, "layer_types", None) or []
-    windowed = config.model_type in ROTATE_IN_WINDOWS and getattr(config, "sliding_window", None)
-    return {
-        index
-        for module in model.modules()
-        if isinstance(index := getattr(module, "layer_idx", None), int)
-        if not getattr(module, "use_rope", True) or (windowed and types[index] == FULL)
-    }
+    return [None if i in profile.unrotated else rotations[types[i]] for i in range(profile.n_layers)]

@@ -1,0 +1,183 @@
+"""ModelProfile: what Millpond asks about a model, read once and handed down."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Kind of an attention layer that sees all positions.
+FULL = "full_attention"
+#: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
+ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
+#: What model families call the last linear map of their attention.
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+#: What configurations call the ids of tokens that stand for pictures and films.
+IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+class LatentShape(NamedTuple):
+    """What a layer stores of a token where it expands latents (MLA): the latent, and a rotated part."""
+
+    latent_dim: int
+    rope_dim: int
+
+
+class OutputProjection(NamedTuple):
+    """Where the last linear map of an attention layer is: looked up when it is used, since it may be replaced."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelProfile:
+    """A model as it is when `of` reads it. Made for one call and handed down; what outlives the call keeps no profile.
+
+    Reading one of 30 layers takes 3 ms, and checking whether one still holds would take as long, so none is stored:
+    configurations and modules change in place.
+
+    Attributes:
+        name: of the model's class. config: of its language side. outer_type: model type of the whole.
+        modules: whose calls begin or belong to a pass: the model, and inside it the decoders of the language side,
+            outermost first. decoders: of these, the ones that have the language side's configuration.
+        n_layers: that hold a cache; 0 where the configuration names none.
+        n_heads: query heads; 0 where none is named, or each layer has its own number.
+        layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
+            0 for all. sliding: whether the configuration names a window at all.
+        latent: what is stored of a token in place of keys and values (MLA); None: keys and values.
+        rotary: the module that makes cosines and sines for (x, position_ids). apply_rotary: what its
+            attention turns queries and keys by. unrotated: layers that do without, in a model where others rotate.
+        position_limit: tokens that the model has positions for; None where its configuration sets no limit.
+        vocabulary: tokens that it knows. begin_tokens, end_tokens: ids that open and end a text.
+        image_ids: of tokens that stand for pictures and films. takes_images: the language side is one part of several.
+        arguments: names that its `forward` takes.
+        output_projections: by layer.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    outer_type: str
+    modules: tuple[nn.Module, ...]
+    decoders: tuple[PreTrainedModel, ...]
+    n_layers: int
+    n_heads: int
+    layer_types: tuple[str, ...]
+    windows: tuple[int, ...]
+    sliding: bool
+    latent: LatentShape | None
+    rotary: nn.Module | None
+    apply_rotary: Callable[..., Any] | None
+    unrotated: frozenset[int]
+    position_limit: int | None
+    vocabulary: int
+    begin_tokens: tuple[int, ...]
+    end_tokens: frozenset[int]
+    image_ids: frozenset[int]
+    takes_images: bool
+    arguments: frozenset[str]
+    output_projections: dict[int, OutputProjection]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelProfile:
+        """Read a model, also one that Millpond does not run on."""
+        config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+        every = list(model.modules())
+        decoders = tuple(m for m in every if isinstance(m, PreTrainedModel) and m.config is config)
+        modules: tuple[nn.Module, ...] = tuple(dict.fromkeys([model, *decoders]))
+        n_layers = int(named(config, "num_hidden_layers") or 0)
+        types = tuple(named(config, "layer_types") or [FULL] * n_layers)
+        return cls(
+            name=type(model).__name__, config=config, outer_type=model.config.model_type, modules=modules,
+            decoders=decoders, n_layers=n_layers, n_heads=int(named(config, "num_attention_heads") or 0),
+            layer_types=types, windows=_windows(config, n_layers),
+            sliding=bool(named(config, "sliding_window")), latent=_latent(config), rotary=_rotary(decoders),
+            apply_rotary=_apply_rotary(every),
+            unrotated=_unrotated(every, config, types),
+            position_limit=getattr(config, "max_position_embeddings", None),
+            vocabulary=int(getattr(config, "vocab_size", None) or 0),
+            begin_tokens=_ids(getattr(config, "bos_token_id", None)),
+            end_tokens=frozenset(_end_tokens(getattr(model, "generation_config", None), config)),
+            image_ids=frozenset(i for i in (getattr(model.config, n, None) for n in IMAGE_IDS) if isinstance(i, int)),
+            takes_images=config is not model.config,
+            arguments=frozenset(inspect.signature(model.forward).parameters),
+            output_projections=_output_projections(modules[-1]),
+        )  # fmt: skip
+
+
+def named(config: PreTrainedConfig, field: str) -> Any:
+    """What a configuration says of all layers; None where it says nothing, or each layer has its own."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError:
+        return None
+
+
+def _windows(config: PreTrainedConfig, n_layers: int) -> tuple[int, ...]:
+    window = int(named(config, "sliding_window") or 0)
+    kinds = named(config, "layer_types")
+    if kinds is None:
+        return (window if getattr(config, "use_sliding_window", True) else 0,) * n_layers
+    return tuple(0 if kind == FULL else window for kind in kinds[:n_layers])
+
+
+def _latent(config: PreTrainedConfig) -> LatentShape | None:
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    return LatentShape(int(config.kv_lora_rank), int(config.qk_rope_head_dim))
+
+
+def _rotary(decoders: Sequence[nn.Module]) -> nn.Module | None:
+    for decoder in decoders:
+        for name, module in decoder.named_modules():
+            if name.split(".")[-1] == "rotary_emb":
+                found: nn.Module = module
+                return found
+    return None
+
+
+def _apply_rotary(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
+    for module in modules:
+        if type(module).__name__.endswith("Attention"):
+            found: Callable[..., Any] | None = getattr(
+                sys.modules[type(module).__module__], "apply_rotary_pos_emb", None
+            )
+            if found is not None:
+                return found
+    return None
+
+
+def _unrotated(modules: Sequence[nn.Module], config: PreTrainedConfig, types: tuple[str, ...]) -> frozenset[int]:
+    windowed = config.model_type in ROTATE_IN_WINDOWS and named(config, "sliding_window")
+    return frozenset(
+        index
+        for module in modules
+        if isinstance(index := getattr(module, "layer_idx", None), int)
+        if not getattr(module, "use_rope", True) or (windowed and types[index : index + 1] == (FULL,))
+    )
+
+
+def _output_projections(decoder: nn.Module) -> dict[int, OutputProjection]:
+    found: dict[int, OutputProjection] = {}
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        name = next((name for name in PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
+        if isinstance(index, int) and name is not None:
+            found[index] = OutputProjection(module, name)
+    return found
+
+
+def _end_tokens(*configs: Any) -> tuple[int, ...]:
+    found = (getattr(config, "eos_token_id", None) for config in configs)
+    return _ids(next((ids for ids in found if ids is not None), None))
+
+
+def _ids(found: Any) -> tuple[int, ...]:
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
