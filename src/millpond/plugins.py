@@ -9,6 +9,7 @@ from millpond.option_files import FILE
 from millpond.policy.allocation.heads import Ada, HeadAllocation, Uniform
 from millpond.policy.allocation.layers import LayerAllocation, LayerTable, Pyramid
 from millpond.policy.merging.protocol import Merge, Merged
+from millpond.policy.needs.declared import Needs
 from millpond.policy.policy import EvictionPlan, Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import (
@@ -37,6 +38,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "LeastAttention",
     "Merge",
     "Merged",
+    "Needs",
     "Policy",
     "Protect",
     "Pyramid",

@@ -21,6 +21,7 @@ from millpond.errors import CacheMismatchError, DataError, OptionError, Unsuppor
 from millpond.hf.calibration.load import rotations_before_rope
 from millpond.hf.calibration.measure import _read, calibrate
 from millpond.hf.document import read_document, restore_document, save_document
+from millpond.hf.model_profile import ModelProfile
 from tests.helpers.engine.helpers import finish, greedy
 from tests.helpers.hf.families import VOCABULARY, build, family, left_padded, run, teacher_forced, text
 
@@ -123,7 +124,7 @@ def test_sensitivities_are_squared_gradients() -> None:
         return float(F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum"))
 
     slope = (loss(1e-2) - loss(-1e-2)) / 2e-2
-    found = _read(made, ids, rotations_before_rope(made), 0, True)[0][2]
+    found = _read(made, ids, rotations_before_rope(ModelProfile.of(made)), 0, True)[0][2]
     assert found is not None
     assert float(found[1, 9, 5]) == pytest.approx(slope**2, rel=0.01)  # head 1, channel 5 of 16
     assert slope != 0

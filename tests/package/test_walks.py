@@ -1,0 +1,70 @@
+"""What is passed from function to function goes down: a file that it has left, it seldom comes back to."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import millpond as mp
+from millpond.hf.calibration.measure import calibrate
+from millpond.hf.model_profile import ModelProfile
+from tests.helpers.hf.families import VOCABULARY, family
+from tests.helpers.walk import Stay, returns, together, walk
+
+PACKAGE = Path(mp.__file__).parent
+
+
+def walks(model: PreTrainedModel) -> Iterator[list[Stay]]:
+    """Of the model into `compress`, by every branch that asks something of its own about it."""
+    text = torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(0))
+    settings: dict[str, dict[str, Any]] = {
+        "streaming": {}, "expected_attention": {}, "sirllm": {}, "kvzip": {"ask": "5;6"}, "h2o": {"codec": "int4"},
+        "snapkv": {"codec": "kvquant4", "calibration": calibrate(model, text, bits=(4,), windows=2, length=256)},
+    }  # fmt: skip
+
+    def carries(value: Any) -> bool:
+        return value is model or value is model.config or isinstance(value, ModelProfile)
+
+    for method, options in settings.items():
+        yield walk(lambda m=method, o=options: mp.compress(model, m, budget=64, **o).close(), carries)
+
+
+@pytest.mark.filterwarnings("ignore::millpond.hf.generation.UnusedCacheWarning")
+def test_a_model_goes_down_into_compress() -> None:
+    """27 returns in 43 stays before models were read once (2026-11)."""
+    model = family("llama").make(hidden_size=64)
+    stays = together(walks(model))
+    assert {"hf/compress.py", "hf/model_profile.py", "hf/signals/rotary.py", "hf/cache.py"} <= {s.file for s in stays}
+    assert returns(stays) <= 8, stays
+
+
+def test_a_walk_counts_files_that_it_comes_back_to() -> None:
+    down = [Stay("a", "f", 0), Stay("a", "g", 1), Stay("b", "h", 2), Stay("c", "i", 1)]
+    assert returns(down) == 0
+    assert returns([*down, Stay("b", "h", 1), Stay("c", "i", 2)]) == 2
+    assert together([down, down[:2]]) == down
+
+
+def test_only_the_profile_asks_for_the_language_side() -> None:
+    """`get_text_config` is called where a model is read, and nowhere else."""
+    found = {
+        str(module.relative_to(PACKAGE))
+        for module in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "get_text_config"
+    }
+    assert found == {"hf/model_profile.py"}
+
+
+def test_support_budgets_and_rotation_do_not_know_each_other() -> None:
+    parts = {"model_support", "layer_budgets", "rotary", "output_projection"}
+    for path in ("model_support", "layer_budgets", "signals/rotary", "signals/output_projection"):
+        tree = ast.parse((PACKAGE / "hf" / f"{path}.py").read_text(encoding="utf-8"))
+        names = {n.module.split(".")[-1] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        assert not names & parts, path
