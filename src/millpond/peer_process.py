@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Timer
-from types import TracebackType
 from typing import Any, Self
 
 from millpond.errors import MillpondError, OptionError
@@ -97,7 +96,5 @@ class PeerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -113,6 +113,11 @@ def test_generate_streams_text_and_closes_with_numbers(folder: str) -> None:
         assert part in line
 
 
+def continued(folder: str, *options: str) -> str:
+    """What `millpond generate` writes after FILLER."""
+    return str(right("generate", "--model", folder, "--prompt", FILLER, *options).stdout)
+
+
 def test_generate_is_what_python_gives(folder: str) -> None:
     from millpond.models.load import load_tokenizer
 
@@ -121,19 +126,7 @@ def test_generate_is_what_python_gives(folder: str) -> None:
         inputs = tokenizer(FILLER, return_tensors="pt")
         out: Any = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)  # type: ignore[operator]
     said = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    told = right(
-        "generate",
-        "--model",
-        folder,
-        "--prompt",
-        FILLER,
-        "--max-new-tokens",
-        "6",
-        "--budget",
-        "64",
-        "-o",
-        "recent=0.25",
-    ).stdout
+    told = continued(folder, "--max-new-tokens", "6", "--budget", "64", "-o", "recent=0.25")
     assert told.split() == said.split()
 
 
@@ -151,23 +144,12 @@ def test_generate_is_what_python_gives(folder: str) -> None:
     ids=lambda options: options[1],
 )
 def test_generate_takes(folder: str, options: list[str]) -> None:
-    right("generate", "--model", folder, "--prompt", FILLER, "--max-new-tokens", "4", *options)
+    continued(folder, "--max-new-tokens", "4", *options)
 
 
 def test_generate_draws_the_same_under_the_same_seed(folder: str) -> None:
-    arguments = [
-        "generate",
-        "--model",
-        folder,
-        "--prompt",
-        FILLER,
-        "--max-new-tokens",
-        "8",
-        "--temperature",
-        "1",
-        "--seed",
-    ]
-    first, again, other = (right(*arguments, seed).stdout for seed in ("1", "1", "2"))
+    arguments = ["--max-new-tokens", "8", "--temperature", "1", "--seed"]
+    first, again, other = (continued(folder, *arguments, seed) for seed in ("1", "1", "2"))
     assert first == again != other
 
 

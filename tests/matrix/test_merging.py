@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import millpond as mp
 from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.hidden import passes, steps_after
 from tests.helpers.matrix.merged import Merging, Plain, into_classes, into_nearest, into_next, into_pivots, recall
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.matrix.oracle import running
 from tests.matrix import test_invariance as matrix
 from tests.matrix import test_layer_budgets as layered
 
@@ -94,19 +94,10 @@ def test_equals_plain_merging(case: str, heads: str) -> None:
     """Outputs and positions over a padded prompt and ten steps; scores and log masses are float32, all else float64."""
     method, options, plain = CASES[case]
     model, (ids, mask) = llama(heads), prompts(2)
-    later = torch.randint(2, 96, (2, 10), generator=torch.Generator().manual_seed(2))
-    oracle, stock = Merging(plain), DynamicCache(config=model.config)
+    oracle = Merging(plain)
     with torch.no_grad(), mp.compress(model, method, plain.budget, page_slots=4, **options) as cache:
-        for t in range(11):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-4 * float(theirs.abs().max()), f"step {t}"
+        for t, (error, most) in enumerate(passes(model, cache, oracle, steps_after(ids, 10), mask)):
+            assert error <= 1e-4 * most, f"step {t}"
             if t or not plain.by_density:
                 for layer in range(2):
                     assert [cache.positions(layer, s) for s in (0, 1)] == [oracle.kept(layer, s) for s in (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import millpond as mp
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
+from tests.helpers.matrix.hidden import passes, steps_after
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.matrix.oracle import Oracle, Rule, running
+from tests.helpers.matrix.oracle import Oracle, Rule
 from tests.helpers.papers.fixture import feed, kept, layer_cache, run
 
 STEPS = 60
@@ -58,6 +60,19 @@ def test_heavy_only_is_the_top_of_the_column_sums(budget: int, expected: list[in
     assert run(build("h2o", recent=0, sinks=0), budget) == expected
 
 
+def follow(
+    cache: Any, text: torch.Tensor, held: dict[int, float], leaves: Callable[[dict[int, float], int], int]
+) -> None:  # fmt: skip
+    """From step 20 on the cache holds what plain sums of attention say, less the entry that `leaves` names."""
+    for t in range(20, STEPS):
+        assert set(kept(cache)) == set(held)
+        feed(cache, text, t, t + 1)
+        places = [*sorted(held), t]
+        row = torch.softmax(text[0, t, places], 0).tolist()
+        held = {j: held.get(j, 0.0) + p for j, p in zip(places, row, strict=True)}
+        held.pop(leaves(held, t))
+
+
 def test_heavy_only_keeps_the_heaviest_at_each_step() -> None:
     """No entry is protected; the lowest sum leaves, the new one too (it attends to itself)."""
     text, budget = logits(1), 8
@@ -65,13 +80,7 @@ def test_heavy_only_keeps_the_heaviest_at_each_step() -> None:
     feed(cache, text, 0, 20)
     sums = torch.softmax(text[0].masked_fill(torch.ones(STEPS, STEPS).triu(1).bool(), float("-inf")), 1)[:20].sum(0)
     held = {int(j): float(sums[j]) for j in sums[:20].topk(budget).indices}
-    for t in range(20, STEPS):
-        assert set(kept(cache)) == set(held)
-        feed(cache, text, t, t + 1)
-        places = [*sorted(held), t]
-        row = torch.softmax(text[0, t, places], 0).tolist()
-        held = {j: held.get(j, 0.0) + p for j, p in zip(places, row, strict=True)}
-        held.pop(min(held, key=lambda j: held[j]))
+    follow(cache, text, held, lambda held, t: min(held, key=lambda j: held[j]))
 
 
 def test_without_grace_heavy_only_freezes_and_with_it_it_does_not() -> None:
@@ -123,23 +132,13 @@ ABLATIONS: dict[str, tuple[dict[str, Any], Rule]] = {
 @pytest.mark.parametrize("case", ABLATIONS)
 def test_ablations_drop_what_a_mask_would_hide(case: str) -> None:
     """Real caches against a full one with masked entries: logits to 1e-12, the same sets, ragged batch, GQA."""
-    from transformers import DynamicCache
 
     options, rule = ABLATIONS[case]
     model, (ids, mask) = llama("gqa"), prompts(2)
-    later = torch.randint(2, 96, (2, 12), generator=torch.Generator().manual_seed(2))
-    oracle, stock = Oracle(rule), DynamicCache(config=model.config)
+    oracle = Oracle(rule)
     with torch.no_grad(), mp.compress(model, "h2o", rule.budget, page_slots=4, **options) as cache:
-        for t in range(13):
-            step = ids if t == 0 else later[:, t - 1 : t]
-            seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-12
+        for error, _ in passes(model, cache, oracle, steps_after(ids, 12), mask):
+            assert error <= 1e-12
         for (layer, b, h), head in oracle.heads.items():
             assert cache.positions(layer, b)[h] == head.kept
 
@@ -160,13 +159,7 @@ def test_no_heavy_goes_on_evicting_the_heaviest() -> None:
     feed(cache, text, 0, 20)
     sums = torch.softmax(text[0].masked_fill(torch.ones(STEPS, STEPS).triu(1).bool(), float("-inf")), 1)[:20].sum(0)
     held = {int(j): float(sums[j]) for j in [*(-sums[:18]).topk(6).indices, 18, 19]}
-    for t in range(20, STEPS):
-        assert set(kept(cache)) == set(held)
-        feed(cache, text, t, t + 1)
-        places = [*sorted(held), t]
-        row = torch.softmax(text[0, t, places], 0).tolist()
-        held = {j: held.get(j, 0.0) + p for j, p in zip(places, row, strict=True)}
-        held.pop(max((j for j in held if j < t - 1), key=lambda j: held[j]))
+    follow(cache, text, held, lambda held, t: max((j for j in held if j < t - 1), key=lambda j: held[j]))
 
 
 # ------------------------------------------------------------------ sparse patterns

@@ -24,6 +24,7 @@ from millpond.policy.variants.minference_patterns import AShape, BlockSparse, Ve
 from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
 from tests.helpers.hf.families import shared_model, text
 from tests.helpers.matrix.checks import CHECKS
+from tests.helpers.matrix.hidden import passes
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.matrix.oracle import Oracle, Rule, running
 from tests.matrix import test_invariance as matrix
@@ -206,18 +207,12 @@ def test_equals_a_mask_over_the_full_cache(pattern: Pattern, heads: str) -> None
     model, (ids, mask) = llama(heads), prompts(3, length=140)
     later = torch.randint(2, 96, (3, 80), generator=torch.Generator().manual_seed(2))
     turns = [ids, *later[:, :3].split(1, 1), later[:, 3:77], *later[:, 77:].split(1, 1)]
-    oracle, stock, seen = Looking(lambda layer, h: pattern), DynamicCache(config=model.config), mask[:, :0]
+    oracle = Looking(lambda layer, h: pattern)
     with torch.no_grad(), mp.compress(model, "minference", page_slots=4, **options_of(pattern)) as cache:
-        for turn, step in enumerate(turns):
-            seen = torch.cat([seen, mask if turn == 0 else torch.ones_like(step)], 1)
-            places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            inputs = {"attention_mask": seen, "position_ids": places}
-            ours = model(step, past_key_values=cache, **inputs).logits
-            with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
-            real = seen[:, -step.shape[1] :].bool()
-            assert float((ours - theirs)[real].abs().max()) <= 1e-11 * float(theirs.abs().max()), f"pass {turn}"
-        assert cache.stats().stored == [[[int(n)] * 2 for n in seen.sum(1)]] * 2
+        for turn, (error, most) in enumerate(passes(model, cache, oracle, turns, mask)):
+            assert error <= 1e-11 * most, f"pass {turn}"
+        seen = mask.sum(1) + later.shape[1]
+        assert cache.stats().stored == [[[int(n)] * 2 for n in seen]] * 2
         assert cache.stats().evicted == 0
         cache.check_integrity()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -76,24 +77,17 @@ def _root(
     """Give any Hugging Face decoder a KV cache inside a memory budget."""
 
 
-app.command("generate")(generate.generate)
-app.command("remember")(documents.remember)
-app.command("ask")(documents.ask)
-app.command("chat")(chat.chat)
-app.command("demo")(demo.demo)
-app.command("calibrate")(calibrate.calibrate)
-app.command("eval")(evaluation.evaluate)
-app.command("eval-peer")(eval_peer.eval_peer)
-app.command(
-    "lm-eval",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(lm_eval.lm_eval)
-app.command("inspect")(inspect.inspect)
-app.command("serve")(serve.serve)
-app.command("plot")(plot.plot)
-app.command("leaderboard")(leaderboard.leaderboard)
-app.command("methods")(list_registry.methods)
-app.command("codecs")(list_registry.codecs)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate.generate, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
+    "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
+    "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
+    "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
+    "codecs": list_registry.codecs,
+}  # fmt: skip
+#: lm-eval reads all of its arguments itself.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+for name, command in COMMANDS.items():
+    app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(bench.app, name="bench")

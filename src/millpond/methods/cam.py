@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import Sinks
 from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -20,7 +21,7 @@ def cam(
         "what it is divided by: the mean of the targets, the mean behind the sinks, or the largest of all",
     ] = "targets",
     draw: Annotated[bool, "merge at random (the paper); else by expectation"] = False,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     prefill: Annotated[Literal["once", "greedy"], "merge once at the prompt's end, or at each of its tokens"] = "once",
     seed: Annotated[int, "of the draws: the same whatever the batch"] = 0,
     mass_bias: Annotated[bool, "values become means by mass, and attention counts their mass"] = False,

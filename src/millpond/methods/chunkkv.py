@@ -1,10 +1,11 @@
 """ChunkKV: chunks of text stay or leave as a whole (Liu et al., NeurIPS 2025, arXiv:2502.00299)."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.methods._options import GrowOrEvict
 from millpond.policy.policy import Policy
 from millpond.policy.scores.chunk_mean import ChunkMean
 
@@ -13,7 +14,7 @@ from millpond.policy.scores.chunk_mean import ChunkMean
 def chunkkv(
     score: Annotated[str, "the method whose score and protection are used: snapkv, h2o, knorm/sinks=4, ..."] = "snapkv",
     chunk: Annotated[int, "positions of a chunk"] = 10,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    decode: GrowOrEvict = "grow",
 ) -> Policy:
     """Keep whole chunks of neighbouring entries, chosen by the mean of any other method's score, per KV head.
 

@@ -1,9 +1,10 @@
 """Compactor: keys that no others can stand for (Chari and Van Durme, 2025, arXiv:2507.08143)."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._options import GrowInPaper, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.leverage import LeverageAndAttention
@@ -16,13 +17,10 @@ def compactor(
         "weight of the leverage scores beside attention, 0 is attention alone; auto: the share of the text that leaves",
     ] = "auto",
     sketch: Annotated[int, "dimensions that keys are projected to at random first; 0: as they are"] = 48,
-    sinks: Annotated[int, "first positions that always stay"] = 8,
+    sinks: Sinks = 8,
     recent: Annotated[int | float, "newest entries that stay: a count (4) or a share of the budget (0.1)"] = 4,
     seed: Annotated[int, "of the random projection"] = 0,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
-    ] = "grow",
+    decode: GrowInPaper = "grow",
 ) -> Policy:
     """Keep the entries whose keys are outliers of their head, and those that are attended to, whatever is asked later.
 

@@ -1,11 +1,12 @@
 """CriticalKV: what a value adds to the output counts too (Feng et al., 2025, arXiv:2502.03805)."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.methods._options import GrowOrEvict
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention
 from millpond.policy.scores.critical_values import CriticalValues
@@ -17,7 +18,7 @@ def criticalkv(
     first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
     eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
     numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 256,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    decode: GrowOrEvict = "grow",
 ) -> Policy:
     """Keep what is attended to, then what is attended to and changes the layer's output most.
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
+from millpond.methods._options import Sinks
 from millpond.policy.allocation.attention_density import AttentionDensity
 from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.policy import Policy
@@ -15,7 +16,7 @@ from millpond.policy.scores.attention import AccumulatedAttention
 @method("d2o", paper="arXiv:2406.13035")
 def d2o(
     recent: Annotated[int | float, "newest entries that stay: a share of the layer's budget (0.5) or a count"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     rate: Annotated[
         float | str, "of the threshold's moving average; auto: 0.7, or 0.5 as in the official code"
     ] = "auto",

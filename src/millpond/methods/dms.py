@@ -6,6 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.methods._options import SinksAdded
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.policy import Policy
@@ -19,7 +20,7 @@ def dms(
     ] = "auto",
     score: Annotated[str, "the method whose score is compared: expected_attention, snapkv, knorm, ..."] = "snapkv",
     window: Annotated[int, "newest positions about which nothing is decided yet; the paper has 256"] = 64,
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    sinks: SinksAdded = 0,
 ) -> Policy:
     """Let every entry that scores below a threshold leave, whatever head it is in, so that budgets follow the text.
 

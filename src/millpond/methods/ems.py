@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
+from millpond.methods._options import Sinks
 from millpond.policy.merging.importance_classes import MergeByImportance
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -18,7 +19,7 @@ def ems(
     threshold: Annotated[float, "entries less like every kept one are dropped; above 1 nothing is merged"] = 0.6,
     cover: Annotated[float, "share of the score whose entries matter: kept, or merged"] = 0.95,
     most: Annotated[float, "entries that may be merged at a time, as a multiple of those that are kept"] = 4.0,
-    sinks: Annotated[int, "first positions that always stay"] = 0,
+    sinks: Sinks = 0,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging, or grow"] = "merge",
     every: Annotated[int | str, "with decode=merge: entries that gather before they are merged; auto is 8"] = "auto",

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import GrowInPaper, Recent
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.expected_attention import ExpectedAttentionScore
@@ -16,11 +17,8 @@ def expected_attention(
     eps: Annotated[float, "added to the attention before it is weighed"] = 0.0,
     reduce: Annotated[Literal["mean", "max"], "query heads of a GQA group to their KV head"] = "mean",
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count"] = 4,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
-    ] = "grow",
+    recent: Recent = 0,
+    decode: GrowInPaper = "grow",
 ) -> Policy:
     """Keep the entries that later queries should attend to and whose values are long, without seeing a question.
 

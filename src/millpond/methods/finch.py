@@ -1,8 +1,9 @@
 """Finch: the question at the end picks from the context (Corallo and Papotti, TACL 2024, arXiv:2408.00167)."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.methods import method
+from millpond.methods._options import GroupReduce, GrowOrEvict, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.question_attention import QuestionAttention
@@ -13,9 +14,9 @@ def finch(
     window: Annotated[int, "tokens of the question, the last of the prompt"] = 32,
     chunk: Annotated[int, "positions of a chunk of the context, which all keep the same share; 0: none"] = 0,
     keep_question: Annotated[bool, "the question's own entries always stay"] = True,
-    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"] = "grow",
+    reduce: GroupReduce = "mean",
+    sinks: SinksAdded = 0,
+    decode: GrowOrEvict = "grow",
 ) -> Policy:
     """Keep what the question at the prompt's end attends to, from every chunk of the context.
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import EvictInPaper, GroupReduce, Recent, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
@@ -10,21 +11,18 @@ from millpond.policy.scores.attention import AccumulatedAttention
 
 @method("h2o", paper="arXiv:2306.14048")
 def h2o(
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    recent: Recent = 0.5,
+    sinks: Sinks = 4,
     grace: Annotated[int, "steps for which a new entry cannot be evicted"] = 0,
     average: Annotated[bool, "divide the score by the number of queries that saw the entry"] = False,
     decay: Annotated[
         float, "factor on all gathered attention at each new token (A2SF), above 0 to 1; 1 forgets nothing"
     ] = 1.0,
-    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
+    reduce: GroupReduce = "mean",
     prefill: Annotated[
         Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"
     ] = "once",
-    decode: Annotated[
-        Literal["evict", "grow", "once"],
-        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
-    ] = "evict",
+    decode: EvictInPaper = "evict",
 ) -> Policy:
     """Keep the entries that have gathered most attention, and the newest ones.
 

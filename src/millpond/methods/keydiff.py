@@ -1,8 +1,7 @@
 """KeyDiff: keys unlike the others stay (Park et al., 2025, arXiv:2504.15364)."""
 
-from typing import Annotated, Literal
-
 from millpond.methods import method
+from millpond.methods._options import Grow, Recent, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.key_geometry import KeyDifference
@@ -10,12 +9,9 @@ from millpond.policy.scores.key_geometry import KeyDifference
 
 @method("keydiff", paper="arXiv:2504.15364")
 def keydiff(
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends, never evict again, or evict at each step",
-    ] = "grow",
+    recent: Recent = 0,
+    sinks: SinksAdded = 0,
+    decode: Grow = "grow",
 ) -> Policy:
     """Keep the entries whose keys point away from the mean direction of their head.
 

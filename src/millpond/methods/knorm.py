@@ -1,8 +1,7 @@
 """Knorm: short keys stay (Devoto et al., EMNLP 2024, arXiv:2406.11430)."""
 
-from typing import Annotated, Literal
-
 from millpond.methods import method
+from millpond.methods._options import GrowInPaper, Recent, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.key_geometry import KeyNorm
@@ -10,12 +9,9 @@ from millpond.policy.scores.key_geometry import KeyNorm
 
 @method("knorm", paper="arXiv:2406.11430")
 def knorm(
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
-    ] = "grow",
+    recent: Recent = 0,
+    sinks: SinksAdded = 0,
+    decode: GrowInPaper = "grow",
 ) -> Policy:
     """Keep the entries with the shortest keys, whatever is asked later.
 

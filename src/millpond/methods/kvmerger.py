@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
+from millpond.methods._options import SinksAdded
 from millpond.policy.allocation.heads import Uniform
 from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
@@ -20,7 +21,7 @@ def kvmerger(
     sigma: Annotated[float, "width of the Gaussian weights"] = 5.0,
     recent: Annotated[int | float, "newest entries that stay as they are: a share of the budget, or a count"] = 0.34,
     top: Annotated[float, "share of the budget for the entries of most attention, which stay as they are"] = 0.24,
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    sinks: SinksAdded = 0,
     shared: Annotated[bool, "one set of runs for all heads of a layer, by the mean over them"] = False,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["grow", "merge"], "after the prompt: grow (the paper), or keep merging"] = "grow",

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from millpond.methods import method
+from millpond.methods._options import Sinks
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -14,7 +15,7 @@ def kvzip(
     ask: Annotated[str, "what asks for it; or token ids such as 5;6; or none"] = "Repeat the previous context:",
     chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
 ) -> Policy:
     """Keep the entries that the model looks at when it repeats its context, whatever is asked later.
 

@@ -1,8 +1,9 @@
 """LagKV: the text behind an entry tells what it is worth (Liang et al., 2025, arXiv:2504.04704)."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.methods import method
+from millpond.methods._options import Grow, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.lag_relative import LagRelative
@@ -11,12 +12,9 @@ from millpond.policy.scores.lag_relative import LagRelative
 @method("lagkv", paper="arXiv:2504.04704")
 def lagkv(
     lag: Annotated[int, "positions of a chunk; each is measured by the one behind it"] = 128,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends, never evict again, or evict at each step",
-    ] = "grow",
+    decode: Grow = "grow",
 ) -> Policy:
     """Keep the entries whose keys and values stand out against the chunk of text that follows them.
 

@@ -1,8 +1,7 @@
 """no_heavy: the ablation that evicts the heavy hitters and keeps the rest (H2O, section 3)."""
 
-from typing import Annotated, Literal
-
 from millpond.methods import method
+from millpond.methods._options import GroupReduce, Recent, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import LeastAttention
@@ -10,9 +9,9 @@ from millpond.policy.scores.attention import LeastAttention
 
 @method("no_heavy", paper="arXiv:2306.14048")
 def no_heavy(
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 0,
-    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "mean",
+    recent: Recent = 0.5,
+    sinks: Sinks = 0,
+    reduce: GroupReduce = "mean",
 ) -> Policy:
     """Evict the entries that have gathered most attention: what H2O would lose without its heavy hitters.
 

@@ -8,6 +8,7 @@ from safetensors.torch import load
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._options import Recent
 from millpond.option_files import FILE, read_file
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -18,7 +19,7 @@ from millpond.policy.scores.query_filters import QueryFilter
 def qfilters(
     filters: Annotated[str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own", FILE] = "",
     flip: Annotated[bool, "the file's filters point away from the queries, as those that the authors publish"] = False,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0,
+    recent: Recent = 0,
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
 ) -> Policy:

@@ -1,8 +1,9 @@
 """random: the baseline that keeps a uniform sample."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.methods import method
+from millpond.methods._options import EvictAlways, Recent, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import RandomPriority
@@ -11,12 +12,9 @@ from millpond.policy.scores.attention import RandomPriority
 @method("random")
 def random(
     seed: Annotated[int, "same seed, same sample, whatever the batch or the chunks"] = 0,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"] = 0.1,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
-    decode: Annotated[
-        Literal["evict", "grow", "once"],
-        "after the prompt: evict at each step, grow until the next prompt ends, or never evict again",
-    ] = "evict",
+    recent: Recent = 0.1,
+    sinks: Sinks = 4,
+    decode: EvictAlways = "evict",
 ) -> Policy:
     """Keep a uniform random sample beside the sinks and the newest entries.
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._options import GroupReduce, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import WindowAttention
@@ -17,8 +18,8 @@ def rkv(
     kernel: Annotated[int, "width of the max pool over neighbouring positions, odd"] = 7,
     threshold: Annotated[float, "cosine above which two keys say the same"] = 0.5,
     spared: Annotated[int, "newest keys like a given one that do not count as redundant to it"] = 1,
-    reduce: Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"] = "max",
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
+    reduce: GroupReduce = "max",
+    sinks: SinksAdded = 0,
     buffer: Annotated[int, "while decoding: entries that gather beyond the budget before they are compressed"] = 128,
     decode: Annotated[Literal["evict", "grow"], "after the prompt: evict what the buffer holds, or grow"] = "evict",
 ) -> Policy:

@@ -6,6 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.methods._options import Sinks
 from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -14,7 +15,7 @@ from millpond.policy.protect import Protect
 @method("simlayerkv", paper="arXiv:2410.13846")
 def simlayerkv(
     threshold: Annotated[float, "a layer that pays more of its attention to sinks and newest is lazy, 0 to 1"] = 0.9,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     recent: Annotated[int, "newest positions that always stay; the paper has 1024"] = 64,
     score: Annotated[str, "the method whose queries are watched, and that chooses in the other layers"] = "snapkv",
 ) -> Policy:

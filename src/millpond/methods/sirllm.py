@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import Sinks
 from millpond.policy.protect import Protect
 from millpond.policy.variants.token_entropy import EntropyPolicy, TokenEntropy
 
@@ -11,7 +12,7 @@ from millpond.policy.variants.token_entropy import EntropyPolicy, TokenEntropy
 def sirllm(
     decay: Annotated[float, "factor on what is remembered when another round of a dialogue begins, above 0 to 1"] = 1.0,
     recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.25) or a count (128)"] = 0.25,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     decode: Annotated[Literal["evict", "grow"], "after the prompt: evict at each step, or grow"] = "evict",
 ) -> EntropyPolicy:
     """Keep the tokens that surprised the model, the first and the newest ones, the same in all layers and heads.

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._options import GrowInPaper, SinksAdded
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import WindowAttention
@@ -17,11 +18,8 @@ def snapkv(
     reduce: Annotated[
         Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"
     ] = "mean",
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 0,
-    decode: Annotated[
-        Literal["grow", "once", "evict"],
-        "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
-    ] = "grow",
+    sinks: SinksAdded = 0,
+    decode: GrowInPaper = "grow",
 ) -> Policy:
     """Keep what the last queries of the prompt attend to, chosen per KV head, once.
 

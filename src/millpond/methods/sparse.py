@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._options import Recent, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.strided import Strided
@@ -13,8 +14,8 @@ from millpond.policy.scores.strided import Strided
 def strided(
     stride: Annotated[int, "every stride-th position stays; 0: the stride that the budget asks for"] = 0,
     heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 0,
+    recent: Recent = 0.5,
+    sinks: Sinks = 0,
 ) -> Policy:
     """Keep the newest entries and every s-th one before them, whatever the text says.
 
@@ -33,8 +34,8 @@ def fixed(
     width: Annotated[int, "positions at the end of each block that stay"] = 4,
     block: Annotated[int, "length of a block, a multiple of width; 0: the length that the budget asks for"] = 0,
     heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 0,
+    recent: Recent = 0.5,
+    sinks: Sinks = 0,
 ) -> Policy:
     """Keep the newest entries and the last few of every block of the text before them, whatever it says.
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import EvictInPaper, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency
@@ -10,14 +11,11 @@ from millpond.policy.scores.attention import Recency
 
 @method("streaming", paper="arXiv:2309.17453")
 def streaming(
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    sinks: Sinks = 4,
     positions: Annotated[
         Literal["cache_relative", "absolute"], "close the gap behind the sinks (the paper), or leave it"
     ] = "cache_relative",
-    decode: Annotated[
-        Literal["evict", "grow", "once"],
-        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
-    ] = "evict",
+    decode: EvictInPaper = "evict",
 ) -> Policy:
     """Keep the first tokens and the newest ones, at positions inside the cache, for endless text.
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.methods._options import EvictInPaper
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import LastAttention
@@ -14,10 +15,7 @@ def tova(
     prefill: Annotated[
         Literal["once", "greedy"], "plan once at the prompt's end, or token by token as in the paper"
     ] = "once",
-    decode: Annotated[
-        Literal["evict", "grow", "once"],
-        "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
-    ] = "evict",
+    decode: EvictInPaper = "evict",
 ) -> Policy:
     """Drop the entry that the newest query attends to least, the same one in all heads of a layer.
 

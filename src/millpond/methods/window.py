@@ -1,8 +1,9 @@
 """window: the baseline that keeps the newest entries."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from millpond.methods import method
+from millpond.methods._options import EvictAlways
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency
@@ -11,10 +12,7 @@ from millpond.policy.scores.attention import Recency
 @method("window")
 def window(
     sinks: Annotated[int, "first positions that always stay; 0 is the plain sliding window"] = 0,
-    decode: Annotated[
-        Literal["evict", "grow", "once"],
-        "after the prompt: evict at each step, grow until the next prompt ends, or never evict again",
-    ] = "evict",
+    decode: EvictAlways = "evict",
 ) -> Policy:
     """Keep the newest entries: s_j = position of j."""
     return Policy(score=Recency(), protect=Protect(sinks=sinks), every_step=decode == "evict", once=decode == "once")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,35 @@ class Mask(Oracle):
             self.heads[layer, b, h].kept = self.cache.positions(layer, b)[h]
 
 
+def passes(
+    model: PreTrainedModel, cache: Any, oracle: Oracle, turns: Sequence[Tensor], mask: Tensor
+) -> Iterator[tuple[float, float]]:  # fmt: skip
+    """Pass `turns` of tokens through `cache`, and through a full cache under `oracle`.
+
+    Args:
+        mask: attention mask of the first turn; the others have no padding.
+
+    Yields:
+        For each turn the largest difference of logits at real tokens, and the largest logit.
+    """
+    stock, seen = DynamicCache(config=model.config), mask[:, :0]
+    for number, step in enumerate(turns):
+        seen = torch.cat([seen, mask if number == 0 else torch.ones_like(step)], 1)
+        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
+        inputs = {"attention_mask": seen, "position_ids": places}
+        ours = model(step, past_key_values=cache, **inputs).logits
+        with running(model, oracle):
+            theirs = model(step, past_key_values=stock, **inputs).logits
+        real = seen[:, -step.shape[1] :].bool()
+        yield float((ours - theirs)[real].abs().max()), float(theirs.abs().max())
+
+
+def steps_after(ids: Tensor, steps: int) -> list[Tensor]:
+    """`ids`, and `steps` single tokens that are the same each time."""
+    later = torch.randint(2, 96, (len(ids), steps), generator=torch.Generator().manual_seed(2))
+    return [ids, *later.split(1, 1)]
+
+
 def equals_a_mask(
     model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, steps: int, oracle: Oracle | None = None,
     within: float = 1e-12, after: Callable[[], None] = lambda: None,
@@ -33,18 +62,8 @@ def equals_a_mask(
 
     oracle: knows what to hide; None: what `cache` no longer holds. after: called after the prompt and each step.
     """
-    later = torch.randint(2, 96, (len(ids), steps), generator=torch.Generator().manual_seed(2))
-    oracle, stock = oracle or Mask(cache), DynamicCache(config=model.config)
-    for t in range(steps + 1):
-        step = ids if t == 0 else later[:, t - 1 : t]
-        seen = torch.cat([mask, torch.ones(len(ids), t, dtype=mask.dtype)], 1)
-        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-        inputs = {"attention_mask": seen, "position_ids": places}
-        ours = model(step, past_key_values=cache, **inputs).logits
-        with running(model, oracle):
-            theirs = model(step, past_key_values=stock, **inputs).logits
-        real = seen[:, -step.shape[1] :].bool()
-        assert float((ours - theirs)[real].abs().max()) <= within, f"step {t}"
+    for t, (error, _) in enumerate(passes(model, cache, oracle or Mask(cache), steps_after(ids, steps), mask)):
+        assert error <= within, f"step {t}"
         after()
 
 

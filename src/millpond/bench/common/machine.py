@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,6 +49,23 @@ class Machine:
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return asdict(self)
+
+    def header(self, benchmark: str) -> dict[str, object]:
+        """First fields of a benchmark's result."""
+        return {
+            "benchmark": benchmark, "machine": self.as_dict(), "hardware": self.hardware, "software": self.software
+        }  # fmt: skip
+
+
+@contextmanager
+def torch_threads(n: int | None) -> Iterator[None]:
+    """Inside it torch has `n` threads; None leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe_machine() -> Machine:

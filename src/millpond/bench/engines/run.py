@@ -107,8 +107,7 @@ def run(
     notes: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     data = {
-        "benchmark": "engines", "machine": machine.as_dict(), "hardware": machine.hardware,
-        "software": machine.software, "model": {**plan.shape.config(), "dtype": "bfloat16"},
+        **machine.header("engines"), "model": {**plan.shape.config(), "dtype": "bfloat16"},
         "weight_bytes": to_read, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads,
         "seed": plan.seed, "engines": notes, "results": rows,
     }  # fmt: skip

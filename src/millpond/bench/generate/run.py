@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.machine import describe_machine, torch_threads
 from millpond.bench.generate.candidates import (
     GenerateCandidate,
     GenerateTiming,
@@ -66,19 +66,11 @@ def run(
     everyone = list(default_candidates(plan.budget) if candidates is None else candidates)
     if peer is not None:
         everyone += peer.candidates(plan)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(plan.threads or threads)
-    try:
-        model = plan.shape.build(plan.seed)
-        machine = describe_machine()
+    with torch_threads(plan.threads):
+        model, machine = plan.shape.build(plan.seed), describe_machine()
         results = [r for cell in plan.cells for r in _cell(plan, model, everyone, *cell, progress)]
-    finally:
-        torch.set_num_threads(threads)
     return {
-        "benchmark": "generate",
-        "machine": machine.as_dict(),
-        "hardware": machine.hardware,
-        "software": machine.software,
+        **machine.header("generate"),
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
         "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget, "seed": plan.seed,
         "anchor": ANCHOR,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -37,9 +36,7 @@ class PlanClock:
         self._hook = self._decoder.register_forward_pre_hook(self._count)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._hook.remove()
         for core in self._cores:
             del core.planner.plan

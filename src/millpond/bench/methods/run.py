@@ -16,11 +16,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.machine import describe_machine, torch_threads
 from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
 from millpond.bench.methods.candidate import PLAN_BOUND, MethodCandidate
 from millpond.bench.methods.timed_run import TimedRun, period_of
@@ -101,20 +100,12 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
         OptionError: a method that was asked for by name cannot be built.
     """
     candidates, left_out = candidates_of(plan)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(plan.threads or threads)
-    try:
-        model = plan.shape.build(plan.seed)
-        machine = describe_machine()
+    with torch_threads(plan.threads):
+        model, machine = plan.shape.build(plan.seed), describe_machine()
         _turns(plan, model, candidates, progress)
-    finally:
-        torch.set_num_threads(threads)
     anchor = next(filter(_is_anchor, candidates))
     return {
-        "benchmark": "methods",
-        "machine": machine.as_dict(),
-        "hardware": machine.hardware,
-        "software": machine.software,
+        **machine.header("methods"),
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
         "prompt": plan.prompt, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget,
         "seed": plan.seed, "anchor": ANCHOR, "plan_bound": PLAN_BOUND,

@@ -1,0 +1,31 @@
+"""Options that several methods have, each with its help."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+Sinks = Annotated[int, "first positions that always stay"]
+SinksAdded = Annotated[int, "first positions that always stay; the paper has none"]
+Recent = Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"]
+GroupReduce = Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"]
+
+#: Methods that plan once, at the prompt's end.
+Grow = Annotated[
+    Literal["grow", "once", "evict"],
+    "after the prompt: grow until the next one ends, never evict again, or evict at each step",
+]
+GrowInPaper = Annotated[
+    Literal["grow", "once", "evict"],
+    "after the prompt: grow until the next one ends (the paper), never evict again, or evict at each step",
+]
+GrowOrEvict = Annotated[Literal["grow", "evict"], "after the prompt: grow (the paper), or evict at each step"]
+
+#: Methods that keep the budget at each step.
+EvictAlways = Annotated[
+    Literal["evict", "grow", "once"],
+    "after the prompt: evict at each step, grow until the next prompt ends, or never evict again",
+]
+EvictInPaper = Annotated[
+    Literal["evict", "grow", "once"],
+    "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
+]
