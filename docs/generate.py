@@ -142,32 +142,32 @@ def method_page(entry: Entry[Any]) -> str:
 
 
 def in_bytes(entry: Entry[Any]) -> str:
-    """How a method keeps to a budget in bytes while it decodes; nothing of one that takes no budget."""
+    """How a method keeps a budget in bytes while it decodes; empty for one without a budget."""
     policy = entry()
     if not policy.takes_budget:
         return ""
     if policy.keeps_all:
-        return "## A budget in bytes\n\nIs refused: everything is stored. memory_limit bounds the bytes.\n\n"
-    text, who = "After the prompt the pages of the whole cache never take more.", "Where they are full,"
+        return "## A budget in bytes\n\nRefused: everything is stored. `memory_limit` bounds the bytes.\n\n"
+    text, who = "After the prompt the pages of the whole cache never take more.", "When they are full,"
     if not policy.grows_when_decoded and "grow" in getattr(entry.options.get("decode"), "type_name", ""):
-        policy, who = entry(decode="grow"), 'Where they are full with decode="grow" or "once",'
+        policy, who = entry(decode="grow"), 'When they are full with decode="grow" or "once",'
     if policy.grows_when_decoded:
         text += f" {who} {room(replace(policy, bounded=True))}"
     return f"## A budget in bytes\n\n{text}\n\n"
 
 
 def room(policy: Policy) -> str:
-    """How a policy makes room that would grow while decoding, but for a budget in bytes."""
+    """How a policy that grows while decoding evicts at a full budget in bytes."""
     evict = policy.decode_rule(0).evict
     if not evict.by_score:
         return 'each step evicts as decode="evict" does.'
     if evict is Evict.HEAVIEST:
-        return "each step lets the entry of a KV head go that had gathered most attention when the last prompt ended."
-    attention = "gathered least attention up to the end of the last prompt"
+        return "each step evicts the entry of a KV head with the most attention at the end of the last prompt."
+    attention = "had the least attention at the end of the last prompt"
     order = attention if policy.gathers else "the last plan ranked lowest"
     return (
-        f"each step lets one entry of a KV head go: of those before the newest half, the one that {order}. What was "
-        "decoded since has no score and goes first, oldest first."
+        f"each step evicts one entry of a KV head: of those before the newest half, the one that {order}. Entries that "
+        "were decoded since have no score and are evicted first, oldest first."
     )
 
 

@@ -15,20 +15,23 @@ from millpond.bench.model_types.probe import AMPLE, SETTINGS, SMALL
 _ORDER = (EQUAL, REFUSED, NOT_TRIED, WRONG, BROKEN)
 _INTRO = """# Model types
 
-Every type of language model in transformers {transformers}, made in tiny form with random weights and tried out (torch
-{torch}, float32, `{command}`): {counts}.
+Every type of language model in transformers {transformers}, built in tiny form with random weights and compared with
+stock generation (torch {torch}, float32, `{command}`): {counts}.
 
-**equal**: greedy generation of {new} tokens after a padded batch of {prompts} tokens gives the tokens of
-transformers' own `generate`, and logits within {within:g} of the largest one (or of 1), with a budget of {ample}
-entries that holds everything. With {small} entries, no KV head holds more (methods that grow do by what is decoded), a
-second run gives the same numbers, and, where a method only hides entries, logits are those of transformers' own full
-cache under a mask that hides at each step what left. `streaming` turns the positions of what stays, so that a mask
-cannot follow it; `streaming, absolute` (`positions="absolute"`) does not, and runs where positions cannot be turned.
+* **equal**: greedy generation of {new} tokens after a padded batch of {prompts} tokens gives the tokens of
+  transformers' own `generate`, and logits within {within:g} of the largest one (or of 1), with a budget of {ample}
+  entries that holds everything. With {small} entries no KV head holds more (methods that grow: plus the decoded ones),
+  and a second run gives the same numbers. If a method only evicts, logits equal those of transformers' own full cache
+  under a mask that hides the evicted entries at each step. `streaming` rotates the positions of the kept entries, so
+  that a mask cannot reproduce it; `streaming, absolute` (`positions="absolute"`) does not, and also runs in models
+  whose positions cannot be rotated.
+* **refused**: `compress`, or the first forward pass, raises the error in the last column.
+* **not tried**: the type could not be built, or generates no text of its own, for the reason in the last column.
+* **native layers** decode in native calls (`native_layers`) on the CPU of this run; in the others only the large linear
+  layers do.
 
-**refused**: `compress`, or the first pass, raises the error whose sentence stands beside it. **not tried**: the type
-could not be made, or writes no text of its own; why stands beside it. *Native layers* decode in native calls
-(`native_layers`) on the CPU of this run; of others the large linear ones do. A checkpoint may turn on what the defaults
-of its type leave off: an indexer, shared caches and their like are refused wherever they come.
+A checkpoint may switch on features that the defaults of its type leave off: indexers, shared caches and the like are
+refused in every type.
 """
 
 
@@ -40,10 +43,10 @@ def render(data: dict[str, Any]) -> str:
         new=NEW, prompts=" and ".join(map(str, LENGTHS)), within=WITHIN, ample=AMPLE, small=SMALL,
     )  # fmt: skip
     return (
-        f"{text}\n## Text\n\n{_table(alone)}\n## Pictures or sound beside text\n\n"
-        "Tried with text alone, but for those that write about a picture only, and for "
-        "[three](../../tests/hf/test_vision.py) whose tests have pictures. Types that let a picture or a "
-        f"prefix see ahead are refused where they do.\n\n{_table(beside)}"
+        f"{text}\n## Text\n\n{_table(alone)}\n## Images or audio with text\n\n"
+        "Compared on text alone, except for types that only describe an image, and for "
+        "[three](../../tests/hf/test_vision.py) whose tests have images. Types in which an image or a prefix attends "
+        f"to later tokens are refused.\n\n{_table(beside)}"
     )
 
 

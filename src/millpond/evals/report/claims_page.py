@@ -106,7 +106,7 @@ def _peers(findings: Sequence[ClaimResult]) -> str:
     ]  # fmt: skip
     who = ", ".join(_once(f.peer for f in findings))
     masked = any(f.masks_only for f in findings)
-    note = f" {MASKED} hides as many entries as we free, and goes on holding them." if masked else ""
+    note = f" {MASKED} hides as many entries as we free, and keeps them in memory." if masked else ""
     return "\n".join([markdown_table(heads, body), f"{who}. {_tasks(findings)}{note}"])
 
 

@@ -38,12 +38,12 @@ def _note(panels: Mapping[str, CurvePanel], rows: Sequence[SummaryRow]) -> str:
     asked = span(row.n for row in used)
     parts = [
         f"`{used[0].model}`: the mean over {tasks}, {asked} questions each, seed {used[0].seed}, as a share of the "
-        "full cache's score, with its 95 % interval; bytes are those held when answering begins.",
+        "full cache's score, with its 95 % interval; bytes are those held when the answer begins.",
         *(f"{protocol}: {PROTOCOLS.get(protocol, protocol).split(';')[0]}." for protocol in panels),
     ]
     shown = [curve for panel in panels.values() for curve in (panel.own, *panel.beside)]
     if any(point.masks_only for curve in shown for point in curve.points):
-        parts.append(f"{MASKED} hides entries and goes on holding them.")
+        parts.append(f"{MASKED} hides entries and keeps them in memory.")
     parts += [_failed(curve) for curve in shown if any(point.failures for point in curve.points)]
     return " ".join(parts)
 
