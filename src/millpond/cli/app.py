@@ -1,4 +1,4 @@
-"""The commands put together, and the one place where an error becomes a sentence."""
+"""All commands, and the conversion of errors to sentences."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ app = typer.Typer(
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Give any Hugging Face decoder a KV cache inside a memory budget."""

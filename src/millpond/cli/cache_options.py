@@ -28,7 +28,7 @@ class CacheChoice(OptionGroup):
     ] = None
     option: Annotated[
         list[str] | None,
-        optional("--option", "-o", metavar="NAME=VALUE", help="Of the method: see 'millpond methods NAME'."),
+        optional("--option", "-o", metavar="NAME=VALUE", help="Option of the method: see 'millpond methods NAME'."),
     ] = None
     codec: CodecName = "auto"
     preset: Annotated[

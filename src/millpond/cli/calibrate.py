@@ -1,4 +1,4 @@
-"""`millpond calibrate`: what a codec must know of a model, measured on a text and written to a file."""
+"""`millpond calibrate`: statistics of a model that a codec needs, measured on a text and written to a file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 @expand_groups
 def calibrate(
     *,
-    text: Annotated[Path, typer.Option(help="A text as the model will read: at least 16,000 tokens are good.")],
+    text: Annotated[Path, typer.Option(help="A text like those that the model will read, of 16,000 tokens or more.")],
     out: Annotated[Path, typer.Option(help="The file to write (.safetensors).")],
     model: ModelOptions,
-    bits: Annotated[str, typer.Option(help="Of the codes; several are separated by commas.")] = "2,3,4",
-    windows: Annotated[int, typer.Option(min=1, help="Runs of tokens that are read, spread over the text.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a run.")] = 1024,
+    bits: Annotated[str, typer.Option(help="Bits of the codes; several are separated by commas.")] = "2,3,4",
+    windows: Annotated[int, typer.Option(min=1, help="Windows of tokens to read, spread over the text.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
     outliers: Annotated[
-        float, typer.Option(help="Share of the numbers, the farthest out, that is kept beside the codes.")
+        float, typer.Option(help="Share of outliers that are stored apart from the codes.")
     ] = 0.01,
-    sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that stay as they are.")] = 1,
+    sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that are not quantized.")] = 1,
     q_norm: Annotated[
-        str | None, optional(help="Bits whose codes keep mean and deviation of the numbers (Q-Norm): '2', say.")
+        str | None, optional(help="Bits for which codes keep mean and deviation (Q-Norm), such as '2'.")
     ] = None,
     fisher: Annotated[
         bool, typer.Option("--fisher/--no-fisher", help="Weigh numbers by the gradients of the loss at them.")

@@ -29,7 +29,7 @@ HELP = {
 @expand_groups
 def chat(
     *,
-    url: Annotated[str | None, optional(help="Of a server, with or without /v1. Default: the model runs here.")] = None,
+    url: Annotated[str | None, optional(help="Address of a server. Default: the model runs here.")] = None,
     model: Annotated[
         str | None, optional(help="A folder, a hub id, a bundled model. Default: pond-recall, or the server's first.")
     ] = None,
@@ -43,7 +43,7 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     typical_p: TypicalP = 1.0,
-    seed: Annotated[int | None, optional(help="Of the sampling. Default: another one each time.")] = None,
+    seed: Annotated[int | None, optional(help="Seed of the sampling. Default: a new one each time.")] = None,
     key_variable: Annotated[
         str, typer.Option(help="Environment variable with the key for the server.")
     ] = "OPENAI_API_KEY",
@@ -65,7 +65,7 @@ def chat(
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
-        _note(f"{partner.name}; /help lists what can be said beside questions")
+        _note(f"{partner.name}; /help lists the commands")
         converse(partner, typed(), system)
 
 
@@ -87,7 +87,7 @@ def converse(partner: ChatBackend, said: Iterator[str], system: str | None = Non
             case "/help":
                 _note("\n".join(f"{command:8} {what}" for command, what in HELP.items()))
             case other if other.startswith("/"):
-                _note(f"{other} is unknown; /help lists what there is")
+                _note(f"{other} is unknown; /help lists the commands")
             case text:
                 messages.append({"role": "user", "content": text})
                 answer = _answer(partner, messages, sys.stdout.write)

@@ -1,4 +1,4 @@
-"""Who `millpond chat` talks to: a model in this process, or one behind an OpenAI-compatible address."""
+"""Backends of `millpond chat`: a model in this process, or one behind an OpenAI-compatible address."""
 
 from __future__ import annotations
 

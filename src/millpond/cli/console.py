@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, notes and errors to stderr."""
+"""Consoles: results to stdout, notes and errors to stderr."""
 
 from __future__ import annotations
 

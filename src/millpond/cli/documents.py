@@ -1,4 +1,4 @@
-"""`millpond remember` and `millpond ask`: a text is read and compressed once, and asked about as often as one likes."""
+"""`millpond remember` and `millpond ask`: one text, read and compressed once, for any number of questions."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def remember(
 
 def ask(
     document: Annotated[str, typer.Argument(help="A file from `millpond remember`.")],
-    questions: Annotated[list[str], typer.Argument(help="One or more; each is asked by itself.")],
+    questions: Annotated[list[str], typer.Argument(help="One or more; each is answered on its own.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 64,
-    model: Annotated[str | None, optional(help="The model that read the text, if it has moved.")] = None,
-    dtype: Annotated[str | None, optional(help="Of its weights, if not as they were.")] = None,
+    model: Annotated[str | None, optional(help="The model that read the text, if its path has changed.")] = None,
+    dtype: Annotated[str | None, optional(help="Data type of its weights, if not the one at reading.")] = None,
     device: DeviceName = None,
 ) -> None:
-    """Ask questions about a remembered text: it is not read again. Answers are shown while they come."""
+    """Ask questions about a text that `millpond remember` wrote, without reading it again. Answers are streamed."""
     import torch
 
     from millpond.cli.text_streamer import TextStopwatch

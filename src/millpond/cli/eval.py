@@ -1,4 +1,4 @@
-"""`millpond eval`: what methods cost in quality, measured by decoding with the evicting cache."""
+"""`millpond eval`: the cost of methods in quality, measured by decoding with the evicting cache."""
 
 from __future__ import annotations
 

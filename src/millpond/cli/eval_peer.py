@@ -1,4 +1,4 @@
-"""`millpond eval-peer`: somebody else's implementation on the same model and the same prompts, in the same table."""
+"""`millpond eval-peer`: another implementation on the same model and prompts, in the same table."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def eval_peer(
         Path, typer.Option(help="Folder of the results; that of a 'millpond eval' with the same settings will do.")
     ] = Path("millpond-eval"),
     dtype: DtypeName = "auto",
-    device: Annotated[str, typer.Option(help="Of the peer: cpu, cuda or cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the peer: cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int | None, optional(min=1, help="CPU threads of the peer. Default: torch's.")] = None,
-    peer: Annotated[str, typer.Option(help="Who: kvpress.")] = "kvpress",
+    peer: Annotated[str, typer.Option(help="Name of the peer: kvpress.")] = "kvpress",
     python: Annotated[
         Path, typer.Option(help="Python of the peer's environment (benchmarks/kvpress_env.sh makes one).")
     ] = Path("build/kvpress/bin/python"),
@@ -52,7 +52,7 @@ def eval_peer(
         Path | None, optional(help="Score the replies in this file, made from an export, and run nothing.")
     ] = None,
 ) -> None:  # fmt: skip
-    """Score a peer's presses x budgets on tasks, beside our own methods; lists are separated by commas."""
+    """Score a peer's presses x budgets on tasks, in the same table as our methods; lists are separated by commas."""
     from millpond.evals.peers.plan import PeerPlan
     from millpond.evals.spec import parse_specs, words
     from millpond.models.load import load_model, load_tokenizer

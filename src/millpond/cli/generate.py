@@ -1,4 +1,4 @@
-"""`millpond generate`: a prompt in, text out while it comes, and what the cache held."""
+"""`millpond generate`: a prompt in, streamed text out, and the size of the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sampling(OptionGroup):
     top_p: TopP = 1.0
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 disables it.")] = 0
     typical_p: TypicalP = 1.0
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

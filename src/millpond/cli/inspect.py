@@ -1,4 +1,4 @@
-"""`millpond inspect`: a page on which a person sees what the cache remembers after each step."""
+"""`millpond inspect`: a page that shows which entries the cache holds after each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`millpond methods` and `millpond codecs`: what there is, straight from the registry."""
+"""`millpond methods` and `millpond codecs`: lists from the registry."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ Chat = Annotated[
     bool | None, optional("--chat/--no-chat", help="Wrap the prompt in the chat template. Default: if there is one.")
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Samples of each task.")]
-SampleSeed = Annotated[int, typer.Option(help="Of the samples and the intervals.")]
+SampleSeed = Annotated[int, typer.Option(help="Seed of the samples and the intervals.")]
 Report = Annotated[Path | None, optional(help="Write JSON and Markdown here.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: a check of the machinery, not a result.")]
-WeightSeed = Annotated[int, typer.Option(help="Of weights, prompts and order.")]
+WeightSeed = Annotated[int, typer.Option(help="Seed of weights, prompts and order.")]
 
 
 def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:

@@ -18,7 +18,7 @@ def plot(
     ],
     out: Annotated[Path | None, optional(help="Folder of the pictures. Default: FOLDER/plots.")] = None,
     method: Annotated[str | None, optional(help="Only these of the run, separated by commas. Default: all.")] = None,
-    format: Annotated[Literal["png", "svg", "pdf"], typer.Option(help="Of the pictures.")] = "png",
+    format: Annotated[Literal["png", "svg", "pdf"], typer.Option(help="File format of the pictures.")] = "png",
 ) -> None:
     """Draw quality against bytes, needle heat maps and budgets per head, whichever the folder has numbers for."""
     from millpond.evals.report.plots.folder import draw_all

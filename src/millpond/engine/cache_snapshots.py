@@ -1,4 +1,4 @@
-"""What a layer remembers of a request: read from its pages while it runs, and once more before they go."""
+"""Snapshots of what a layer holds of a request, taken while it runs and once more when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls into the engine's thread: those of each client in turn, so that many of one do not hold up one of another."""
+"""Calls into the engine's thread, round-robin over clients, so that many of one do not delay one of another."""
 
 from __future__ import annotations
 

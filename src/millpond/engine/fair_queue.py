@@ -1,4 +1,4 @@
-"""Service per client, so that the requests of one do not hold up those of another.
+"""Fair queueing: service per client, so that the requests of one do not delay those of another.
 
 Service is counted in tokens, those of prompts that were read and those that were generated. Whoever has had less goes
 first (virtual token counters, Sheng et al. 2024). Time without requests earns nothing: who comes, or comes back, begins

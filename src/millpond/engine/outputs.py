@@ -1,4 +1,4 @@
-"""What the engine says of a request: its text so far, its cache, its times."""
+"""Outputs of the engine: a request's text so far, its cache, its times."""
 
 from __future__ import annotations
 

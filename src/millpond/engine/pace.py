@@ -1,5 +1,4 @@
-"""How much longer the steps of those who decode may become because of others: those whose prompts are read beside them,
-and wide batches of clients who have had more service.
+"""Pace of decoding: a bound on the time that prompts, and clients who have had more service, add to its steps.
 
 What these guests add to steps is owed, and paid back in steps without them, so that whoever decodes goes at two thirds
 of the speed at least that it would have without them. It sees no clock: seconds are given to it.

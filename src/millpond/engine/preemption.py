@@ -1,4 +1,4 @@
-"""Preempts requests when pages run out, and resumes them."""
+"""Preemption of requests when pages run out, and their resumption."""
 
 from __future__ import annotations
 

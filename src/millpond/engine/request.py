@@ -1,4 +1,4 @@
-"""Request: a prompt, how to answer it, and how its cache is kept."""
+"""Request: a prompt, its sampling parameters, and options of its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one step of the engine: reads parts of prompts, samples next tokens, plans prompts that end."""
+"""Execution of one engine step: prompt segments, next tokens, and plans of prompts that end."""
 
 from __future__ import annotations
 

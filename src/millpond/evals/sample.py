@@ -1,4 +1,4 @@
-"""A sample: one context, and the questions that are asked about it. Everything is text; nothing knows a model."""
+"""A sample: one context, and the questions about it, as text; it knows no model."""
 
 from __future__ import annotations
 

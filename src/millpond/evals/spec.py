@@ -1,4 +1,4 @@
-"""What a command line writes: names with options, "h2o:recent=0.1:sinks=0", in lists separated by commas.
+"""Names with options on a command line, "h2o:recent=0.1:sinks=0", in lists separated by commas.
 
 A value may stand in quotes, `text:path="a, b.txt"` or `text:path='a, b.txt'`; commas and colons in it are then its own,
 and a quote of the same kind is written twice. Quotes count only right behind `option=`, so that a path such as

@@ -1,4 +1,4 @@
-"""What a task is, and the registry that finds the tasks by walking `evals/tasks`."""
+"""Tasks, and the registry that finds them by walking `evals/tasks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The app: all routes, behind the doors."""
+"""The ASGI app: all routes behind the middleware."""
 
 from __future__ import annotations
 

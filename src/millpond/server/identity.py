@@ -1,4 +1,4 @@
-"""Identity of clients: who sends a request, its limits, and what it may share with others."""
+"""Identity of clients: keys and addresses, their limits, and the scope in which they share prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server needs of an engine, and no more: `millpond.engine.async_llm.AsyncLLM` has it."""
+"""Protocol of the engine that the server needs; `millpond.engine.async_llm.AsyncLLM` has it."""
 
 from __future__ import annotations
 

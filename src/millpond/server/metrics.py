@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the engine's numbers as they are when asked, and times of answers."""
+"""Metrics for Prometheus: the engine's current numbers, and times of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's words: how tokens are chosen, how the cache is kept, when time is up."""
+"""Engine requests from the fields of a body: sampling, cache and deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses."""
+"""Request bodies of /v1/responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests. A field that is not here is refused, never ignored."""
+"""Request bodies. An unknown field is refused, never ignored."""
 
 from __future__ import annotations
 

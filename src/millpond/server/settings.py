@@ -80,7 +80,7 @@ class ServerSettings:
         if not 0 <= self.drain_s < math.inf:
             raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
-            raise OptionError("an API key is empty; leave it out to let everybody ask")
+            raise OptionError("an API key is empty; leave it out for a server without keys")
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

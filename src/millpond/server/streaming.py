@@ -1,4 +1,4 @@
-"""Streams of the engine on their way to a client: many as one, for as long as somebody listens."""
+"""Streams from the engine to a client: several merged into one, until the client disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer must follow, in the words that vLLM has for it: `guided_*` and `structured_outputs`."""
+"""Constraints on answers in vLLM's words: `guided_*` and `structured_outputs`."""
 
 from __future__ import annotations
 

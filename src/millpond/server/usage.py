@@ -1,4 +1,4 @@
-"""The numbers that come with an answer: tokens as OpenAI counts them, and what the cache held, as `millpond`."""
+"""Usage of an answer: tokens as OpenAI counts them, and the cache's size as `millpond`."""
 
 from __future__ import annotations
 

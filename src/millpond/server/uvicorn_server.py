@@ -1,4 +1,4 @@
-"""Running the app in uvicorn, and stopping it so that nothing is lost."""
+"""The app in uvicorn, with a shutdown that loses no answer."""
 
 from __future__ import annotations
 

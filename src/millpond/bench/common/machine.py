@@ -1,4 +1,4 @@
-"""What a measurement ran on, in words: no host names, no paths."""
+"""Description of the machine of a measurement: no host names, no paths."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`millpond bench engines`: our engine beside OpenVINO GenAI and llama.cpp, every engine in a process of its own."""
+"""`millpond bench engines`: our engine, OpenVINO GenAI and llama.cpp, every engine in a process of its own."""

@@ -1,4 +1,4 @@
-"""Who takes part in `bench engines`: our engine with several caches, and other engines in the settings that suit them.
+"""Candidates of `bench engines`: our engine with several caches, and other engines in settings that suit them.
 
 Every engine answers in a process of its own, with the same weights, prompts, threads and 16-bit arithmetic.
 """

@@ -1,1 +1,1 @@
-"""`bench generate`: decoding speed and memory through `generate()` beside other caches."""
+"""`bench generate`: decoding speed and memory through `generate()`, compared with other caches."""

@@ -1,4 +1,4 @@
-"""Who takes part in `bench generate`: our methods, and transformers' own caches in their default and best setting.
+"""Candidates of `bench generate`: our methods, and transformers' caches in their default and best settings.
 
 Every candidate runs unmodified generate() on the same model and prompts and reports what its cache really holds.
 """

@@ -1,4 +1,4 @@
-"""Who takes part in `bench generate --codec`: our full cache in each codec, and transformers' over optimum-quanto.
+"""Candidates of `bench generate --codec`: our full cache in each codec, and transformers' over optimum-quanto.
 
 Without optimum-quanto, or without the compiler and ninja with which it builds its own kernels when it is first used,
 quanto's row says what is missing.

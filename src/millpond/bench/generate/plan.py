@@ -1,4 +1,4 @@
-"""What `bench generate` measures: shape of the model, cells, steps and repeats."""
+"""Plan of `bench generate`: shape of the model, cells, steps and repeats."""
 
 from __future__ import annotations
 

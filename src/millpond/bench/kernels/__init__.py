@@ -1,1 +1,1 @@
-"""`bench kernels`: attention kernels beside the memory bandwidth."""
+"""`bench kernels`: attention kernels as a share of the memory bandwidth."""

@@ -1,4 +1,4 @@
-"""How fast the CPU kernels are, as shares of what the memory or torch's own attention allows.
+"""Speed of the CPU kernels, as shares of what the memory or torch's own attention allows.
 
 Every group of rows is timed in turns, so that a busy machine slows all of them alike; rows report medians.
 Run it: python -m millpond.bench.kernels.attention

@@ -1,4 +1,4 @@
-"""How fast decode attention over codes is beside plain bfloat16, over equal entries.
+"""Speed of decode attention over codes, compared with bfloat16 over equal entries.
 
 Several layers are decoded in turn, as a model does, so that what a call reads does not come from the cache of the
 last one. Run it: python -m millpond.bench.kernels.quantized_decode [rounds]

@@ -1,4 +1,4 @@
-"""How fast decode attention is where sequences share a prefix: in two phases, beside each reading everything itself.
+"""Speed of decode attention where sequences share a prefix: in two phases, or each reading everything itself.
 
 Rounds are paired: each times both ways one after the other, in an order of its own, and a row's share is the median of
 the ratios of its rounds, so that a machine that others use slows both alike.

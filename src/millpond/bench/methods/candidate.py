@@ -1,4 +1,4 @@
-"""A method in `bench methods`: what it is given, what it may cost, and what it did cost."""
+"""A method in `bench methods`: its options, the bound on its cost, and the measured cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the layers of one cache plan for a prompt, and how many passes the model makes for it."""
+"""Time that the layers of a cache spend on planning a prompt, and passes that the model makes for it."""
 
 from __future__ import annotations
 

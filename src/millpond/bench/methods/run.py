@@ -1,4 +1,4 @@
-"""`millpond bench methods`: what each method costs beside snapkv, in prefill and in decoding, in turns in one run.
+"""`millpond bench methods`: the cost of each method in prefill and decoding compared with snapkv, in turns in one run.
 
 Every repetition runs all methods once, in shuffled order, on the same prompt and with fresh caches. A few of them and
 snapkv hold their caches at once and decode in turns of few steps, with a turn of snapkv after every few. A turn is

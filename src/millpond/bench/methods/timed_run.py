@@ -1,4 +1,4 @@
-"""A course: one method on one prompt by unmodified generate(), which can be left and gone on with after each round.
+"""A timed run: one method on one prompt by unmodified generate(), resumable after each round.
 
 Many courses of one model may be open at once and decode in turns, so that a busy machine slows all of them alike.
 """

@@ -1,4 +1,4 @@
-"""What the general rules of `tiny_config` get wrong, by model type: sizes that must fit each other, and odd names."""
+"""Exceptions to the general rules of `tiny_config`, by model type: sizes that must fit each other, and odd names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a model type: its status, and that of each setting that it was tried in."""
+"""Result of a model type: its status, and that of each setting that was tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models that write about a picture only are given beside the text."""
+"""Inputs besides the text for models that write about a picture only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model type: stock generation beside caches of several methods, in float32, on a padded batch of two."""
+"""One model type: stock generation and caches of several methods, in float32, on a padded batch of two."""
 
 from __future__ import annotations
 

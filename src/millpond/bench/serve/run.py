@@ -1,4 +1,4 @@
-"""A run of `millpond bench serve`: what is sent, to whom and when; and what comes of it."""
+"""A run of `millpond bench serve`: requests, their schedule, and the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says of itself at /metrics while it is under load, in the format of Prometheus."""
+"""A server's own figures at /metrics under load, in the format of Prometheus."""
 
 from __future__ import annotations
 

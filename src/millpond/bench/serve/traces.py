@@ -1,4 +1,4 @@
-"""Published traces as lists of asks, in the order of their times."""
+"""Published traces as lists of requests, in the order of their times."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from millpond.errors import OptionError
 if TYPE_CHECKING:
     from millpond.bench.generate.candidates import ModelShape
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed and memory beside what they are compared with.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory, each with a baseline in the same run.")
 
 
 @app.command()
@@ -100,7 +100,7 @@ def methods(
     quick: Quick = False,
     shape: Annotated[
         str | None,
-        optional(help="Of the model: layers x width x query heads/KV heads x head size. Default: 4x1024x16/4x64."),
+        optional(help="Shape of the model: layers x width x heads/KV heads x head size. Default: 4x1024x16/4x64."),
     ] = None,
     prompt: Annotated[int | None, optional(min=1, help="Tokens of the prompt. Default: 4096.")] = None,
     new_tokens: Annotated[int | None, optional(min=2, help="Steps to time in each repetition. Default: 64.")] = None,
@@ -110,7 +110,7 @@ def methods(
     seed: WeightSeed = 0,
     out: Report = None,
 ) -> None:
-    """Time every method beside snapkv: its prefill, the plan's share of that, its decoding, and the bytes it holds."""
+    """Time every method in turns with snapkv: prefill, the plan's share of it, decoding, and bytes held."""
     from millpond.bench.common.report import methods_markdown
     from millpond.bench.methods.run import QUICK, MethodsPlan, run
     from millpond.budget import Budget
@@ -135,7 +135,7 @@ def stream(
     budget: Annotated[int, typer.Option(min=8, help="Entries per KV head.")] = 256,
     model: ModelName = "pond-recall",
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     out: Report = None,
 ) -> None:
     """Feed endless text to a model one token at a time: memory and step time, from beginning to end."""

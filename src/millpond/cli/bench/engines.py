@@ -1,4 +1,4 @@
-"""`millpond bench engines`: our engine beside others on the same random model."""
+"""`millpond bench engines`: Millpond's engine compared with others on the same random model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def engines(
     ] = None,
     new_tokens: Annotated[int | None, optional(min=1, help="Steps to time. Default: 32.")] = None,
     repeats: Annotated[int | None, optional(min=1, help="Repetitions in turns. Default: 3.")] = None,
-    methods: Annotated[str, typer.Option(help="Ours, separated by commas, beside the full cache.")] = "h2o,ada",
-    codec: Annotated[str, typer.Option(help="Of our full cache, separated by commas, beside bf16.")] = "int4",
+    methods: Annotated[str, typer.Option(help="Our methods besides the full cache.")] = "h2o,ada",
+    codec: Annotated[str, typer.Option(help="Codecs of our full cache besides bf16.")] = "int4",
     budget: Annotated[str, typer.Option(help="A share of the prompt; other engines evict to the same.")] = "20%",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
     seed: WeightSeed = 0,

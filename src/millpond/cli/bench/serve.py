@@ -1,4 +1,4 @@
-"""`millpond bench serve`: a load on any OpenAI-compatible server, and how well it bears it."""
+"""`millpond bench serve`: load on any OpenAI-compatible server, with latency and goodput."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 
 
 def serve(
-    url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, optional(help="Default: the first that the server names.")] = None,
     trace: Annotated[
-        str | None, optional(metavar="KIND:PATH", help="azure, mooncake or agents and where it lies. Default: made up.")
+        str | None, optional(metavar="KIND:PATH", help="azure, mooncake or agents, and a path. Default: synthetic.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Send at most so many, from the beginning.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send, at most, from the beginning.")] = 100,
     rate: Annotated[float | None, optional(min=0.001, help="Poisson arrivals per second (open loop).")] = None,
     users: Annotated[
-        int | None, optional(min=1, help="So many users, each waits for its answer (closed loop).")
+        int | None, optional(min=1, help="Users, each of whom waits for its answer (closed loop).")
     ] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="The trace's own times, so many times as fast.")] = 1.0,
-    shrink: Annotated[int, typer.Option(min=1, help="Prompts and answers of a trace, so many times shorter.")] = 1,
+    speed: Annotated[float, typer.Option(min=0.001, help="Factor on the rate of a trace.")] = 1.0,
+    shrink: Annotated[int, typer.Option(min=1, help="Divisor of the lengths of a trace's prompts and answers.")] = 1,
     max_prompt: Annotated[int | None, optional(min=1, help="Leave out longer prompts of token ids.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Of made-up prompts: 512 or 256-1024.")] = "512",
-    output_tokens: Annotated[str, typer.Option(help="Of answers to made-up prompts: 64 or 16-128.")] = "64",
-    shared_tokens: Annotated[int, typer.Option(min=0, help="With which all made-up prompts begin.")] = 0,
-    vocab_size: Annotated[int, typer.Option(min=2, help="Made-up tokens are below this id.")] = 256,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through /v1/chat/completions; for loads of text.")] = False,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of the load's length.")] = True,
+    prompt_tokens: Annotated[str, typer.Option(help="Length of synthetic prompts: 512 or 256-1024.")] = "512",
+    output_tokens: Annotated[str, typer.Option(help="Length of answers to synthetic prompts: 64 or 16-128.")] = "64",
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Common prefix of all synthetic prompts, in tokens.")] = 0,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Synthetic tokens are below this id.")] = 256,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions; for loads of text.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Request answers of the load's length.")] = True,
     slo: Annotated[str | None, optional(help="Service levels in seconds: ttft=2,tpot=0.1,e2e=30.")] = None,
     extra: Annotated[str | None, optional(metavar="JSON", help="More fields for each request's body.")] = None,
     key_variable: Annotated[
-        str, typer.Option(help="Of the environment; the key in it is sent as a bearer token.")
+        str, typer.Option(help="Environment variable with the key, sent as a bearer token.")
     ] = "OPENAI_API_KEY",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte until a request has failed.")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and tokens.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte until a request fails.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and tokens.")] = 0,
     out: Report = None,
 ) -> None:
-    """Send a trace or a made-up load to a server; report times, goodput under service levels, and failures."""
+    """Send a trace or a synthetic load to a server; report times, goodput under service levels, and failures."""
     from millpond.bench.common.report import write_report
     from millpond.bench.serve.run import LoadPlan, run
     from millpond.bench.serve.statistics import parse_levels
@@ -57,12 +57,12 @@ def serve(
 
     if trace is None:
         spans = Span.parse(prompt_tokens), Span.parse(output_tokens)
-        name = f"made up, {prompt_tokens} tokens, {output_tokens} new" + f", {shared_tokens} shared" * bool(
+        name = f"synthetic, {prompt_tokens} tokens, {output_tokens} new" + f", {shared_tokens} shared" * bool(
             shared_tokens
         )
         asks = synthetic(requests, *spans, shared_tokens, seed)
         if rate is None and users is None:
-            raise OptionError("a made-up load has no times of its own; give --rate or --users")
+            raise OptionError("a synthetic load has no times of its own; give --rate or --users")
     else:
         name, asks = trace, _read(trace, requests, shrink, max_prompt)
     plan = LoadPlan(

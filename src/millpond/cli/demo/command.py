@@ -31,11 +31,11 @@ PROTOCOL = (
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("millpond-demo"),
-    seed: Annotated[int, typer.Option(help="Names the text; the model has seen none of them.")] = 0,
-    budget: Annotated[str, typer.Option(help="The same for every method but full.")] = "20%",
+    seed: Annotated[int, typer.Option(help="Seed of the text, which the model was not trained on.")] = 0,
+    budget: Annotated[str, typer.Option(help="Budget of every method but full.")] = "20%",
     length: Annotated[int, typer.Option(min=64, max=4000, help="Words of the text.")] = 2048,
-    questions: Annotated[int, typer.Option(help="How many of the 32 pairs are asked.")] = 32,
-    methods: Annotated[str, typer.Option(help="Which methods, separated by commas.")] = METHODS,
+    questions: Annotated[int, typer.Option(help="Questions, one for each of the first N of 32 pairs.")] = 32,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = METHODS,
 ) -> None:
     """Compare methods at one small budget on the bundled model, and draw what each head kept."""
     require("matplotlib", "plot", "the picture")

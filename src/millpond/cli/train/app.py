@@ -14,8 +14,8 @@ from millpond.errors import OptionError
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
 
 
-DataSeed = Annotated[int, typer.Option(help="Of weights and data.")]
-MaxMinutes = Annotated[float | None, optional(help="Stop after N minutes; the same command goes on.")]
+DataSeed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+MaxMinutes = Annotated[float | None, optional(help="Stop after N minutes; the same command resumes.")]
 MaxSteps = Annotated[int | None, optional(min=1, help="Stop at this step of the whole run.")]
 Card = Annotated[bool, typer.Option("--card", help="Measure the model and write its MODEL_CARD.md.")]
 
@@ -27,14 +27,14 @@ def _train() -> None:
 
 @app.command()
 def recall(
-    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint and a log; an old checkpoint goes on.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing checkpoint in it is resumed.")],
     seed: DataSeed = 0,
     max_minutes: MaxMinutes = None,
     max_steps: MaxSteps = None,
     threads: Threads = None,
     device: DeviceName = None,
     card: Card = False,
-    note: Annotated[str, typer.Option(help="For the card: what else must be known of how the run went.")] = "",
+    note: Annotated[str, typer.Option(help="Note on the run, for the card.")] = "",
 ) -> None:
     """Train pond-recall, which answers questions about a long text of words, from nothing: an hour or two on a CPU."""
     from millpond.train.recall.train import train_recall
@@ -52,7 +52,7 @@ def recall(
 
 @app.command()
 def text(
-    out: Annotated[Path, typer.Option(help="Gets the model, a checkpoint, a log and the documents as tokens.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run and of the tokenized documents.")],
     data: Annotated[Path, typer.Option(help="Folder with *.txt and gutenberg/*.txt.")],
     preset: Annotated[str, typer.Option(help="cpu, its second term cpu-long, or gpu, five times as large.")] = "cpu",
     seed: DataSeed = 0,

@@ -1,4 +1,4 @@
-"""`millpond train heavy-hitters`: where a model's attention goes, as a picture and as a table in a page."""
+"""`millpond train heavy-hitters`: the attention of a model as a picture and as a table in a page."""
 
 from __future__ import annotations
 

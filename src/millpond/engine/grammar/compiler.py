@@ -1,4 +1,4 @@
-"""Grammars of answers: what a request asks for, checked, compiled elsewhere under limits, and kept for the next one.
+"""Grammars of answers: checked, compiled in another process under limits, and cached.
 
 xgrammar (extra `constrained`) does the compiling, in the process of `millpond.engine.grammar.process`.
 """

@@ -1,4 +1,4 @@
-"""What values a schema can have: whether there are any, and whether two schemas may share one.
+"""Satisfiability of schemas: whether a schema has a value, and whether two schemas may share one.
 
 Both look at the forms of `millpond.engine.grammar.schema_types`, with references as `#/$defs/NAME`.
 """

@@ -125,7 +125,7 @@ class _Walk(Forms):
             wanted = self.types(types, where)
             wrong = [value for value in values if not any(is_of(value, one) for one in wanted)]
             if wrong:
-                raise bad(where, name, f"{shown(wrong[0])} is not of the type beside it")
+                raise bad(where, name, f"{shown(wrong[0])} is not of the schema's type")
         return {"enum": values}
 
     def _several(self, name: str, said: dict[str, Any], where: str, depth: int) -> Schema:
@@ -141,11 +141,11 @@ class _Walk(Forms):
 
 def alone(said: Mapping[str, Any], name: str, where: str) -> None:
     """Raises:
-    OptionError: something stands beside a keyword that would hide it.
+    OptionError: a keyword would hide another one next to it.
     """
     others = sorted(said.keys() - {name})
     if others:
-        raise bad(where, others[0], f"beside {name} it cannot be enforced")
+        raise bad(where, others[0], f"together with {name} it cannot be enforced")
 
 
 def is_of(value: Any, kind: str) -> bool:

@@ -145,9 +145,10 @@ class Forms:
             names = self.schema(own["propertyNames"], f"{where}/propertyNames", depth + 1)
         for name, there in (("propertyNames", names is not None), ("patternProperties", bool(patterned))):
             if there and (declared or undeclared):
-                raise bad(where, name, "beside properties or required it cannot be enforced")
+                raise bad(where, name, "together with properties or required it cannot be enforced")
             if there and (least or most is not None):
-                raise bad(where, "minProperties" if least else "maxProperties", f"beside {name} it cannot be enforced")
+                bound = "minProperties" if least else "maxProperties"
+                raise bad(where, bound, f"together with {name} it cannot be enforced")
         if patterned:
             return self._by_pattern(patterned, rest, names, where)
         if undeclared and rest is False:
@@ -175,7 +176,7 @@ class Forms:
             raise bad(where, "patternProperties", "more than one expression cannot be enforced")
         if rest not in (None, False) or names is not None:
             other = "propertyNames" if names is not None else "additionalProperties"
-            raise bad(where, other, "beside patternProperties it cannot be enforced")
+            raise bad(where, other, "together with patternProperties it cannot be enforced")
         (pattern,) = patterned
         check_pattern(pattern, f"{where}: patternProperties")
         return {"patternProperties": patterned, "additionalProperties": False}
@@ -191,10 +192,10 @@ def _string(own: dict[str, Any], where: str) -> dict[str, Any]:
     if form is not None and form not in FORMATS:
         raise bad(where, "format", f"{shown(form)} is none that can be enforced ({', '.join(sorted(FORMATS))})")
     if pattern is not None and form is not None:
-        raise bad(where, "format", "beside pattern it cannot be enforced")
+        raise bad(where, "format", "together with pattern it cannot be enforced")
     if (pattern is not None or form is not None) and (least is not None or most is not None):
-        name, beside = "maxLength" if least is None else "minLength", "pattern" if form is None else "format"
-        raise bad(where, name, f"beside {beside} it cannot be enforced")
+        name, other = "maxLength" if least is None else "minLength", "pattern" if form is None else "format"
+        raise bad(where, name, f"together with {other} it cannot be enforced")
     if most is not None and most < (least or 0):
         raise bad(where, "maxLength", f"{most} is less than minLength {least}")
     return _given(minLength=least, maxLength=most, pattern=pattern, format=form)
@@ -228,7 +229,7 @@ def _integer(own: dict[str, Any], where: str) -> dict[str, Any]:
     if step is not None and step > _MOST_STEP:
         raise bad(where, "multipleOf", f"{shown(step)} is more than the {_MOST_STEP:,} that can be enforced")
     if step is not None and bounds:
-        raise bad(where, "multipleOf", f"beside {sorted(bounds)[0]} it cannot be enforced")
+        raise bad(where, "multipleOf", f"together with {sorted(bounds)[0]} it cannot be enforced")
     if least > most:
         raise bad(where, "minimum", f"no whole number lies between {least} and {most}")
     made = _given(multipleOf=None if step is None else int(step))

@@ -1,4 +1,4 @@
-"""Tokens that one request forbids by name: ends that would come too early, bad words, all that is not allowed."""
+"""Tokens that a request forbids: early ends, bad words, and all that are not allowed."""
 
 from __future__ import annotations
 

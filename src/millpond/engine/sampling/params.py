@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when it ends."""
+"""SamplingParams: token choice and stopping of one request."""
 
 from __future__ import annotations
 

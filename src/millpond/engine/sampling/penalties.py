@@ -1,4 +1,4 @@
-"""Penalties on tokens that were there before, from counts kept beside the logits; and the user's own biases."""
+"""Penalties on tokens that occurred before, from counts kept with the logits; and logit biases."""
 
 from __future__ import annotations
 

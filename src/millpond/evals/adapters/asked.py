@@ -1,4 +1,4 @@
-"""What lm-eval's generation arguments ask for, as a question; only greedy decoding is known here."""
+"""lm-eval's generation arguments as a question; only greedy decoding is known here."""
 
 from __future__ import annotations
 

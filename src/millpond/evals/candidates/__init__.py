@@ -1,1 +1,1 @@
-"""What is measured beside the methods: oracle and look-ahead runs, and how a candidate is built."""
+"""Candidates besides the methods: oracle and look-ahead runs, and how a candidate is built."""

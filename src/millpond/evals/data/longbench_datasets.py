@@ -1,4 +1,4 @@
-"""LongBench's 21 datasets (Bai et al., arXiv:2308.14508): how each is asked, answered and scored.
+"""LongBench's 21 datasets (Bai et al., arXiv:2308.14508): prompt, answer and score of each.
 
 The wording is ours; what comes before and after the context, and the order of things, is the benchmark's.
 """

@@ -1,4 +1,4 @@
-"""Where the sentences of a haystack come from: made here, or a user's file."""
+"""Sources of a haystack's sentences: generated, or a user's file."""
 
 from __future__ import annotations
 

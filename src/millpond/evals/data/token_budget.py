@@ -1,4 +1,4 @@
-"""How much text goes into a number of tokens, for any tokenizer."""
+"""Amount of text that fits in a number of tokens, for any tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes: a JSON line per answered question, and rows of a summary. Formats only, no running."""
+"""Records of a run: a JSON line per answered question, and rows of a summary. Formats only, no running."""
 
 from __future__ import annotations
 

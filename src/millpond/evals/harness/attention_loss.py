@@ -1,4 +1,4 @@
-"""How far eviction moves the output of each attention layer, with Ada-KV's bound."""
+"""Change of each attention layer's output through eviction, with Ada-KV's bound."""
 
 from __future__ import annotations
 

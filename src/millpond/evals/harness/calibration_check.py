@@ -1,4 +1,4 @@
-"""Which calibration file the codecs of a run were opened with: written down, and held to when the run goes on."""
+"""The calibration file of a run's codecs: recorded, and checked when the run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether prompts fit into a model's positions, said before any of them is run."""
+"""A check that prompts fit into a model's positions, before any of them is run."""
 
 from __future__ import annotations
 

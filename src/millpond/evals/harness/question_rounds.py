@@ -1,4 +1,4 @@
-"""Rounds of questions: which row is asked what, and when, in each protocol."""
+"""Rounds of questions: the question of each row in each round, by protocol."""
 
 from __future__ import annotations
 

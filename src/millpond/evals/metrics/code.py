@@ -1,4 +1,4 @@
-"""How alike two lines of code are."""
+"""Similarity of two lines of code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many of the wanted words an answer holds."""
+"""Share of the wanted words that an answer holds."""
 
 from __future__ import annotations
 

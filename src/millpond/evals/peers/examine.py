@@ -1,4 +1,4 @@
-"""One prompt after another to a peer, and its replies as records, scored by our tasks."""
+"""Examination of a peer: one prompt after another, its replies scored by our tasks as records."""
 
 from __future__ import annotations
 

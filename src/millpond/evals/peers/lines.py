@@ -1,4 +1,4 @@
-"""What goes to a peer and what comes back, one JSON object a line. Formats only; nothing is run here.
+"""Requests to a peer and its replies, one JSON object a line. Formats only; nothing is run here.
 
 A request holds tokens, so that both sides read the very same prompt:
 

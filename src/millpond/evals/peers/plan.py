@@ -1,4 +1,4 @@
-"""What is asked of a peer: its presses x budgets x tasks, as cells that stand beside ours."""
+"""Plan of a peer's run: its presses x budgets x tasks, as cells next to ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PeerPlan(EvalPlan):
             if protocol not in PROTOCOLS:
                 raise unknown("protocol", protocol, KNOWN)
             if protocol not in KNOWN:
-                raise OptionError(f"a peer is asked in the protocols {' and '.join(KNOWN)}, not in {protocol!r}")
+                raise OptionError(f"a peer is evaluated in the protocols {' and '.join(KNOWN)}, not in {protocol!r}")
         for budget in self.budgets or ():
             Budget.parse(budget)
         if self.budgets and all(str(spec) == "full" for spec in self.methods):

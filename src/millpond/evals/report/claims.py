@@ -1,4 +1,4 @@
-"""What the papers say is better than what, as pairs of candidates that a run can have. Data only.
+"""Claims of papers, as pairs of candidates that a run can have. Data only.
 
 A pair names two methods of ours that differ in what is claimed, and in as little else as their options allow.
 """

@@ -1,4 +1,4 @@
-"""Which press of kvpress is which method of ours, and what pools the attention of either.
+"""kvpress's presses and our equivalent methods, and the pool of each one's attention.
 
 Where a press has another window or kernel by default than the paper, the paper's are named.
 """

@@ -1,4 +1,4 @@
-"""What all descriptions have in common, and errors."""
+"""Common parts of all descriptions, and errors."""
 
 from __future__ import annotations
 

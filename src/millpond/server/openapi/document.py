@@ -1,4 +1,4 @@
-"""The document at /openapi.json: FastAPI's, with what is really sent."""
+"""The document at /openapi.json: FastAPI's, with what is sent described completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of all routes that tell of the server, its tokenizer and its memory."""
+"""Answers of the routes about the server, its tokenizer and its memory."""
 
 from __future__ import annotations
 

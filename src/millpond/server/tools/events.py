@@ -1,4 +1,4 @@
-"""What a reader finds in an answer, in the order in which it stands there."""
+"""Parts of an answer as a reader finds them, in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server needs of a format of calls: how it is read, and how an answer is held to it."""
+"""Protocol of a format of tool calls: its reader, and the grammar of its answers."""
 
 from __future__ import annotations
 

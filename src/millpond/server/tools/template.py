@@ -1,4 +1,4 @@
-"""What a chat template does with tools and calls, found out by asking it once."""
+"""A chat template's treatment of tools and calls, found by rendering it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat says of its tools: which of them are shown, whether one must be called, and how often."""
+"""Tools of a chat: those that are shown, whether one must be called, and how often."""
 
 from __future__ import annotations
 

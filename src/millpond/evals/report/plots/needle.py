@@ -1,4 +1,4 @@
-"""Needle heat maps: where in a text of which length a method finds what it is asked for."""
+"""Needle heat maps: recall by depth and length of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every picture looks: paper, ink, thin grid, the colour scale, and how it is written."""
+"""Style of all pictures: paper, ink, thin grid, the colour scale, and the file format."""
 
 from __future__ import annotations
 
