@@ -23,10 +23,9 @@ from millpond import compress
 from millpond.codec import codec_named
 from millpond.codec.spec import Tables
 from millpond.hf.calibration.measure import calibrate
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import gpu, reference
+from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
-from millpond.kernels.gpu import decode as gpu_decode
-from millpond.kernels.gpu import packed as gpu
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
@@ -86,7 +85,7 @@ def sealed(codec: str, regions: int, stored: int, dim: int, heads: int) -> Packe
     found = PackedRegions(pages, table, int32(regions, value=layout.slots), int32(regions), **known)
     keys, values = torch.randn(2, regions, layout.slots, dim)
     index = torch.arange(layout.slots, dtype=torch.int32).expand(regions, -1).contiguous()
-    reference.write(found, int32(regions), found.lens, index, keys, values, index)
+    reference.write_packed(found, EntryRows(int32(regions), found.lens, index, keys, values, index))
     pages.codes[0][table.long()] = pages.codes[0][table[:, :1].long()].expand(-1, per_region, -1).clone()
     places = torch.arange(per_region * layout.slots).view(per_region, layout.slots)
     pages.positions[0][table.long()] = places.int().expand(regions, -1, -1)
@@ -153,9 +152,10 @@ def checked(machine: Machine, codec: str) -> Iterator[Row]:
         device = machine.device
         there = (regions_on(codes, device), moved(pages, device), *(t.clone().to(device) for t in places[2:]))
         found = []
-        for decode, on, (c, *rest) in ((reference.decode, CPU, places), (gpu.decode, device, there)):
+        for impl, on, (c, *where, caps, recent, q_pos) in ((reference, CPU, places), (gpu, device, there)):
+            plain_part, shape = PageRegions(*where), AttentionShape(dim**-0.5)
             given = [t.to(on) for t in (q, new, new)]
-            found.append(decode(*given, *rest, rule, c, scale=dim**-0.5))  # type: ignore[arg-type]
+            found.append(impl.decode(DecodeArgs(*given, StepRegions(plain_part, caps, recent, q_pos, rule, shape, c))))
         (out, lse, gone), (out2, lse2, gone2) = found
         ours, held = there[0], codes.pages.positions[0] >= 0
         yield {
@@ -199,10 +199,8 @@ def timed(machine: Machine) -> list[Row]:
         codes = None if held == stored else regions_on(sealed(codec, regions, stored, dim, heads), device)
 
         def step(pages=pages, table=table, lens=lens, codes=codes) -> object:  # type: ignore[no-untyped-def]
-            given = (q, new, new, pages, table, lens, caps, recent, q_pos, KEEP_ALL)
-            if codes is None:
-                return gpu_decode(*given, scale=dim**-0.5)
-            return gpu.decode(*given, codes, scale=dim**-0.5)
+            where, shape = PageRegions(pages, table, lens), AttentionShape(dim**-0.5)
+            return gpu.decode(DecodeArgs(q, new, new, StepRegions(where, caps, recent, q_pos, KEEP_ALL, shape, codes)))
 
         def reset(lens: Tensor = lens, held: int = held) -> None:
             lens.fill_(held)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from millpond.kernels.args import PageRegions
 from millpond.kernels.pages import PageArrays
 
 if TYPE_CHECKING:
@@ -111,6 +112,10 @@ class Layer:
             rows, columns = page[here] % per_arena, places.expand_as(page)[here]
             self.pages.positions[n][rows, columns] = order.expand_as(page)[here].int()
             self.pages.scores[n][rows, columns] = (order.flip(0) * 0.37).expand_as(page)[here]
+
+    @property
+    def regions(self) -> PageRegions:
+        return PageRegions(self.pages, self.table, self.lens)
 
     def twin(self) -> Layer:
         other = object.__new__(Layer)

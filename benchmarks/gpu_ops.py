@@ -10,6 +10,7 @@ from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, Row, error, 
 from torch import Tensor
 
 from millpond.kernels import gpu, reference
+from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 
 HEADS, KV_HEADS, DIM = 32, 8, 128  # of the captured step
@@ -40,11 +41,11 @@ def check_decode(machine: Machine) -> Iterator[Row]:
         heads, group, dims, slots, stored = shape
         stored = stored // 8 if machine.tiny else stored
         lens = [stored, stored, stored // 2, 0]
-        regions = len(lens) * heads
-        layer = Layer(machine, dtype, dims, slots, regions, stored + 1, [n for n in lens for _ in range(heads)])
+        n_regions = len(lens) * heads
+        layer = Layer(machine, dtype, dims, slots, n_regions, stored + 1, [n for n in lens for _ in range(heads)])
         twin, device = layer.twin(), machine.device
         caps = ints([n for n in (stored, stored + 1, stored // 2, 5) for _ in range(heads)], device)
-        recent = ints([3] * regions, device)
+        recent = ints([3] * n_regions, device)
         at = layer.table.shape[1] * slots
         q_pos = ints([at, at + 5, at, at], device)
         if stored % 2:
@@ -55,12 +56,9 @@ def check_decode(machine: Machine) -> Iterator[Row]:
         sink = torch.randn(heads * group, device=device) if has_sink else None
         results = []
         for implementation, place in ((reference, layer), (gpu, twin)):
-            results.append(
-                implementation.decode(
-                    q, k, v, place.pages, place.table, place.lens, caps, recent, q_pos, rule,
-                    scale=dims[0] ** -0.5, softcap=softcap, window=window, sink_logits=sink,
-                )
-            )  # fmt: skip
+            plain, kind = place.regions, AttentionShape(dims[0] ** -0.5, softcap, window, sink)
+            regions = StepRegions(plain, caps, recent, q_pos, rule, kind)
+            results.append(implementation.decode(DecodeArgs(q, k, v, regions)))
         (out, lse, gone), (out2, lse2, gone2) = results
         yield {
             "op": "decode", "dtype": str(dtype), "shape": str(shape), "rule": f"{rule.signal.name} {rule.evict.name}",
@@ -95,11 +93,11 @@ def check_prefill(machine: Machine) -> Iterator[Row]:
         k = torch.randn(heads, past + rows, dims[0], device=device).to(dtype)
         v = torch.randn(heads, past + rows, dims[1], device=device).to(dtype)
         past_pos = torch.randint(-1, 50, (heads, past), device=device).int() if past else None
-        args = (q, k, v, ints(range(50, 50 + rows), device), past_pos)
         sink = torch.randn(heads * group, device=device) if has_sink else None
-        options: Row = {"scale": dims[0] ** -0.5, "softcap": softcap, "window": window, "sink_logits": sink}
-        out, lse, sums = reference.prefill(*args, **options, colsum=colsum)
-        out2, lse2, sums2 = gpu.prefill(*args, **options, colsum=colsum)
+        kind = AttentionShape(dims[0] ** -0.5, softcap, window, sink)
+        args = PrefillArgs(q, k, v, ints(range(50, 50 + rows), device), kind, past_pos, colsum=colsum)
+        out, lse, sums = reference.prefill(args)
+        out2, lse2, sums2 = gpu.prefill(args)
         yield {
             "op": "prefill", "dtype": str(dtype), "shape": str(shape), "rule": str(colsum and colsum.name),
             "out": error(out2, out), "lse": error(lse2, lse), "exact": True, "limit": TOLERANCE[dtype],
@@ -118,9 +116,12 @@ def check_copies(machine: Machine) -> Iterator[Row]:
         keys, values = torch.randn(6, width, dims[0], device=device), torch.randn(6, width, dims[1], device=device)
         positions, scores = torch.arange(width, device=device).int().expand(6, -1), torch.rand(6, width, device=device)
         for implementation, place in ((reference, layer), (gpu, twin)):
-            implementation.write(place.pages, place.table, start, count, index, keys, values, positions, scores)
-        want = reference.read(layer.pages, layer.table, count, width)
-        got = gpu.read(twin.pages, twin.table, count, width)
+            implementation.write(
+                place.regions,
+                EntryRows(start, count, index, keys, values, positions, scores),
+            )
+        want = reference.read(PageRegions(layer.pages, layer.table, count), width)
+        got = gpu.read(PageRegions(twin.pages, twin.table, count), width)
         same = all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
         yield {
             "op": "write, read", "dtype": str(dtype), "shape": f"{dims} {slots}", "rule": "", "out": 0.0, "lse": 0.0,
@@ -156,9 +157,11 @@ def run_graph(machine: Machine) -> list[Row]:
     caps, recent, q_pos = ints([stored + 2] * regions, device), ints([5] * regions, device), ints([-1] * n_seq, device)
     results: list[tuple[Tensor, ...]] = []
 
+    def args(place: Layer) -> DecodeArgs:
+        return DecodeArgs(q, k, v, StepRegions(place.regions, caps, recent, q_pos, rule, AttentionShape(DIM**-0.5)))
+
     def step() -> None:
-        where = (twin.pages, twin.table, twin.lens)
-        results[:] = [gpu.decode(q, k, v, *where, caps, recent, q_pos, rule, scale=DIM**-0.5)]
+        results[:] = [gpu.decode(args(twin))]
 
     replay = machine.graphed(step)  # with all sequences inactive: nothing is stored meanwhile
     worst, exact = 0.0, True
@@ -168,9 +171,7 @@ def run_graph(machine: Machine) -> list[Row]:
             tensor.normal_()
         q_pos.copy_(ints([10_000 + n, 20_000 + n, -1 if n % 3 == 0 else 10_000 + n, 10_000 + n], device))
         replay()
-        want = reference.decode(
-            q, k, v, layer.pages, layer.table, layer.lens, caps, recent, q_pos, rule, scale=DIM**-0.5
-        )
+        want = reference.decode(args(layer))
         worst = max(worst, error(results[0][0], want[0]))
         exact = exact and torch.equal(results[0][2], want[2]) and torch.equal(layer.lens, twin.lens)
     row = {"steps": steps, "captured": machine.cuda, "out": worst, "exact": exact}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from millpond.kernels import gpu
+from millpond.kernels.args import AttentionShape, DecodeArgs, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Reduce, Signal
 
 DECODE: Any = importlib.import_module("millpond.kernels.gpu.decode")  # the package shows the function under this name
@@ -54,7 +56,8 @@ def time_decode(machine: Machine, batch: int, stored: int, slots: int, bandwidth
 
         def step(rule: DecodeRule = VARIANTS[name], caps: Tensor = caps) -> None:
             for layer in layers:
-                gpu.decode(q, k, v, layer.pages, layer.table, layer.lens, caps, recent, q_pos, rule, scale=dim**-0.5)
+                plain, shape = layer.regions, AttentionShape(dim**-0.5)
+                gpu.decode(DecodeArgs(q, k, v, StepRegions(plain, caps, recent, q_pos, rule, shape)))
 
         def reset() -> None:
             for layer in layers:
@@ -125,8 +128,9 @@ def time_prefill(machine: Machine, n: int) -> Row:
         return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)
 
     row: Row = {"rows": n}
-    row["ms"] = machine.ms(lambda: gpu.prefill(q, k, v, q_pos, scale=scale))
-    row["ms_with_sums"] = machine.ms(lambda: gpu.prefill(q, k, v, q_pos, scale=scale, colsum=Reduce.MEAN))
+    args = PrefillArgs(q, k, v, q_pos, AttentionShape(scale))
+    row["ms"] = machine.ms(lambda: gpu.prefill(args))
+    row["ms_with_sums"] = machine.ms(lambda: gpu.prefill(replace(args, colsum=Reduce.MEAN)))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION if machine.cuda else SDPBackend.MATH):
         row["ms_torch"] = machine.ms(torch_flash)
     flop = 4 * heads * dim * n * n / 2

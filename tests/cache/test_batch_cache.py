@@ -10,7 +10,7 @@ from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 

@@ -17,6 +17,7 @@ from millpond.kernels import native, ops
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
 from millpond.policy.variants.head_rules import HeadRulesPolicy
+from tests.helpers.kernels.args import write_args
 
 N_SEQ, N_HEADS, SEEN = 3, 4, 90
 
@@ -43,11 +44,11 @@ def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[PageTable,
         positions, lens_now = older.int(), torch.from_numpy(lens)
         index = torch.arange(width, dtype=torch.int32).expand(N_HEADS, -1)
         ops.write(
-            pool.arrays, table.pages[table.rows(s)], lens_now * 0, lens_now, index,
+            *write_args(pool.arrays, table.pages[table.rows(s)], lens_now * 0, lens_now, index,
             torch.randn(N_HEADS, width, 8, generator=draw), torch.randn(N_HEADS, width, 4, generator=draw), positions,
             torch.randint(0, 6, (N_HEADS, width), generator=draw) / 4 - 0.5,
             torch.rand(N_HEADS, width, generator=draw) if masses else None,
-        )  # fmt: skip
+        ))  # fmt: skip
         table.set_lengths(s, lens)
         table.set_budget(s, np.full(N_HEADS, budget, dtype=np.int32), 0)
         table.set_head_rules(s, torch.randint(0, 5, (N_HEADS,), generator=draw).numpy(), 20 + s)
@@ -59,7 +60,7 @@ def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[PageTable,
 
 
 def held(table: PageTable) -> list[Tensor]:
-    dense = ops.read(table.pool.arrays, table.pages, table.lens, int(table.lengths().max()))
+    dense = ops.read(table.regions, int(table.lengths().max()))
     return [part for part in dense if part is not None]
 
 

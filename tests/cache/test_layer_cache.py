@@ -8,8 +8,8 @@ from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.types import AttentionShape
 from millpond.errors import CacheMismatchError, PoolFullError
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 
 HEADS, KV, DIM = 4, 2, 8

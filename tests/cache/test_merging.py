@@ -11,8 +11,8 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.hf.families import left_padded, one, shared_model
 from tests.helpers.matrix.models import llama, prompts

@@ -9,7 +9,7 @@ import torch
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.per_sequence import PerSequence
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.papers.fixture import layer_cache
 

@@ -10,7 +10,9 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
 from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
+from tests.helpers.kernels.args import decode_args
 
 H = 2  # KV heads
 
@@ -55,11 +57,11 @@ class Tables(RuleBasedStateMachine):
         n = table.n_seq
         value = torch.tensor([self.fresh() for _ in range(n * H)]).view(n, H, 1).expand(n, H, 4)
         q_pos = torch.tensor(clock, dtype=torch.int32)
-        _, _, gone = ops.decode(
+        _, _, gone = ops.decode(decode_args(
             torch.zeros(n, H, 4), value, value, self.pool.arrays, table.pages, table.lens, table.capacities,
             table.recent,
             q_pos, rule_, scale=1.0,
-        )  # fmt: skip
+        ))  # fmt: skip
         table.stepped(not evicts, np.ones(n, dtype=bool))
         for r in range(n * H):
             if gone[r] >= 0:
@@ -78,14 +80,12 @@ class Tables(RuleBasedStateMachine):
         for s in range(table.n_seq):
             rows = table.rows(s)
             width = int(table.lengths()[s].max())
-            dense = ops.read(self.pool.arrays, table.pages[rows], table.lens[rows], width)
+            dense = ops.read(table.regions_of(rows), width)
             order = torch.argsort(dense.positions, dim=1, descending=True)[:, :keep]
             lens = np.minimum(table.lengths()[s], keep).astype(np.int32)
             table.renew(s, lens)
-            ops.write(
-                self.pool.arrays, table.pages[rows], torch.zeros(H, dtype=torch.int32), torch.from_numpy(lens),
-                order.int().contiguous(), dense.keys, dense.values, dense.positions, dense.scores,
-            )  # fmt: skip
+            start, index = torch.zeros(H, dtype=torch.int32), order.int().contiguous()
+            ops.write(table.regions_of(rows), EntryRows(start, torch.from_numpy(lens), index, *dense))
             table.set_lengths(s, lens)
             for r in range(rows.start, rows.stop):
                 model[r] = {p: model[r][p] for p in sorted(model[r])[len(model[r]) - int(lens[r - rows.start]) :]}
@@ -125,7 +125,7 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def content_is_what_was_written(self) -> None:
         for table, model in zip(self.tables, self.models, strict=True):
-            dense = ops.read(self.pool.arrays, table.pages, table.lens, int(table.lengths().max(initial=0)))
+            dense = ops.read(table.regions, int(table.lengths().max(initial=0)))
             for r, expected in enumerate(model):
                 n = int(table.lens[r])
                 found = {int(p): float(k) for p, k in zip(dense.positions[r, :n], dense.keys[r, :n, 0], strict=True)}

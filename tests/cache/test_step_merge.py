@@ -11,8 +11,8 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
 from millpond.errors import NumericsError
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.merging.protocol import Merge, Merged

@@ -25,6 +25,7 @@ from millpond.engine.request import Request
 from millpond.errors import PoolFullError
 from millpond.hf.calibration.measure import calibrate
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
 from tests.helpers.engine.helpers import finish
 from tests.matrix.test_codecs import llama
 
@@ -156,7 +157,7 @@ def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
         table.reserve(s, np.full(3, 40, dtype=np.int32))
         index = torch.arange(40, dtype=torch.int32).expand(3, -1).contiguous()
         zeros, counts = torch.zeros(3, dtype=torch.int32), torch.full((3,), 40, dtype=torch.int32)
-        ops.write(table.pool.arrays, table.pages[table.rows(s)], zeros, counts, index, k[s], v[s], index)
+        ops.write(table.regions_of(table.rows(s)), EntryRows(zeros, counts, index, k[s], v[s], index))
         table.set_lengths(s, np.full(3, 40, dtype=np.int32))
 
     def plan(into: PageTable, sequence: int, entries: Any) -> None:
@@ -167,7 +168,7 @@ def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
     with pytest.raises(PoolFullError):
         pages.end(table, [0, 1], plan)
     assert table.lengths().tolist() == [[30] * 3, [40] * 3]  # what was planned stays so
-    dense = ops.read(table.pool.arrays, table.pages, table.lens, 40)
+    dense = ops.read(table.regions, 40)
     assert torch.equal(dense.keys[3:], k[1])
     assert torch.equal(dense.keys[:3, :30], k[0, :, 10:].bfloat16().float())
     for pool in pools:

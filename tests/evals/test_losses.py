@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.evals.candidates.oracle import Oracle
 from millpond.evals.decoding.attention_recorder import RecordedAttention
 from millpond.evals.harness.attention_loss import AttentionLosses, attention_losses, layer_losses, method_losses
 from millpond.evals.harness.output_projection import output_matrices
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.evals.test_oracle import OPTIONS, eager, look, prompt, whole
 from tests.helpers.hf.families import shared_model

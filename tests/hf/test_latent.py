@@ -11,7 +11,7 @@ from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.hf.families import generate, left_padded, most_stored, shared_model
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels import native, ops, reference
+from millpond.kernels.args import AttendArgs, EntryRows, PageRegions
 from millpond.kernels.eager.softmax import lse_merge
 from millpond.kernels.native import library
 from tests.helpers.kernels.make import Call, Case
@@ -44,7 +45,7 @@ def runs(draw: st.DrawFn) -> tuple[Call, Tensor, float]:
 def test_native_equals_reference(drawn: tuple[Call, Tensor, float]) -> None:
     call, q, softcap = drawn
     (out, lse), (found, found_lse) = (
-        impl.attend(q, call.pages, call.table, call.lens, scale=0.3, softcap=softcap) for impl in (reference, native)
+        impl.attend(AttendArgs(q, call.regions, 0.3, softcap)) for impl in (reference, native)
     )
     tol = TOLERANCE[q.dtype]
     torch.testing.assert_close(found, out, rtol=tol, atol=tol)
@@ -55,8 +56,8 @@ def test_native_equals_reference(drawn: tuple[Call, Tensor, float]) -> None:
 def test_only_members_see_the_entries(impl: ModuleType) -> None:
     call = Case([45, 20], 1, 2, 2).build()
     q = torch.randn(5, 4, 16)
-    everybody = impl.attend(q, call.pages, call.table, call.lens, scale=0.3)
-    out, lse = impl.attend(q, call.pages, call.table, call.lens, scale=0.3, members=torch.tensor([1, 4]))
+    everybody = impl.attend(AttendArgs(q, call.regions, 0.3))
+    out, lse = impl.attend(AttendArgs(q, call.regions, 0.3, members=torch.tensor([1, 4])))
     for s in range(5):
         if s in (1, 4):
             torch.testing.assert_close(out[s], everybody[0][s], rtol=1e-6, atol=1e-6)
@@ -79,10 +80,7 @@ def test_what_was_found_elsewhere_is_put_together_as_in_the_reference(
     lse = 3 * torch.randn(q.shape[:2], generator=gen)
     lse[0, 0], out[0, 0] = -torch.inf, 0.0
     (expected, total), (found, both) = (
-        impl.attend(
-            q, call.pages, call.table, call.lens, scale=0.3, softcap=softcap, members=members,
-            found=(out.clone(), lse.clone()),
-        )
+        impl.attend(AttendArgs(q, call.regions, 0.3, softcap, members, (out.clone(), lse.clone())))
         for impl in (reference, native)
     )  # fmt: skip
     tol = TOLERANCE[q.dtype]
@@ -101,10 +99,7 @@ def test_what_was_found_may_be_of_the_dtype_of_the_queries(impl: ModuleType, dty
     q, out, lse = torch.randn(5, 4, 40).to(dtype), torch.randn(5, 4, 80).to(dtype), torch.randn(5, 4)
     members = torch.tensor([0, 1, 4])
     found, both = (
-        impl.attend(
-            q, call.pages, call.table, call.lens, scale=0.3, members=members,
-            found=(out.to(wide, copy=True), lse.clone()),
-        )
+        impl.attend(AttendArgs(q, call.regions, 0.3, 0.0, members, (out.to(wide, copy=True), lse.clone())))
         for wide in (dtype, torch.float32)
     )  # fmt: skip
     assert found[0].dtype is dtype
@@ -121,7 +116,7 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            found.append(native.attend(q, call.pages, call.table, call.lens, scale=0.1))
+            found.append(native.attend(AttendArgs(q, call.regions, 0.1)))
     finally:
         torch.set_num_threads(threads)
     for out, lse in found[1:]:
@@ -140,7 +135,7 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 def test_what_cannot_be_changed_in_place_is_refused(found: tuple[Tensor, Tensor]) -> None:
     call = Case([5, 5], 1, 2, 2).build()
     with pytest.raises(OptionError, match=r"contiguous float32 of shape \(3, 4"):
-        ops.attend(torch.randn(3, 4, 16), call.pages, call.table, call.lens, scale=1.0, found=found)
+        ops.attend(AttendArgs(torch.randn(3, 4, 16), call.regions, 1.0, found=found))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -155,10 +150,13 @@ def test_two_phases_are_one_attention(impl: ModuleType, softcap: float) -> None:
     n = torch.full((heads,), shared, dtype=torch.int32)
     for s in range(n_seq):  # every sequence begins with the first one's entries
         rows = slice(s * heads, (s + 1) * heads)
-        reference.write(whole.pages, whole.table[rows], torch.zeros_like(n), n, index, *common)
+        reference.write(
+            PageRegions(whole.pages, whole.table[rows], torch.zeros_like(n)),
+            EntryRows(torch.zeros_like(n), n, index, *common),
+        )
     at = 40  # shared pages are whole ones
-    kwargs = {"scale": whole.case.key_dim**-0.5, "softcap": softcap}
-    first = impl.attend(whole.q, whole.pages, whole.table[:heads, : at // 8], torch.full_like(n, at), **kwargs)
+    common_pages = PageRegions(whole.pages, whole.table[:heads, : at // 8], torch.full_like(n, at))
+    first = impl.attend(AttendArgs(whole.q, common_pages, whole.case.key_dim**-0.5, softcap))
     part = whole.clone()
     part.table, part.lens = part.table[:, at // 8 :].contiguous(), part.lens - at
     out, lse, _ = part.run(impl)
@@ -171,6 +169,6 @@ def test_two_phases_are_one_attention(impl: ModuleType, softcap: float) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nothing_shared_adds_nothing(impl: ModuleType) -> None:
     call = Case([0, 0], 1, 2, 2).build()
-    out, lse = impl.attend(torch.randn(3, 4, 16), call.pages, call.table, call.lens, scale=1.0)
+    out, lse = impl.attend(AttendArgs(torch.randn(3, 4, 16), call.regions, 1.0))
     assert torch.equal(out, torch.zeros(3, 4, 16))
     assert torch.equal(lse, torch.full((3, 4), -torch.inf))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from millpond.kernels import blockwise, reference
 from millpond.kernels.decode_rules import Reduce
+from tests.helpers.kernels.args import prefill_args
 from tests.helpers.kernels.prompts import Prompt, prompts
 
 PROMPTS = prompts([torch.float32, torch.float64, torch.bfloat16])
@@ -23,7 +24,7 @@ def test_prefill_equals_reference(prompt: Prompt, colsum: Reduce | None) -> None
 @pytest.mark.parametrize("how", list(Reduce))
 def test_column_sums_conserve_mass(how: Reduce) -> None:
     q, k = torch.randn(4, 200, 8), torch.randn(2, 200, 8)
-    _, _, sums = blockwise.prefill(q, k, k, torch.arange(200, dtype=torch.int32), scale=0.3, colsum=how)
+    _, _, sums = blockwise.prefill(prefill_args(q, k, k, torch.arange(200, dtype=torch.int32), scale=0.3, colsum=how))
     assert sums is not None
     total = sums.sum(1)
     if how is not Reduce.MAX:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millpond.kernels import native
+from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.native import library
@@ -25,12 +26,11 @@ WIDTH, INNER, DIM, KV_HEADS, GROUP = 40, 56, 16, 2, 3
 RULES = [KEEP_ALL, DecodeRule(signal=Signal.SUM, evict=Evict.ACC, sinks=1), DecodeRule(evict=Evict.OLDEST)]
 
 
-def regions(call: Call) -> native.Regions:
+def regions(call: Call) -> StepRegions:
     case = call.case
-    return native.Regions(
-        call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos, case.rule,
-        case.key_dim**-0.5, case.softcap, case.window, call.sink_logits,
-    )  # fmt: skip
+    shape = AttentionShape(case.key_dim**-0.5, case.softcap, case.window, call.sink_logits)
+    plain = PageRegions(call.pages, call.table, call.lens)
+    return StepRegions(plain, call.caps, call.recent, call.q_pos, case.rule, shape)
 
 
 def parts(dtype: torch.dtype, seed: int) -> tuple[native.Linears, native.Behind, list[torch.Tensor]]:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.args import AttentionShape, EntryRows, PageRegions, WindowSignalArgs
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
-from millpond.kernels.ops import window_signal
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.args import decode_args, write_args
 from tests.helpers.kernels.make import Call, Case, clone_pages
 from tests.helpers.kernels.prompts import Prompt, prompts
 
@@ -67,9 +68,9 @@ def test_write_and_read(impl: ModuleType) -> None:
     log_masses = torch.rand(12, 2).T  # strided
     index = torch.tensor([[11, 0, 5, 3, 2, 1, 7, 8, 9], [4] * 9], dtype=torch.int32)
     start, count = torch.tensor([0, 1]).int(), torch.tensor([9, 1]).int()
-    impl.write(pages, table, start * 0, count * 0 + 1, index, rows, rows, positions)
-    impl.write(pages, table, start, count, index, rows, rows, positions, None, log_masses)
-    found = impl.read(pages, table, start + count, 10)[4]
+    impl.write(*write_args(pages, table, start * 0, count * 0 + 1, index, rows, rows, positions))
+    impl.write(*write_args(pages, table, start, count, index, rows, rows, positions, None, log_masses))
+    found = impl.read(PageRegions(pages, table, start + count), 10)[4]
     expected = torch.zeros(2, 10)
     expected[0, :9] = log_masses[0][index[0].long()]
     expected[1, 1] = log_masses[1, 4]  # slot 0 was written without one
@@ -81,11 +82,11 @@ def test_write_and_read(impl: ModuleType) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_pages_without_masses_read_none(impl: ModuleType) -> None:
     call = Case([9]).build()
-    assert impl.read(call.pages, call.table, call.lens, 9)[4] is None
-    assert ops.read(call.pages, call.table, call.lens, 9).log_masses is None
+    assert impl.read(PageRegions(call.pages, call.table, call.lens), 9)[4] is None
+    assert ops.read(PageRegions(call.pages, call.table, call.lens), 9).log_masses is None
     empty = PageArrays(1, 8, 4, 4, torch.float32, torch.device("cpu"), masses=True)
     none = torch.zeros(2, 0, dtype=torch.int32)
-    assert torch.equal(reference.read(empty, none, torch.zeros(2).int(), 3)[4], torch.zeros(2, 3))
+    assert torch.equal(reference.read(PageRegions(empty, none, torch.zeros(2).int()), 3)[4], torch.zeros(2, 3))
 
 
 def test_masses_are_never_dropped_silently() -> None:
@@ -93,7 +94,10 @@ def test_masses_are_never_dropped_silently() -> None:
     index = torch.zeros(1, 1, dtype=torch.int32)
     rows = (call.keys, call.values, call.positions, call.scores)
     with pytest.raises(OptionError, match="masses=True"):
-        ops.write(call.pages, call.table, index[0], index[0] + 1, index, *rows, torch.zeros_like(call.scores))
+        ops.write(
+            PageRegions(call.pages, call.table, index[0]),
+            EntryRows(index[0], index[0] + 1, index, *rows, torch.zeros_like(call.scores)),
+        )
 
 
 # ------------------------------------------------------------------------------------------- decode
@@ -173,17 +177,17 @@ def test_by_hand(impl: ModuleType) -> None:
     index = torch.tensor([[0, 1]], dtype=torch.int32)
     values = torch.tensor([[[10.0], [20.0]]])
     masses = torch.tensor([[3.0, 1.0]]).log()
-    impl.write(pages, table, lens * 0, lens, index, values * 0, values, index, None, masses)
+    impl.write(*write_args(pages, table, lens * 0, lens, index, values * 0, values, index, None, masses))
     one, new = torch.ones(1, 1, 1), torch.full((1, 1, 1), 40.0)
     caps, zero, here = lens * 0 + 2, lens * 0, torch.tensor([5], dtype=torch.int32)
     rule = DecodeRule(Signal.LAST, evict=Evict.OLDEST)
-    out, lse, evicted = impl.decode(
+    out, lse, evicted = impl.decode(decode_args(
         one, one * 0, new, pages, table, lens, caps, zero, here, rule, scale=1.0, softcap=0.5
-    )  # fmt: skip
+    ))  # fmt: skip
     assert out.item() == pytest.approx((3 * 10 + 20 + 40) / 5)
     assert lse.item() == pytest.approx(math.log(5))
     assert evicted.tolist() == [0]
-    _, _, positions, scores, log_masses = impl.read(pages, table, lens, 2)
+    _, _, positions, scores, log_masses = impl.read(PageRegions(pages, table, lens), 2)
     assert positions.tolist() == [[5, 1]]
     assert scores[0].tolist() == pytest.approx([0.2, 0.2])
     assert log_masses.tolist() == [[0.0, 0.0]]  # the new entry does not inherit the mass 3 of the slot
@@ -212,9 +216,9 @@ def test_merging_duplicates_is_lossless(impl: ModuleType, dtype: torch.dtype, gr
         table, lens = torch.arange(8, dtype=torch.int32)[None], torch.tensor([len(rows)], dtype=torch.int32)
         index, positions = rows.int()[None], torch.arange(n, dtype=torch.int32)[None]
         log_masses = counts.float().log()[None] if merged else None
-        impl.write(pages, table, lens * 0, lens, index, k, v, positions, None, log_masses)
+        impl.write(*write_args(pages, table, lens * 0, lens, index, k, v, positions, None, log_masses))
         rest = (pages, table, lens, lens * 0 + UNBOUNDED, lens * 0, lens * 0 + 100, KEEP_ALL)
-        out, lse, _ = impl.decode(q, new[0], new[1], *rest, scale=0.5)
+        out, lse, _ = impl.decode(decode_args(q, new[0], new[1], *rest, scale=0.5))
         outs.append((out.double(), lse.double()))
     assert total == 32
     tol = 1e-5 if impl is native else 1e-6  # a log mass is a float32: log 3 is known to 1e-8
@@ -231,9 +235,9 @@ def test_reference_is_exact_in_float64() -> None:
     pages = make_pages(torch.float64, 8, 2, True)
     table, lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     index = torch.arange(5, dtype=torch.int32)[None]
-    reference.write(pages, table, lens * 0, lens, index, k, v, index, None, log_masses)
+    reference.write(*write_args(pages, table, lens * 0, lens, index, k, v, index, None, log_masses))
     rest = (pages, table, lens, lens * 0 + UNBOUNDED, lens * 0, lens * 0 + 9, KEEP_ALL)
-    out, lse, _ = reference.decode(q, new, new, *rest, scale=1.0)
+    out, lse, _ = reference.decode(decode_args(q, new, new, *rest, scale=1.0))
     weights = torch.cat([log_masses[0].double().exp(), torch.ones(1, dtype=torch.float64)])
     want, norm = plain_attention(q[0, 0], torch.cat([k[0], new[0]]), torch.cat([v[0], new[0]]), weights)
     torch.testing.assert_close(out[0, 0], want, rtol=0, atol=1e-12)
@@ -321,10 +325,9 @@ def test_window_signal_equals_column_sums(how: Reduce) -> None:
         position = torch.cat([prompt.past_pos[0], prompt.q_pos]).expand(heads, -1)
         log_masses = torch.nn.functional.pad(prompt.past_log_masses, (0, n_new))
         for bias in (log_masses, log_masses.expand(heads, -1)):
-            found = window_signal(
-                prompt.q, prompt.k, prompt.q_pos, position, scale=prompt.scale, softcap=prompt.softcap, reduce=how,
-                log_masses=bias,
-            )  # fmt: skip
+            shape = AttentionShape(prompt.scale, prompt.softcap)
+            given = WindowSignalArgs(prompt.q, prompt.k, prompt.q_pos, position, shape, how, bias)
+            found = ops.window_signal(given)
             torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-5)
 
 
@@ -363,11 +366,11 @@ def test_compiles_with_masses() -> None:
     torch.library.opcheck(torch.ops.millpond.prefill.default, (*arguments, None, 0, 0.2, 0.0, 0, 1.0))
 
     def step(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        out, _, _ = ops.decode(
+        out, _, _ = ops.decode(decode_args(
             call.q, call.k_new, call.v_new, call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos,
             KEEP_ALL, scale=0.25,
-        )  # fmt: skip
-        dense = ops.read(call.pages, call.table, call.lens, 10)
+        ))  # fmt: skip
+        dense = ops.read(PageRegions(call.pages, call.table, call.lens), 10)
         return out, dense.keys, dense.log_masses
 
     a = Case([9, 4], 1, 2, 2, masses=True).build()

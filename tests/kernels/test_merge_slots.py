@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels import native, ops
+from millpond.kernels.args import MergeArgs
 from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.kernels.merge import links, slots
 from millpond.kernels.merge.rules import MergeRule, Over, Weigh
@@ -49,9 +50,7 @@ def merged(
     memory = torch.full((call.case.n_seq,), float("nan"), dtype=torch.float64)
     memory[1:] = 0.4
     run = native.merge_slots if by_native else slots.merge_slots
-    run(
-        call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos, memory, leave, rule, local
-    )  # fmt: skip
+    run(MergeArgs(call.regions, call.caps, call.recent, call.q_pos, memory, leave, rule, local))
     parts = [*call.contents(), call.masses()]
     order = torch.where(parts[2] < 0, 2**31 - 1, parts[2]).argsort(dim=1)  # type: ignore[operator]
     found = [p.gather(1, order if p.ndim == 2 else order[..., None].expand_as(p)) for p in parts if p is not None]
@@ -156,19 +155,17 @@ def test_the_op_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MILLPOND_KERNELS", forced)
         call = Case([30, 20], n_kv_heads=2, caps=[28, 19], dtype=dtype).build()
         memory = torch.full((1,), float("nan"), dtype=torch.float64)
-        ops.merge_slots(
-            call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos, memory,
-            DecodeRule(evict=Evict.ACC), RULES["exp"],
-        )  # fmt: skip
+        rules = DecodeRule(evict=Evict.ACC), RULES["exp"]
+        ops.merge_slots(MergeArgs(call.regions, call.caps, call.recent, call.q_pos, memory, *rules))
         results.append(float(memory))
     assert results == pytest.approx([results[0]] * 3, rel=1e-6)
 
 
 def test_what_is_written_in_place_must_allow_it() -> None:
     call = Case([4]).build()
-    merge = (call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos)
+    merge = (call.regions, call.caps, call.recent, call.q_pos)
     with pytest.raises(OptionError, match="contiguous float64"):
-        native.merge_slots(*merge, torch.zeros(1), DecodeRule(), RULES["norms"])
+        native.merge_slots(MergeArgs(*merge, torch.zeros(1), DecodeRule(), RULES["norms"]))
 
 
 # ------------------------------------------------------------------------------------------- dense rows

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels import backends, native, ops, reference
+from millpond.kernels import blockwise, native, ops, reference
+from millpond.kernels.args import EntryRows, PageRegions
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.native import abi, library
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.args import decode_args, write_args
 from tests.helpers.kernels.make import Call, Case, clone_pages
 
 pytestmark = [
@@ -151,7 +153,7 @@ def test_batch_composition_changes_no_bit() -> None:
     out_1, lse_1, evicted_1 = alone.run(native)
     assert_identical([out[1:], lse[1:], evicted[2:]], [out_1, lse_1, evicted_1])
     width = int(together.lens[2:].max())
-    whole = reference.read(together.pages, together.table[2:], together.lens[2:], width)[:4]
+    whole = reference.read(PageRegions(together.pages, together.table[2:], together.lens[2:]), width)[:4]
     assert_identical(list(whole), list(alone.contents()))
 
 
@@ -224,11 +226,17 @@ def test_write_and_read_equal_reference(
     for impl, pages in ((reference, a), (native, b)):
         zero = torch.zeros(n, dtype=torch.int32)
         first = torch.full((n,), 5, dtype=torch.int32)
-        impl.write(pages, table, zero, first.clamp(max=width), index, keys, values, positions, scores)
-        impl.write(pages, table, start, count, index, keys, values, positions, scores)
+        impl.write(
+            PageRegions(pages, table, zero),
+            EntryRows(zero, first.clamp(max=width), index, keys, values, positions, scores),
+        )
+        impl.write(*write_args(pages, table, start, count, index, keys, values, positions, scores))
     lens = torch.minimum(start + count, torch.tensor(n_table * slots)).int().clamp(max=width)
     lens = torch.where(count > 0, lens, 0).int()
-    expected, found = reference.read(a, table, lens, width), native.read(b, table, lens, width)
+    expected, found = (
+        reference.read(PageRegions(a, table, lens), width),
+        native.read(PageRegions(b, table, lens), width),
+    )
     for x, y in zip(expected, found, strict=True):
         torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
@@ -268,10 +276,10 @@ def test_compiles_without_graph_breaks() -> None:
 
     def step(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         q = call.q * 1.5
-        out, lse, evicted = ops.decode(
+        out, lse, evicted = ops.decode(decode_args(
             q, call.k_new, call.v_new, call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos, rule,
             scale=0.25,
-        )  # fmt: skip
+        ))  # fmt: skip
         return out + 1, lse, evicted
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -298,13 +306,12 @@ def test_without_libraries_one_warning_and_the_reference() -> None:
 import warnings
 from millpond.kernels.native import library
 library._folders = lambda: []
-from millpond.kernels import backends, blockwise, native, reference
+from millpond.kernels import blockwise, native, ops
 import torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        assert backends.backend(torch.float32, torch.device("cpu")) is reference
-        assert backends.dense_backend(torch.zeros(1)) is blockwise
+        assert ops.op_set(torch.float32, torch.device("cpu")) is blockwise
 assert [w.category for w in caught] == [native.NativeKernelsWarning], caught
 assert native.isa() == "none"
 """
@@ -313,7 +320,9 @@ assert native.isa() == "none"
 
 
 def test_float64_pages_go_to_the_reference() -> None:
-    assert backends.backend(torch.float64, torch.device("cpu")) is reference
+    chosen = ops.op_set(torch.float64, torch.device("cpu"))
+    assert chosen is blockwise
+    assert chosen.decode is reference.decode
 
 
 def test_wrong_index_dtype_is_refused() -> None:

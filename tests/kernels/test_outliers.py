@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import native, reference
+from millpond.kernels.args import EntryRows
 from millpond.kernels.native import library
-from millpond.kernels.native import packed as native
 from millpond.kernels.packed import outliers, side_codec
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -85,7 +85,7 @@ def assert_same_bytes(case: Written) -> None:
     found = []
     for impl in (reference, native):
         regions = case.regions()
-        impl.write(regions, start, count, index, keys, values, positions, torch.ones(positions.shape))
+        impl.write_packed(regions, EntryRows(start, count, index, keys, values, positions, torch.ones(positions.shape)))
         found.append(regions.pages)
     for a, b in zip(found[0].arrays, found[1].arrays, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -140,7 +140,7 @@ def test_an_outlier_beyond_float16_is_refused(impl: object, bad: float, what: st
     start, count, index, keys, values, positions = case.rows()
     (keys if what == "keys" else values)[0, int(index[0, 3]), 5] = bad
     with pytest.raises(NumericsError, match=r"beyond 65504|NaN or infinite"):
-        impl.write(case.regions(), start, count, index, keys, values, positions)  # type: ignore[attr-defined]
+        impl.write_packed(case.regions(), EntryRows(start, count, index, keys, values, positions))  # type: ignore[attr-defined]
 
 
 def test_formats_without_groups_keep_no_outliers() -> None:

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels import packed_ops
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import native, ops, reference
+from millpond.kernels.args import EntryRows
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
-from millpond.kernels.native import packed as native
 from millpond.kernels.packed.layout import Format, PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
+from tests.helpers.kernels.args import decode_args
 from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.packed_make import PackedCall, PackedCase, side
 
@@ -106,7 +106,7 @@ def one(format: Format, n: int = 192, **more: object) -> PackedCase:
 @pytest.mark.parametrize("format", list(Format))
 def test_the_reference_attends_to_decoded_numbers(format: Format) -> None:
     call = one(format).build()
-    keys, values, positions, _, _ = reference.read(call.packed, 192, 64)
+    keys, values, positions, _, _ = reference.read_packed(call.packed, 192, 64)
     assert sorted(positions[0].tolist()) == list(range(192))
     plain = call.plain
     k = torch.cat([keys[0], plain.keys[0, :5], plain.k_new[0]])
@@ -192,7 +192,7 @@ def test_native_packs_the_bytes_of_the_reference(
     for impl in (reference, native):
         case = PackedCase(Case([0] * n, 1, n, 1, dim, 32), [320] * n, layout.key, layout.value)
         packed = case.build().packed
-        impl.write(packed, begin, count, index, keys, values, positions, torch.ones(n, width))
+        impl.write_packed(packed, EntryRows(begin, count, index, keys, values, positions, torch.ones(n, width)))
         pages.append(packed.pages)
     for a, b in zip(pages[0].arrays, pages[1].arrays, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -209,11 +209,11 @@ def test_the_reference_makes_all_it_needs_on_the_device_of_the_pages(format: For
     if format is Format.FP8 or format.uses_table:
         n.fill_(256)
     rows = torch.zeros(1, dtype=torch.int32), n, index, a.keys.flip(1), a.values.flip(1), a.positions
-    reference.write(a.packed, *rows)
+    reference.write_packed(a.packed, EntryRows(*rows))
     with torch.device("meta"):
-        reference.write(b.packed, *rows)
-        found = reference.read(b.packed, 256, 64)
-    for x, y in zip(found[:4], reference.read(a.packed, 256, 64)[:4], strict=True):
+        reference.write_packed(b.packed, EntryRows(*rows))
+        found = reference.read_packed(b.packed, 256, 64)
+    for x, y in zip(found[:4], reference.read_packed(a.packed, 256, 64)[:4], strict=True):
         assert torch.equal(x, y)
 
 
@@ -223,10 +223,9 @@ def test_appending_in_chunks_gives_the_same_codes() -> None:
     for arena in chunks.packed.pages.codes:
         arena.zero_()
     for begin, end in ((0, 64), (64, 192), (192, 256)):
-        packed_ops.write(
-            chunks.packed, torch.tensor([begin], dtype=torch.int32), torch.tensor([end - begin], dtype=torch.int32),
-            index[:, begin:end], whole.keys, whole.values, whole.positions,
-        )  # fmt: skip
+        start, count = (torch.tensor([n], dtype=torch.int32) for n in (begin, end - begin))
+        given = EntryRows(start, count, index[:, begin:end], whole.keys, whole.values, whole.positions)
+        ops.write_packed(chunks.packed, given)
     rows = [int(i) for i in whole.packed.table[0]]
     for arena_a, arena_b in zip(whole.packed.pages.codes, chunks.packed.pages.codes, strict=True):
         assert torch.equal(arena_a[: len(rows)], arena_b[: len(rows)])
@@ -241,16 +240,15 @@ def test_numbers_that_no_code_holds_are_refused(impl: object, bad: float, match:
     zero, n = torch.zeros(1, dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
     index = torch.arange(64, dtype=torch.int32)[None]
     with pytest.raises(NumericsError, match=match):
-        impl.write(call.packed, zero, n, index, keys, call.values, call.positions)  # type: ignore[attr-defined]
+        impl.write_packed(call.packed, EntryRows(zero, n, index, keys, call.values, call.positions))  # type: ignore[attr-defined]
 
 
 def test_a_run_that_cuts_a_group_is_refused() -> None:
     call = one(Format.INT4, 64).build()
     zero, n = torch.zeros(1, dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    index = torch.zeros(1, 40, dtype=torch.int32)
     with pytest.raises(OptionError, match="runs of 64 slots"):
-        packed_ops.write(
-            call.packed, zero, n, torch.zeros(1, 40, dtype=torch.int32), call.keys, call.values, call.positions
-        )  # fmt: skip
+        ops.write_packed(call.packed, EntryRows(zero, n, index, call.keys, call.values, call.positions))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
@@ -262,13 +260,13 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         DecodeRule(),
     )  # fmt: skip
     with pytest.raises(OptionError, match="32 channels beside plain ones of 64"):
-        packed_ops.decode(*args, other, scale=0.1)
+        ops.decode(decode_args(*args, other, scale=0.1))
     fixed = PackedLayout(64, 64, 64, side(Format.NUQ4, True, fixed=True), side(Format.INT4))
     regions = PackedRegions(
         type(other.pages)(4, fixed, torch.device("cpu")), call.packed.table, call.packed.lens, call.packed.dead
     )  # fmt: skip
     with pytest.raises(OptionError, match="needs calibrated key_scales"):
-        packed_ops.decode(*args, regions, scale=0.1)
+        ops.decode(decode_args(*args, regions, scale=0.1))
 
 
 def test_nbytes_are_those_of_the_layout() -> None:
@@ -286,7 +284,7 @@ def test_native_attends_to_decoded_numbers_for_any_group_of_heads(format: Format
     plain = Case([5], 1, 1, group, 80 if by_channel else 96, 48, 16, seed=group)
     key = side(format, by_channel, 64 if by_channel else 32)
     call = PackedCase(plain, [n], key, side(format, False, 16)).build()
-    keys, values, *_ = reference.read(call.packed, n, plain.key_dim)
+    keys, values, *_ = reference.read_packed(call.packed, n, plain.key_dim)
     k = torch.cat([keys[0], call.plain.keys[0, :5], call.plain.k_new[0]])
     v = torch.cat([values[0], call.plain.values[0, :5], call.plain.v_new[0]])
     logits = call.plain.q[0] @ k.T * plain.key_dim**-0.5

@@ -12,6 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.kernels.args import prefill_args
 from tests.helpers.kernels.prompts import Prompt, prompts
 
 pytestmark = [
@@ -200,9 +201,9 @@ def test_compiles_without_graph_breaks() -> None:
     prompt = long_prompt(n=20, n_past=4)
 
     def step(q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return ops.prefill(
+        return ops.prefill(prefill_args(
             q * 2, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, scale=0.2, colsum=Reduce.MEAN, decay=0.9
-        )  # fmt: skip
+        ))  # fmt: skip
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_identical(compiled(prompt.q), step(prompt.q))

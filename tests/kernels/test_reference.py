@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import ops, reference
+from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.eager.softmax import lse_merge
+from tests.helpers.kernels.args import prefill_args, window_args, write_args
 from tests.helpers.kernels.make import Call, Case
 
 LN2 = math.log(2.0)
@@ -190,12 +192,12 @@ def test_write_then_read_places_chosen_rows() -> None:
     values, positions = keys[..., :1] * 10, torch.tensor([[5, 6, 7]], dtype=torch.int32).expand(2, -1)
     index = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
     start, count = torch.tensor([0, 7]).int(), torch.tensor([2, 1]).int()
-    ops.write(call.pages, call.table, start, count, index, keys, values, positions)
-    dense = ops.read(call.pages, call.table, torch.tensor([2, 0]).int(), 3)
+    ops.write(*write_args(call.pages, call.table, start, count, index, keys, values, positions))
+    dense = ops.read(PageRegions(call.pages, call.table, torch.tensor([2, 0]).int()), 3)
     assert dense.keys[0].tolist() == [[4.0, 5.0], [0.0, 1.0], [0.0, 0.0]]
     assert dense.values[0, :, 0].tolist() == [40.0, 0.0, 0.0]
     assert dense.positions.tolist() == [[7, 5, -1], [-1, -1, -1]]
-    second = ops.read(call.pages, call.table, torch.tensor([0, 8]).int(), 8)
+    second = ops.read(PageRegions(call.pages, call.table, torch.tensor([0, 8]).int()), 8)
     assert second.keys[1, 7].tolist() == [8.0, 9.0]
 
 
@@ -212,12 +214,12 @@ def test_prefill_by_hand() -> None:
     # two queries, equal logits: row 0 sees itself, row 1 both
     q, k = torch.ones(1, 2, 1), torch.zeros(1, 2, 1)
     v, pos = torch.tensor([[[2.0], [4.0]]]), torch.tensor([0, 1]).int()
-    out, lse, sums = reference.prefill(q, k, v, pos, scale=1.0, colsum=Reduce.MEAN)
+    out, lse, sums = reference.prefill(prefill_args(q, k, v, pos, scale=1.0, colsum=Reduce.MEAN))
     assert out.flatten().tolist() == pytest.approx([2.0, 3.0])
     assert lse.flatten().tolist() == pytest.approx([0.0, LN2])
     assert sums is not None
     assert sums.flatten().tolist() == pytest.approx([1.5, 0.5])
-    again = reference.window_signal(q, k, pos, pos[None], scale=1.0, lse=lse)
+    again = reference.window_signal(window_args(q, k, pos, pos[None], scale=1.0, lse=lse))
     assert again.flatten().tolist() == pytest.approx([1.5, 0.5])
 
 
@@ -225,9 +227,9 @@ def test_prefill_skips_ragged_holes_and_the_window() -> None:
     q, k = torch.ones(1, 1, 1), torch.zeros(1, 4, 1)
     v = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])
     past = torch.tensor([[0, -1, 8]]).int()
-    out, _, _ = reference.prefill(q, k, v, torch.tensor([9]).int(), past, scale=1.0)
+    out, _, _ = reference.prefill(prefill_args(q, k, v, torch.tensor([9]).int(), past, scale=1.0))
     assert out.item() == pytest.approx((1 + 4 + 8) / 3)
-    out, _, _ = reference.prefill(q, k, v, torch.tensor([9]).int(), past, scale=1.0, window=5)
+    out, _, _ = reference.prefill(prefill_args(q, k, v, torch.tensor([9]).int(), past, scale=1.0, window=5))
     assert out.item() == pytest.approx((4 + 8) / 2)
 
 

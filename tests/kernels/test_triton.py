@@ -31,9 +31,11 @@ from tests.helpers.kernels.triton_make import (
 
 # isort: split
 from millpond.errors import OptionError
-from millpond.kernels import backends, eviction, gpu, ops, reference
+from millpond.kernels import eviction, gpu, ops, reference
+from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.args import decode_args, prefill_args, write_args
 
 rules = st.builds(
     DecodeRule,
@@ -83,11 +85,11 @@ def test_decode(
     sink = normal(g, n_kv_heads * group) if has_sink else None
     options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "window": window, "sink_logits": sink}
 
-    want = reference.decode(q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, **options)
+    want = reference.decode(decode_args(q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, **options))
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(DECODE, "TUNING", SMALL)
-        got = gpu.decode(q, k_new, v_new, twin, table, twin_lens, caps, recent, q_pos, rule, **options)
+        got = gpu.decode(decode_args(q, k_new, v_new, twin, table, twin_lens, caps, recent, q_pos, rule, **options))
     close(got[0], want[0], dtype)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     assert got[2].tolist() == want[2].tolist()
@@ -111,8 +113,8 @@ def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
     for step in range(9):
         q, k, v = normal(g, 2, 6, 16), normal(g, 2, 2, 16), normal(g, 2, 2, 16)
         rest = (ints([3, 3, 6, 6]), ints([2] * 4), ints([step, step + 3]), rule)
-        want = reference.decode(q, k, v, pages, table, lens, *rest, **options)
-        got = gpu.decode(q, k, v, twin, table, twin_lens, *rest, **options)
+        want = reference.decode(decode_args(q, k, v, pages, table, lens, *rest, **options))
+        got = gpu.decode(decode_args(q, k, v, twin, table, twin_lens, *rest, **options))
         close(got[0], want[0], torch.float32)
         assert got[2].tolist() == want[2].tolist()
     assert lens.tolist() == twin_lens.tolist() == [3, 3, 6, 6]
@@ -133,10 +135,10 @@ def test_ties_leave_oldest_first(recent: int) -> None:
     twin, lens, twin_lens = copy_of(pages), ints([1100]), ints([1100])
     q, k = normal(g, 1, 2, 16), normal(g, 1, 1, 16)
     rest = (ints([1100]), ints([recent]), ints([1500]), DecodeRule(evict=Evict.ACC))
-    want = reference.decode(q, k, k, pages, table, lens, *rest, scale=1.0)
+    want = reference.decode(decode_args(q, k, k, pages, table, lens, *rest, scale=1.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DECODE, "TUNING", SMALL)
-        got = gpu.decode(q, k, k, twin, table, twin_lens, *rest, scale=1.0)
+        got = gpu.decode(decode_args(q, k, k, twin, table, twin_lens, *rest, scale=1.0))
     assert got[2].tolist() == want[2].tolist() == [1]
     close(got[0], want[0], torch.float32)
     assert_same_pages(twin, pages)
@@ -153,7 +155,8 @@ def test_hash_is_exact() -> None:
         rule = DecodeRule(evict=Evict.RANDOM, seed=seed)
         q, last = normal(g, 1, 3, 16), 2**31 - 2
         lens = ints([64] * 3)
-        gone = gpu.decode(q, q, q, pages, table, lens, ints([64] * 3), ints([0] * 3), ints([last]), rule, scale=1.0)[2]
+        rest = ints([64] * 3), ints([0] * 3), ints([last]), rule
+        gone = gpu.decode(decode_args(q, q, q, pages, table, lens, *rest, scale=1.0))[2]
         seen = torch.cat([positions, ints([[last]] * 3)], 1)
         value = eviction.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
         assert gone.tolist() == seen.gather(1, value.argmin(1, keepdim=True))[:, 0].tolist()
@@ -168,11 +171,11 @@ def test_nothing_to_do() -> None:
     for n in (0, 2):
         lens, caps, idle = zeros[:n].clone(), zeros[:n] + 1, zeros[:n] - 1
         rest = (none, empty[:n], lens, caps, zeros[:n], idle, KEEP_ALL)
-        out, lse, gone = gpu.decode(rows[:n], rows[:n], rows[:n], *rest, scale=1.0)
+        out, lse, gone = gpu.decode(decode_args(rows[:n], rows[:n], rows[:n], *rest, scale=1.0))
         assert out.abs().sum() == 0
         assert lse.tolist() == [[-float("inf")]] * n
         assert gone.tolist() == [-1] * n
-    keys, _, positions, _, _ = gpu.read(none, empty, zeros, 3)
+    keys, _, positions, _, _ = gpu.read(PageRegions(none, empty, zeros), 3)
     assert keys.shape == (2, 3, 16)
     assert positions.tolist() == [[-1] * 3] * 2
 
@@ -200,11 +203,15 @@ def test_write_and_read(
     positions = positions if positions.shape[1] >= n_rows else ints(torch.arange(n_rows)).expand(n, -1)
     scores = normal(g, n, n_rows) if has_scores else None
     for where, implementation in ((pages, reference), (twin, gpu)):
-        implementation.write(where, table, start, count, index, keys, values, positions, scores)
+        implementation.write(*write_args(where, table, start, count, index, keys, values, positions, scores))
     assert_same_pages(twin, pages)
 
     lens = torch.where(count > 0, count, 0)  # the first `start` slots may be unwritten NaN: both sides copy them
-    for got, want in zip(gpu.read(twin, table, lens, width), reference.read(pages, table, lens, width), strict=True):
+    for got, want in zip(
+        gpu.read(PageRegions(twin, table, lens), width),
+        reference.read(PageRegions(pages, table, lens), width),
+        strict=True,
+    ):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
@@ -233,7 +240,7 @@ def test_decode_with_masses(
     rows = (normal(g, 4, 50, dims[0]), normal(g, 4, 50, dims[1]), ints(positions), scores)
     log_masses = (torch.rand(50, 4, generator=g) * 3).to(DEVICE).T  # strided
     for where, implementation in ((pages, reference), (twin, gpu)):
-        implementation.write(where, table, ints([0] * 4), lens, index, *rows, log_masses)
+        implementation.write(*write_args(where, table, ints([0] * 4), lens, index, *rows, log_masses))
     assert_same_pages(twin, pages)
     twin_lens = lens.clone()
     q = normal(g, 2, 2 * group, dims[0], dtype=dtype)
@@ -242,30 +249,30 @@ def test_decode_with_masses(
     options: dict[str, Any] = {
         "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": normal(g, 2 * group) if has_sink else None,
     }  # fmt: skip
-    want = reference.decode(q, *new, pages, table, lens, *rest, **options)
+    want = reference.decode(decode_args(q, *new, pages, table, lens, *rest, **options))
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(DECODE, "TUNING", SMALL)
-        got = gpu.decode(q, *new, twin, table, twin_lens, *rest, **options)
+        got = gpu.decode(decode_args(q, *new, twin, table, twin_lens, *rest, **options))
     close(got[0], want[0], dtype)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     assert got[2].tolist() == want[2].tolist()
     assert_same_pages(twin, pages)
-    dense = gpu.read(twin, table, twin_lens, 51)
-    for a, b in zip(dense, reference.read(pages, table, lens, 51), strict=True):
+    dense = gpu.read(PageRegions(twin, table, twin_lens), 51)
+    for a, b in zip(dense, reference.read(PageRegions(pages, table, lens), 51), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     # rows written without masses have mass 1
-    gpu.write(twin, table, ints([0] * 4), twin_lens, index, *rows)
-    cleared = gpu.read(twin, table, twin_lens.clamp(max=50), 50)[4]
+    gpu.write(*write_args(twin, table, ints([0] * 4), twin_lens, index, *rows))
+    cleared = gpu.read(PageRegions(twin, table, twin_lens.clamp(max=50)), 50)[4]
     assert cleared is not None
     assert (cleared == 0).all()
 
 
 def test_ops_reach_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
-    assert backends.backend(torch.bfloat16, DEVICE) is gpu
+    assert ops.op_set(torch.bfloat16, DEVICE) is gpu
     q = torch.ones(1, 4, 16, device=DEVICE)
-    sums = ops.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0, colsum=Reduce.SUM)[2]
+    sums = ops.prefill(prefill_args(q, q, q, ints([0, 1, 2, 3]), scale=1.0, colsum=Reduce.SUM))[2]
     assert sums is not None
     assert sums.sum().item() == pytest.approx(4.0)
 
@@ -273,7 +280,7 @@ def test_ops_reach_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_dtypes_are_refused() -> None:
     q = torch.zeros(1, 4, 16, dtype=torch.float64, device=DEVICE)
     with pytest.raises(OptionError, match=r"not torch\.float64"):
-        gpu.prefill(q, q, q, ints([0, 1, 2, 3]), scale=1.0)
+        gpu.prefill(prefill_args(q, q, q, ints([0, 1, 2, 3]), scale=1.0))
 
 
 def test_missing_triton_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,10 +297,10 @@ def test_unbounded_regions_grow() -> None:
     pages = new_pool(torch.bfloat16, 16, 16, 4, n_arenas)
     lens, row = ints([0, 0]), normal(g, 1, 2, 16, dtype=torch.bfloat16)
     for step in range(4):
-        gone = gpu.decode(
+        gone = gpu.decode(decode_args(
             row, row, row, pages, table, lens, ints([UNBOUNDED] * 2), ints([0, 0]), ints([step]),
             DecodeRule(evict=Evict.OLDEST), scale=1.0,
-        )[2]  # fmt: skip
+        ))[2]  # fmt: skip
         assert gone.tolist() == [-1, -1]
     assert lens.tolist() == [4, 4]
-    assert gpu.read(pages, table, lens, 4)[2].tolist() == [[0, 1, 2, 3]] * 2
+    assert gpu.read(PageRegions(pages, table, lens), 4)[2].tolist() == [[0, 1, 2, 3]] * 2

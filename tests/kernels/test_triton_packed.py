@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import millpond as mp
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.packed.layout import Format, Side
 from tests.helpers.hf.families import family, left_padded, run
@@ -21,7 +21,7 @@ from tests.helpers.kernels.packed_make import PackedCall, PackedCase, rope_for, 
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
-from millpond.kernels.gpu import packed as gpu
+from millpond.kernels import gpu
 from millpond.kernels.gpu.common import INTERPRET
 
 if not INTERPRET:

@@ -23,6 +23,7 @@ from tests.helpers.kernels.triton_make import (
 # isort: split
 from millpond.kernels import gpu, reference
 from millpond.kernels.decode_rules import Reduce
+from tests.helpers.kernels.args import prefill_args
 
 
 @quick
@@ -51,8 +52,8 @@ def test_prefill(
         "decay": 0.97 if seed % 2 else 1.0,
     }  # fmt: skip
     q_pos = ints(80 + gaps.cumsum(0))
-    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
-    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
+    want = reference.prefill(prefill_args(q, k, v, q_pos, past_pos, **options))
+    got = gpu.prefill(prefill_args(q, k, v, q_pos, past_pos, **options))
     close(got[0], want[0], dtype)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     if colsum is None:
@@ -85,8 +86,8 @@ def test_prefill_with_masses(
         "colsum": colsum, "past_log_masses": past_log_masses,
     }  # fmt: skip
     q_pos = ints(80 + torch.arange(n_rows))
-    want = reference.prefill(q, k, v, q_pos, past_pos, **options)
-    got = gpu.prefill(q, k, v, q_pos, past_pos, **options)
+    want = reference.prefill(prefill_args(q, k, v, q_pos, past_pos, **options))
+    got = gpu.prefill(prefill_args(q, k, v, q_pos, past_pos, **options))
     close(got[0], want[0], dtype)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     assert (got[2] is None) == (colsum is None)

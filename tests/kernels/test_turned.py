@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.test_packed import TOLERANCE, assert_same
 from millpond.errors import OptionError
-from millpond.kernels import packed_ops
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import ops, reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.packed.layout import Format
@@ -78,7 +77,7 @@ def test_what_is_read_is_what_was_written_turned_and_turned_back() -> None:
         side(Format.NUQ4), 128, rope=rope,
     )  # fmt: skip
     call = case.build()
-    found = reference.read(call.packed, 128, 64)
+    found = reference.read_packed(call.packed, 128, 64)
     before = rope.turn_back(call.keys, call.positions)
     stored = rope.turn_back(found[0], found[2])
     assert float((found[0] - call.keys).norm() / call.keys.norm()) < 0.2
@@ -103,4 +102,4 @@ def test_scales_of_a_page_cannot_hold_keys_before_rope() -> None:
     call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
     call.packed = replace(call.packed, rope=rope_for(32, 99, 32))
     with pytest.raises(OptionError, match="before RoPE with calibrated scales"):
-        call.run(packed_ops)
+        call.run(ops)

@@ -13,6 +13,7 @@ from torch import Tensor
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.kernels.args import window_args
 from tests.helpers.kernels.prompts import TOLERANCE
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
@@ -43,7 +44,8 @@ def lookbacks(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], dict[str, object]]:
 
 
 def check(arguments: tuple[Tensor, ...], settings: dict[str, object], how: Reduce) -> None:
-    expected, found = (impl.window_signal(*arguments, reduce=how, **settings) for impl in (reference, native))
+    args = window_args(*arguments, reduce=how, **settings)
+    expected, found = (impl.window_signal(args) for impl in (reference, native))
     tol = min(TOLERANCE[arguments[0].dtype], 1e-4)  # products of bfloat16 are exact in float32
     torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
 
@@ -78,7 +80,7 @@ def test_near_queries_give_shares_of_all_they_see(impl: ModuleType) -> None:
     q, k = torch.zeros(2, 3, 16), torch.zeros(1, 3, 16)
     at = torch.arange(3, dtype=torch.int32)
     lse = (at + 1.0).log().expand(2, -1)  # each query sees itself and what is older, all alike
-    near = impl.window_signal(q, k, at, at[None], scale=1.0, window=2, lse=lse)
+    near = impl.window_signal(window_args(q, k, at, at[None], scale=1.0, window=2, lse=lse))
     torch.testing.assert_close(near, torch.tensor([[1 + 1 / 2, 1 / 2 + 1 / 3, 1 / 3]]))
 
 
@@ -87,7 +89,7 @@ def test_what_queries_see(impl: ModuleType) -> None:
     q, k = torch.zeros(2, 2, 16), torch.randn(1, 4, 16)
     q_pos, k_pos = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[4, 3, -1, 9]], dtype=torch.int32)
     k[:, 2] = float("nan")  # where there is no entry
-    signal = impl.window_signal(q, k, q_pos, k_pos, scale=1.0)
+    signal = impl.window_signal(window_args(q, k, q_pos, k_pos, scale=1.0))
     torch.testing.assert_close(signal, torch.tensor([[0.5, 1.5, 0.0, 0.0]]))
-    unseen = impl.window_signal(q, k, q_pos - 3, k_pos, scale=1.0)
+    unseen = impl.window_signal(window_args(q, k, q_pos - 3, k_pos, scale=1.0))
     assert torch.equal(unseen, torch.zeros(1, 4))

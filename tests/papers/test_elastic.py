@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.merging.nearest_anchor import nearest_in_text
 from millpond.policy.view import View

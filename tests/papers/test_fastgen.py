@@ -14,8 +14,8 @@ from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.state.token_ids import TokenIds
-from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError
+from millpond.kernels.args import AttentionShape
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
 from millpond.policy.needs.head_rules import HeadRule, Heads

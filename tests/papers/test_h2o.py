@@ -11,6 +11,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.pages import PageArrays
 from millpond.methods import METHODS
 from millpond.policy.view import View
+from tests.helpers.kernels.args import decode_args
 from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run
 
 h2o = METHODS.get("h2o")
@@ -157,10 +158,10 @@ def test_scores_keep_growing_in_float32() -> None:
     zero, one = torch.zeros(1, 1, 1), torch.ones(1, dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
     for t in range(3000):
-        ops.decode(
+        ops.decode(decode_args(
             zero, zero, zero, pages, table, one * 2, one * 2, one * 0, one * (1_000_000 + t),
             DecodeRule(Signal.SUM, evict=Evict.NEVER), scale=1.0,
-        )  # fmt: skip
+        ))  # fmt: skip
     grown = pages.scores[0][0, :2] - before
     assert torch.allclose(grown, torch.full((2,), 1000.0), rtol=0.05)  # a third each time, rounded to 1/32
     assert pages.scores[0][0, 0] > pages.scores[0][0, 1]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.cache.selective.block_retrieval import BlockRetrieval
-from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
 from tests.helpers.hf.families import shared_model, text

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 import millpond as mp
 from millpond.cache.selective.sparse_prefill import SparsePrefill
-from millpond.cache.types import AttentionShape
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.hf.offline.head_patterns import find_patterns
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.needs.prompt_patterns import HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import AShape, BlockSparse, VerticalSlash

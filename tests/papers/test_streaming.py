@@ -8,7 +8,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.state import rerotation
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.papers.fixture import run
 

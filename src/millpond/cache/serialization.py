@@ -13,12 +13,12 @@ from torch import Tensor
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.swap.pages import read_pages, write_pages
-from millpond.cache.types import AttentionShape
 from millpond.errors import DataError, OptionError
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, EntryRows
 from millpond.policy.scores.query_moments import QueryMoments
 
-#: Tensors of the plain part, in the order of `ops.PaddedEntries`.
+#: Tensors of the plain part, in the order of `PaddedEntries`.
 ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
 
 
@@ -36,7 +36,7 @@ def to_tensors(core: LayerCache) -> dict[str, Tensor]:
             "not hold; give positions='absolute', or use another method"
         )
     width = int(table.lengths().max(initial=0))
-    found = ops.read(table.pool.arrays, table.pages, table.lens, width)
+    found = ops.read(table.regions, width)
     out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
     out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
     shape = core.attention.shape
@@ -105,10 +105,11 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
     lens = stored["lens"].cpu().numpy()
     table.reserve(0, lens)
     start, index = torch.zeros_like(stored["lens"]), torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
-    ops.write(
-        table.pool.arrays, table.pages, start, stored["lens"], index.expand(len(keys), -1).contiguous(), keys, values,
-        stored["positions"], stored["scores"], stored.get("log_masses"),
+    rows = EntryRows(
+        start, stored["lens"], index.expand(len(keys), -1).contiguous(), keys, values, stored["positions"],
+        stored["scores"], stored.get("log_masses"),
     )  # fmt: skip
+    ops.write(table.regions, rows)
     table.set_lengths(0, lens)
     recent = stored["recent"].cpu().numpy()
     table.set_budget(0, stored["capacities"].cpu().numpy(), recent)

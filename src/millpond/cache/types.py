@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What one layer's attention does besides softmax(q k / sqrt d): see `ops.decode`."""
-
-    scale: float
-    softcap: float = 0.0
-    window: int = 0
-    sink_logits: Tensor | None = None
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """As keyword arguments of the ops."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Entries(NamedTuple):

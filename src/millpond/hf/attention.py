@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf import stock_attention
 from millpond.hf.attention_switch import before, switch
 from millpond.hf.grad_mode import refuse_gradients
+from millpond.kernels.args import AttentionShape
 
 NAME = "millpond"
 _TAG = "_millpond_layer"

@@ -15,11 +15,11 @@ from transformers.cache_utils import CacheLayerMixin
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
 from millpond.hf.attention import tag
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import LatentShape
+from millpond.kernels.args import AttentionShape
 
 #: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
 #: as in `LayerCache.attend`.

@@ -1,7 +1,8 @@
-"""Prefill in blocks of query rows: the attention and the exact column sums in one pass, no (Q, N) matrix.
+"""The op set in plain torch, prompts in blocks of query rows.
 
-What runs where neither the native kernels nor those of the GPU can: every dtype and device that torch has. Extra
-memory: Hq * block * N numbers.
+Attention and the exact column sums of a prompt are made in one pass, without a (Q, N) matrix. What runs where neither
+the native kernels nor those of the GPU can: every dtype and device that torch has. Extra memory: Hq * block * N
+numbers.
 """
 
 from __future__ import annotations
@@ -9,12 +10,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.args import PrefillArgs, PrefillOutput
 from millpond.kernels.decode_rules import Reduce
-from millpond.kernels.eager.prefill import query_weights, window_signal
-from millpond.kernels.eager.scan import absolute_sums, newest_alike
+from millpond.kernels.eager.prefill import query_weights
 from millpond.kernels.eager.softmax import INF, reduce_group, wide
+from millpond.kernels.reference import (
+    absolute_sums,
+    admit,
+    attend,
+    decode,
+    merge_slots,
+    newest_alike,
+    read,
+    read_packed,
+    window_signal,
+    write,
+    write_packed,
+)
 
-__all__ = ["absolute_sums", "newest_alike", "prefill", "window_signal"]
+__all__ = [
+    "absolute_sums",
+    "admit",
+    "attend",
+    "decode",
+    "merge_slots",
+    "newest_alike",
+    "prefill",
+    "read",
+    "read_packed",
+    "window_signal",
+    "write",
+    "write_packed",
+]
 
 
 def block_rows(group: int) -> int:
@@ -54,38 +81,25 @@ def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float, past_log_m
     return logits
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    colsum: Reduce | None = None,
-    decay: float = 1.0,
-    past_log_masses: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def prefill(args: PrefillArgs) -> PrefillOutput:
+    q, shape, colsum = args.q, args.shape, args.colsum
     n_heads, n_rows, _ = q.shape
-    n_kv_heads, n_columns, _ = k.shape
+    n_kv_heads, n_columns, _ = args.k.shape
     group, n_past = n_heads // n_kv_heads, n_columns - n_rows
     dtype = wide(q.dtype)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k, v = args.k.to(q.dtype), args.v.to(q.dtype)
     rows = q.reshape(n_kv_heads, group, n_rows, -1)
     out = q.new_empty(n_kv_heads, group, n_rows, v.shape[-1])
     lse = torch.empty(n_kv_heads, group, n_rows, dtype=dtype, device=q.device)
     sums = torch.zeros(n_kv_heads, n_columns, dtype=dtype, device=q.device) if colsum is not None else None
-    weights = query_weights(n_rows, decay, lse) if decay != 1 else None
-    sink = sink_logits.to(dtype).view(n_kv_heads, group, 1, 1) if sink_logits is not None else None
+    weights = query_weights(n_rows, args.decay, lse) if args.decay != 1 else None
+    sink = shape.sink_logits.to(dtype).view(n_kv_heads, group, 1, 1) if shape.sink_logits is not None else None
     block = block_rows(group)
     for begin in range(0, n_rows, block):
         end = min(begin + block, n_rows)
         seen = n_past + end
-        p = _logits(rows[:, :, begin:end], k[:, :seen], scale, softcap, past_log_masses)
-        hidden = _block_mask(q_pos, past_pos, n_past, begin, end, window)
+        p = _logits(rows[:, :, begin:end], k[:, :seen], shape.scale, shape.softcap, args.past_log_masses)
+        hidden = _block_mask(args.q_pos, args.past_pos, n_past, begin, end, shape.window)
         if hidden is not None:
             p.masked_fill_(hidden[:, None], -INF)
         top = p.amax(-1, keepdim=True)
@@ -99,7 +113,8 @@ def prefill(
             sums[:, :seen] += _column_sums(counted, colsum)
         flat = p.to(q.dtype).view(n_kv_heads, -1, seen)
         out[:, :, begin:end] = torch.bmm(flat, v[:, :seen]).view(n_kv_heads, group, end - begin, -1)
-    return out.view(n_heads, n_rows, -1), lse.view(n_heads, n_rows).float(), sums.float() if sums is not None else None
+    heads = (n_heads, n_rows)
+    return PrefillOutput(out.view(*heads, -1), lse.view(heads).float(), sums.float() if sums is not None else None)
 
 
 def _column_sums(p: Tensor, how: Reduce) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.lean.block import Attend
 from millpond.models.lean.describe import describe
@@ -118,4 +118,4 @@ def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) 
     """Of the tokens of the trial over themselves."""
     positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return ops.prefill(q, k, v, positions, **shape.kwargs)[0].transpose(0, 1)
+    return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)

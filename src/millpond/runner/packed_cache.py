@@ -12,11 +12,10 @@ from transformers import Cache
 
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
 from millpond.errors import CacheMismatchError
 from millpond.hf.attention import tag
 from millpond.hf.single_pass_layer import PassLayer
-from millpond.kernels import native
+from millpond.kernels.args import AttentionShape, StepRegions
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
@@ -42,7 +41,7 @@ class FusedSteps(NamedTuple):
     cores: Sequence[LayerCache]
     newest: list[PendingStep]
 
-    def regions(self) -> list[native.Regions]:
+    def regions(self) -> list[StepRegions]:
         """What the layers meet."""
         return [step.regions() for step in self.newest]
 

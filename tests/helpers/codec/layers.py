@@ -13,8 +13,8 @@ from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.rope_tables import RopeTables
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.types import AttentionShape
 from millpond.codec import Codec, resolve
+from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.codec.known import HalfRotation, known
 

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millpond.kernels import reference
+from millpond.kernels.args import AttentionShape, DecodeArgs, DecodeOutput, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule
+from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.args import write_args
 
 
 @dataclass
@@ -91,13 +95,13 @@ class Call:
         self.scores = torch.rand(n_regions, max(width, 1), generator=gen)
         self.positions = positions
         self.log_masses = torch.rand(self.scores.shape, generator=gen) * 3 if case.masses else None
-        self._fill(reference_module())
+        self._fill(reference)
 
     def _fill(self, impl: ModuleType) -> None:
         index = torch.arange(self.keys.shape[1], dtype=torch.int32).expand(len(self.lens), -1)
         start = torch.zeros_like(self.lens)
         rows = (self.keys, self.values, self.positions, self.scores, self.log_masses)
-        impl.write(self.pages, self.table, start, self.lens, index, *rows)
+        impl.write(*write_args(self.pages, self.table, start, self.lens, index, *rows))
 
     def clone(self) -> Call:
         other = copy.copy(self)
@@ -105,30 +109,30 @@ class Call:
         other.lens = self.lens.clone()
         return other
 
-    def run(self, impl: ModuleType, **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def args(self, packed: PackedRegions | None = None, **changes: Any) -> DecodeArgs:
+        """Of one decode call. `changes`: of the rule, or of the shape of the attention."""
         case = self.case
-        result: tuple[Tensor, Tensor, Tensor] = impl.decode(
-            self.q, self.k_new, self.v_new, self.pages, self.table, self.lens, self.caps, self.recent, self.q_pos,
-            changes.pop("rule", case.rule), scale=case.key_dim**-0.5, softcap=case.softcap, window=case.window,
-            sink_logits=self.sink_logits, **changes,
-        )  # fmt: skip
+        settings = {"scale": case.key_dim**-0.5, "softcap": case.softcap, "window": case.window}
+        settings |= {"sink_logits": self.sink_logits, **changes}
+        rule = settings.pop("rule", case.rule)
+        shape = AttentionShape(**settings)
+        regions = StepRegions(self.regions, self.caps, self.recent, self.q_pos, rule, shape, packed)
+        return DecodeArgs(self.q, self.k_new, self.v_new, regions)
+
+    @property
+    def regions(self) -> PageRegions:
+        return PageRegions(self.pages, self.table, self.lens)
+
+    def run(self, impl: ModuleType, **changes: Any) -> DecodeOutput:
+        result: DecodeOutput = impl.decode(self.args(**changes))
         return result
 
     def contents(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return reference_module().read(self.pages, self.table, self.lens, int(self.lens.max()))[:4]
+        return reference.read(self.regions, int(self.lens.max()))[:4]
 
     def masses(self) -> Tensor | None:
         """The log masses of what the regions hold."""
-        log_masses: Tensor | None = reference_module().read(
-            self.pages, self.table, self.lens, int(self.lens.max())
-        )[4]  # fmt: skip
-        return log_masses
-
-
-def reference_module() -> ModuleType:
-    from millpond.kernels import reference
-
-    return reference
+        return reference.read(self.regions, int(self.lens.max())).log_masses
 
 
 def clone_pages(pages: PageArrays) -> PageArrays:

@@ -9,12 +9,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from millpond.kernels import packed_reference as reference
+from millpond.kernels import reference
+from millpond.kernels.args import DecodeOutput, EntryRows
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
-from tests.helpers.kernels.make import Call, Case, reference_module
+from tests.helpers.kernels.make import Call, Case
 
 
 def table_for(format: Format) -> tuple[float, ...]:
@@ -112,10 +113,9 @@ class PackedCall:
         self.scores = torch.rand(n_regions, width, generator=gen)
         self.log_masses = torch.rand(n_regions, width, generator=gen) if plain.masses else None
         index = torch.arange(width, dtype=torch.int32).expand(n_regions, width)
-        reference.write(
-            self.packed, torch.zeros_like(self.packed.lens), self.packed.lens, index, self.keys, self.values,
-            self.positions, self.scores, self.log_masses,
-        )  # fmt: skip
+        start, rows = torch.zeros_like(self.packed.lens), (self.keys, self.values, self.positions, self.scores)
+        given = EntryRows(start, self.packed.lens, index, *rows, self.log_masses)
+        reference.write_packed(self.packed, given)
         for r, n in enumerate(case.lens):
             for slot in torch.randperm(n, generator=gen)[: case.dead].tolist():
                 arena, at = divmod(int(table[r, slot // case.slots]), 4)
@@ -132,20 +132,13 @@ class PackedCall:
         other.packed = replace(self.packed, pages=pages, dead=self.packed.dead.clone())
         return other
 
-    def run(self, impl: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
-        case, call = self.case.plain, self.plain
-        result: tuple[Tensor, Tensor, Tensor] = impl.decode(
-            call.q, call.k_new, call.v_new, call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos,
-            case.rule, self.packed, scale=case.key_dim**-0.5, softcap=case.softcap, window=case.window,
-            sink_logits=call.sink_logits,
-        )  # fmt: skip
+    def run(self, impl: ModuleType) -> DecodeOutput:
+        result: DecodeOutput = impl.decode(self.plain.args(self.packed))
         return result
 
     def contents(self) -> tuple[Tensor, ...]:
         """Keys, values, positions and scores of the packed part, and what the plain part holds."""
         head_dim = self.case.plain.key_dim
-        packed = reference.read(self.packed, max([1, *self.case.lens]), head_dim)[:4]
-        plain = reference_module().read(
-            self.plain.pages, self.plain.table, self.plain.lens, max(1, int(self.plain.lens.max()))
-        )[:4]  # fmt: skip
+        packed = reference.read_packed(self.packed, max([1, *self.case.lens]), head_dim)[:4]
+        plain = reference.read(self.plain.regions, max(1, int(self.plain.lens.max())))[:4]
         return (*packed, *plain)

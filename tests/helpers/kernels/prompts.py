@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.kernels.decode_rules import Reduce
+from tests.helpers.kernels.args import prefill_args
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -32,11 +33,11 @@ class Prompt:
     decay: float = 1.0
 
     def run(self, impl: ModuleType, colsum: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
+        result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(prefill_args(
             self.q, self.k, self.v, self.q_pos, self.past_pos, scale=self.scale, softcap=self.softcap,
             window=self.window, sink_logits=self.sink_logits, colsum=colsum, decay=self.decay,
             past_log_masses=self.past_log_masses,
-        )  # fmt: skip
+        ))  # fmt: skip
         return result
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millpond.kernels import reference
 from millpond.kernels.pages import PageArrays
+from tests.helpers.kernels.args import write_args
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
@@ -89,4 +90,4 @@ def fill(pages: PageArrays, table: Tensor, lens: Tensor, positions: Tensor, scor
     n, width = positions.shape
     index = torch.arange(width, dtype=torch.int32, device=DEVICE).expand(n, width)
     keys, values = normal(g, n, width, pages.key_dim), normal(g, n, width, pages.value_dim)
-    reference.write(pages, table, ints([0] * n), lens, index, keys, values, positions, scores)
+    reference.write(*write_args(pages, table, ints([0] * n), lens, index, keys, values, positions, scores))

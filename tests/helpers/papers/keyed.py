@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.view import View
 from tests.helpers.papers.fixture import kept, layer_cache

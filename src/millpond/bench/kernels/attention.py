@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from millpond.kernels import native
+from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.pages import PageArrays
 
@@ -101,10 +102,12 @@ class DecodeSetup:
         caps = lens.clone() if self.rule.evict is not Evict.NEVER else torch.full_like(lens, UNBOUNDED)
         recent, q_pos = torch.full_like(lens, 32), torch.tensor(self.lens, dtype=torch.int32)
         held = lens.clone()
+        plain, shape = PageRegions(pages, table, held), AttentionShape(self.dim**-0.5)
+        args = DecodeArgs(q, new, new, StepRegions(plain, caps, recent, q_pos, self.rule, shape))
 
         def call() -> object:
             held.copy_(lens)
-            return native.decode(q, new, new, pages, table, held, caps, recent, q_pos, self.rule, scale=self.dim**-0.5)
+            return native.decode(args)
 
         return call
 
@@ -194,7 +197,7 @@ def _prefill_calls(dim: int, n: int, n_heads: int = 8, n_kv_heads: int = 2) -> d
     group = n_heads // n_kv_heads
 
     def ours(colsum: Reduce | None) -> object:
-        return native.prefill(q, k, v, positions, scale=scale, colsum=colsum)
+        return native.prefill(PrefillArgs(q, k, v, positions, AttentionShape(scale), colsum=colsum))
 
     def sdpa(keys: Tensor, values: Tensor, gqa: bool) -> object:
         return scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True, enable_gqa=gqa)

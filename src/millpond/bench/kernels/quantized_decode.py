@@ -22,8 +22,8 @@ from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.codec import Codec, codec_named
 from millpond.codec.spec import Tables
 from millpond.kernels import native
+from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED
-from millpond.kernels.native import packed as native_packed
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
@@ -109,10 +109,10 @@ def _packed(shape: AttentionCase, codec: str) -> PackedRegions:
         )  # fmt: skip
     keys, values = torch.randn(2, 1, DISTINCT, shape.dim).bfloat16()
     index = torch.arange(DISTINCT, dtype=torch.int32)[None]
-    native_packed.write(
-        replace(regions, table=table[:1], lens=_int32(1), dead=_int32(1)), _int32(1), _int32(1, value=DISTINCT), index,
-        keys, values, index,
-    )  # fmt: skip
+    native.write_packed(
+        replace(regions, table=table[:1], lens=_int32(1), dead=_int32(1)),
+        EntryRows(_int32(1), _int32(1, value=DISTINCT), index, keys, values, index),
+    )
     for arenas in pages.arrays:
         arenas[0][:] = arenas[0][:distinct].repeat(n // distinct, 1)
     return regions
@@ -151,13 +151,12 @@ def _layer(shape: AttentionCase, codec: str | None) -> Callable[[], object]:
     new = torch.randn(shape.batch, shape.n_kv_heads, shape.dim).bfloat16()
     held, scale = lens.clone(), shape.dim**-0.5
 
+    regions = StepRegions(PageRegions(pages, table, held), caps, recent, q_pos, KEEP_ALL, AttentionShape(scale), packed)
+    args = DecodeArgs(q, new, new, regions)
+
     def call() -> object:
         held.copy_(lens)
-        if packed is None:
-            return native.decode(q, new, new, pages, table, held, caps, recent, q_pos, KEEP_ALL, scale=scale)
-        return native_packed.decode(
-            q, new, new, pages, table, held, caps, recent, q_pos, KEEP_ALL, packed, scale=scale
-        )  # fmt: skip
+        return native.decode(args)
 
     return call
 
@@ -216,7 +215,7 @@ def packing_rows(rounds: int = 5, length: int = 4096, dim: int = 64) -> list[Ker
     k, v = torch.randn(2, n_kv_heads, length, dim).bfloat16()
     positions = torch.arange(length, dtype=torch.int32)
     calls: dict[str, Callable[[], object]] = {
-        "prefill": lambda: native.prefill(q, k, v, positions, scale=dim**-0.5, colsum=None)
+        "prefill": lambda: native.prefill(PrefillArgs(q, k, v, positions, AttentionShape(dim**-0.5)))
     }
     for codec in (*TARGETS, "kvquant4"):
         calls[codec] = _pack_call(codec, k, v)
@@ -235,7 +234,8 @@ def _pack_call(codec: str, keys: Tensor, values: Tensor) -> Callable[[], object]
         regions = replace(regions, rope=_half_turn(dim, length))
     index = torch.arange(length, dtype=torch.int32).expand(n_kv_heads, length).contiguous()
     start, count = _int32(n_kv_heads), _int32(n_kv_heads, value=length)
-    return lambda: native_packed.write(regions, start, count, index, keys, values, index)
+    rows = EntryRows(start, count, index, keys, values, index)
+    return lambda: native.write_packed(regions, rows)
 
 
 def codec_table(rounds: int = 20) -> list[KernelRow]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millpond.bench.kernels.attention import DecodeSetup, KernelRow
 from millpond.kernels import ops
+from millpond.kernels.args import AttendArgs, AttentionShape, DecodeArgs, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED
 
 BATCH, LENGTH = 32, 2048
@@ -37,20 +38,19 @@ def two_phases(setup: DecodeSetup) -> Callable[[int], Callable[[], object]]:
     q = torch.randn(setup.n_seq, n_kv_heads * setup.group, setup.dim).to(setup.dtype)
     new = torch.randn(setup.n_seq, n_kv_heads, setup.dim).to(setup.dtype)
     caps, recent = torch.full_like(lens, UNBOUNDED), torch.zeros_like(lens)
-    q_pos, scale = torch.full((setup.n_seq,), LENGTH, dtype=torch.int32), setup.dim**-0.5
+    q_pos, shape = torch.full((setup.n_seq,), LENGTH, dtype=torch.int32), AttentionShape(setup.dim**-0.5)
     members = torch.arange(setup.n_seq)
 
     def step(shared: int) -> Callable[[], object]:
         own, rest = table[:, shared // setup.slots :].contiguous(), lens - shared
-        common, count = table[:n_kv_heads], torch.full_like(lens[:n_kv_heads], shared)
+        shared_entries = PageRegions(pages, table[:n_kv_heads], torch.full_like(lens[:n_kv_heads], shared))
 
         def call() -> Tensor:
-            out, lse, _ = ops.decode(
-                q, new, new, pages, own, rest.clone(), caps, recent, q_pos, KEEP_ALL, scale=scale
-            )  # fmt: skip
+            regions = StepRegions(PageRegions(pages, own, rest.clone()), caps, recent, q_pos, KEEP_ALL, shape)
+            out, lse, _ = ops.decode(DecodeArgs(q, new, new, regions))
             if not shared:
                 return out
-            return ops.attend(q, pages, common, count, scale=scale, members=members, found=(out, lse))[0]
+            return ops.attend(AttendArgs(q, shared_entries, shape.scale, members=members, found=(out, lse))).out
 
         return call
 

@@ -13,6 +13,7 @@ from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.types import Entries, PromptChunk
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows, PaddedEntries, WindowSignalArgs
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.eager import softmax
 from millpond.kernels.eviction import choose_evicted
@@ -111,9 +112,8 @@ class MLAAttention(PagedAttention):
         """(1, N): sum_i decay**(w - 1 - i) reduce_h A[h, i, j] over queries q (Hq, w, D) that share their entries."""
         total = torch.zeros(1, found.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):
-            by_head = ops.window_signal(
-                q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions, reduce=reduce, **self.shape.kwargs
-            )  # fmt: skip
+            one = q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions
+            by_head = ops.window_signal(WindowSignalArgs(*one, self.shape, reduce))
             total = decay * total + softmax.reduce_group(by_head, reduce, 0)
         return total
 
@@ -124,7 +124,7 @@ class MLAAttention(PagedAttention):
         if self.expansion is None:
             return super().step(table, rule, q, k, v, q_pos)
         stored = int(table.lengths().max(initial=0))
-        dense = ops.read(table.pool.arrays, table.pages, table.lens, stored)
+        dense = ops.read(table.regions, stored)
         positions = torch.cat([dense.positions, q_pos[:, None]], 1)
         out, lse, p = self._attention(q, positions, q_pos[:, None])
         received = softmax.reduce_group(p, rule.reduce, 1).float()
@@ -155,7 +155,7 @@ class MLAAttention(PagedAttention):
         v: Tensor,
         q_pos: Tensor,
         positions: Tensor,
-        dense: ops.PaddedEntries,
+        dense: PaddedEntries,
         received: Tensor,
     ) -> None:
         """Gather scores and put the new entry (the last column) behind the stored ones, or in the place of one."""
@@ -176,5 +176,5 @@ class MLAAttention(PagedAttention):
             index = torch.arange(stored + 1, dtype=torch.int32, device=lens.device).repeat(len(lens), 1)
             index[stores, slot[stores]] = stored
         keys, values = (torch.cat([a, b.to(a.dtype)], 1) for a, b in ((dense.keys, k), (dense.values, v)))
-        ops.write(table.pool.arrays, table.pages, start, count, index, keys, values, positions, scores)
+        ops.write(table.regions, EntryRows(start, count, index, keys, values, positions, scores))
         lens += grows.int()

@@ -12,9 +12,10 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.sequence_state import SequenceState
-from millpond.cache.types import AttentionShape, Entries, PromptChunk
+from millpond.cache.types import Entries, PromptChunk
 from millpond.codec.rotate import rotate
-from millpond.kernels import ops, packed_ops
+from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions, WindowSignalArgs
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
 
 
@@ -49,10 +50,7 @@ class PagedAttention:
             return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
         n_past = found.positions.shape[1] - len(q_pos)
         past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
-        return ops.prefill(
-            q, found.keys, found.values, q_pos, past,
-            colsum=reduce, decay=decay, past_log_masses=masses, **self.shape.kwargs,
-        )  # fmt: skip
+        return ops.prefill(PrefillArgs(q, found.keys, found.values, q_pos, self.shape, past, masses, reduce, decay))
 
     def step(
         self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
@@ -66,11 +64,7 @@ class PagedAttention:
         runs = self.runs(table, rule, self.shape)
         if runs is not None:
             return self._two_phases(table, runs, q, k, v, q_pos)
-        plain = (q, k, v, table.pool.arrays, table.pages, table.lens, table.capacities, table.recent, q_pos, rule)
-        if table.sealed is None:
-            out, lse, _ = ops.decode(*plain, **self.shape.kwargs)
-        else:
-            out, lse, _ = packed_ops.decode(*plain, table.sealed.regions(), **self.shape.kwargs)
+        out, lse, _ = ops.decode(DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos)))
         return out, lse
 
     @staticmethod
@@ -83,19 +77,9 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor]:
         """A step where nothing leaves and nothing is scored: what is a sequence's own, then what it shares."""
         lens = table.lens - runs.taken
-        out, lse, _ = ops.decode(
-            q,
-            k,
-            v,
-            table.pool.arrays,
-            runs.own,
-            lens,
-            table.capacities,
-            table.recent,
-            q_pos,
-            KEEP_ALL,
-            **self.shape.kwargs,
-        )
+        own = PageRegions(table.pool.arrays, runs.own, lens)
+        regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
+        out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
         table.lens.copy_(lens + runs.taken)
         out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
@@ -103,9 +87,8 @@ class PagedAttention:
 
     def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
         """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""
-        return ops.window_signal(
-            q, found.keys, q_pos, found.positions, reduce=reduce, log_masses=found.log_masses, **self.shape.kwargs
-        )
+        args = WindowSignalArgs(q, found.keys, q_pos, found.positions, self.shape, reduce, found.log_masses)
+        return ops.window_signal(args)
 
     def keys(self, sequence: int, found: Entries) -> Tensor:
         """(H, N, key_dim): the keys that queries meet."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import Entries
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
 
 
 def write_fresh_pages(table: PageTable, sequence: int, found: Entries, index: Tensor, counts: Tensor) -> None:
@@ -20,8 +21,6 @@ def write_fresh_pages(table: PageTable, sequence: int, found: Entries, index: Te
     lens = counts.cpu().numpy().astype(np.int32)
     rows = table.rows(sequence)
     table.renew(sequence, lens)
-    ops.write(
-        table.pool.arrays, table.pages[rows], torch.zeros_like(counts).int(), counts.int(), index.int().contiguous(),
-        found.keys, found.values, found.positions, found.scores, found.log_masses,
-    )  # fmt: skip
+    start = torch.zeros_like(counts).int()
+    ops.write(table.regions_of(rows), EntryRows(start, counts.int(), index.int().contiguous(), *found[:5]))
     table.set_lengths(sequence, lens)

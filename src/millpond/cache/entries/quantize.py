@@ -17,9 +17,9 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.types import Entries, by_position
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
+from millpond.kernels.args import PaddedEntries
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eviction import eviction_value
-from millpond.kernels.ops import PaddedEntries
 
 
 def before(sealed: QuantizedStore, sequence: int, plain: Entries) -> Entries:
@@ -94,7 +94,7 @@ def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.nd
     lens = table.lengths().ravel()[rows]
     more = np.maximum(lens - codec.residual, 0) // sealed.slots * sealed.slots
     chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
-    found = ops.read(table.pool.arrays, table.pages[chosen], table.lens[chosen], width)
+    found = ops.read(table.regions_of(chosen), width)
     positions = found.positions.cpu().numpy()
     if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
         return False
@@ -127,7 +127,7 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray) -> None:
 
 def _plain(table: PageTable, sequence: int) -> Entries:
     rows, width = table.rows(sequence), int(table.lengths()[sequence].max())
-    return Entries(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+    return Entries(*ops.read(table.regions_of(rows), width))
 
 
 def max_unquantized(sealed: QuantizedStore) -> int:

@@ -11,6 +11,7 @@ from millpond.cache.entries.fresh_pages import write_fresh_pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import Entries, by_position
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.policy.view import columns_of
 
 
@@ -18,14 +19,14 @@ def read(table: PageTable, sequence: int) -> Entries:
     """All entries that a sequence holds, one row per KV head, padded at the end, in any order."""
     rows = table.rows(sequence)
     width = int(table.lengths()[sequence].max(initial=0))
-    plain = Entries(*ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width))
+    plain = Entries(*ops.read(table.regions_of(rows), width))
     return plain if table.sealed is None else quantize.before(table.sealed, sequence, plain)
 
 
-def in_order(found: Entries) -> ops.PaddedEntries:
+def in_order(found: Entries) -> PaddedEntries:
     """Entries in the order of their positions, padding at the end."""
     order = by_position(found.positions)
-    return ops.PaddedEntries(
+    return PaddedEntries(
         columns_of(found.keys, order), columns_of(found.values, order), columns_of(found.positions, order),
         columns_of(found.scores, order), None if found.log_masses is None else columns_of(found.log_masses, order),
     )  # fmt: skip
@@ -57,7 +58,7 @@ def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor)
     table.reserve(sequence, after)
     index = torch.arange(n_new, dtype=torch.int32, device=k.device).expand(n_heads, -1).contiguous()
     count = torch.full((n_heads,), n_new, dtype=torch.int32, device=k.device)
-    ops.write(table.pool.arrays, table.pages[rows], start, count, index, k, v, q_pos.expand(n_heads, -1))
+    ops.write(table.regions_of(rows), EntryRows(start, count, index, k, v, q_pos.expand(n_heads, -1)))
     table.set_lengths(sequence, after)
 
 

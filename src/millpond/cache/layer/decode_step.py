@@ -19,9 +19,8 @@ from millpond.cache.planning.head_competition import HeadCompetition
 from millpond.cache.planning.planner import Planner
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.sequence_state import SequenceState
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
-from millpond.kernels.native import Regions
 from millpond.policy.policy import Policy, on_sliding_layer
 
 
@@ -35,13 +34,9 @@ class PendingStep(NamedTuple):
     q_pos: Tensor  #: the same where the entries lie
     rivals: HeadCompetition | None  #: who competes in this step
 
-    def regions(self) -> Regions:
-        """What attention meets, for the native kernels."""
-        table, shape, sinks = self.table, self.shape, self.shape.sink_logits
-        return Regions(
-            table.pool.arrays, table.pages, table.lens, table.capacities, table.recent, self.q_pos, self.rule,
-            shape.scale, shape.softcap, shape.window, None if sinks is None else sinks.float().contiguous(),
-        )  # fmt: skip
+    def regions(self) -> StepRegions:
+        """What attention meets."""
+        return self.table.step_regions(self.rule, self.shape, self.q_pos)
 
 
 class DecodeStep:

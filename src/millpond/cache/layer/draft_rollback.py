@@ -16,8 +16,8 @@ from torch import Tensor
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.sequence_state import LayerSnapshot
-from millpond.cache.types import AttentionShape
 from millpond.errors import CacheMismatchError
+from millpond.kernels.args import AttentionShape
 
 
 @dataclass(slots=True)

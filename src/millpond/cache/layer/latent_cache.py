@@ -14,8 +14,8 @@ from torch import Tensor
 
 from millpond.cache.attention.mla import LatentExpansion, MLAAttention
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape
 
 
 class LatentCache(LayerCache):
@@ -44,7 +44,7 @@ class LatentCache(LayerCache):
         if table is None or table.n_seq != k.shape[0]:
             self._kept = torch.zeros(k.shape[0], 0, dtype=torch.int32, device=k.device)
             return k, v
-        dense = ops.read(table.pool.arrays, table.pages, table.lens, int(table.lengths().max(initial=0)))
+        dense = ops.read(table.regions, int(table.lengths().max(initial=0)))
         self._kept = dense.positions
         return torch.cat([dense.keys[:, None].to(k.dtype), k], 2), torch.cat([dense.values[:, None].to(v.dtype), v], 2)
 

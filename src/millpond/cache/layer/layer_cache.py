@@ -22,10 +22,10 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
-from millpond.cache.types import AttentionShape, PromptChunk
+from millpond.cache.types import PromptChunk
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError
-from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PaddedEntries
 from millpond.policy.policy import REDUCE, Policy
 from millpond.policy.scores.query_moments import QueryMoments
 from millpond.policy.view import View
@@ -103,7 +103,7 @@ class LayerCache:
         """Whether there are entries that no plan has seen."""
         return bool(self.companions.pending) or (self._table is not None and self._table.unplanned)
 
-    def read(self, sequence: int) -> ops.PaddedEntries:
+    def read(self, sequence: int) -> PaddedEntries:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
         table = self._require_table()
         found = read_write.in_order(read_write.read(table, sequence))

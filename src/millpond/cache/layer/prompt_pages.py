@@ -18,6 +18,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.types import Entries
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
 
 #: find(key_dim, value_dim, dtype that the model computes in, device) -> the pool of pages of this shape.
 FindPool = Callable[[int, int, torch.dtype, torch.device], PagePool]
@@ -56,7 +57,7 @@ class PromptPages:
             return table
         into, lens = table.emptied(pool), table.lengths()
         width = int(lens.max(initial=0))
-        found = ops.read(arrays, table.pages, table.lens, width)
+        found = ops.read(table.regions, width)
         index = torch.arange(width, dtype=torch.int32, device=arrays.device).expand(table.n_regions, -1).contiguous()
         try:
             for sequence in range(table.n_seq):
@@ -64,7 +65,7 @@ class PromptPages:
         except BaseException:
             _let_go(into)
             raise
-        ops.write(pool.arrays, into.pages, torch.zeros_like(table.lens), table.lens.clone(), index, *found)
+        ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *found))
         for sequence in range(table.n_seq):
             into.set_lengths(sequence, lens[sequence])
         _let_go(table)
@@ -102,7 +103,7 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
     """Let a sequence hold in `target` the plain entries that it holds in `source`."""
     rows, lens = source.rows(sequence), source.lengths()[sequence]
     width = int(lens.max(initial=0))
-    found = Entries(*ops.read(source.pool.arrays, source.pages[rows], source.lens[rows], width))
+    found = Entries(*ops.read(source.regions_of(rows), width))
     index = torch.arange(width, device=source.lens.device).expand(len(lens), -1)
     write_fresh_pages(target, sequence, found, index, torch.from_numpy(lens).to(source.lens.device))
 

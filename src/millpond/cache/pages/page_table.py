@@ -15,7 +15,8 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.errors import PoolFullError
-from millpond.kernels.decode_rules import UNBOUNDED
+from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
+from millpond.kernels.decode_rules import UNBOUNDED, DecodeRule
 
 Ints = npt.NDArray[np.int32]
 
@@ -28,6 +29,7 @@ class PageTable:
 
     Attributes:
         pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
+        regions: pages and lengths together, as the ops take them.
         recent: (R,) int32 how many newest positions are protected.
         head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
         sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
@@ -90,6 +92,15 @@ class PageTable:
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
+
+    def regions_of(self, rows: slice | Tensor) -> PageRegions:
+        """What some regions hold in plain pages: see `regions`."""
+        return PageRegions(self.pool.arrays, self.pages[rows], self.lens[rows])
+
+    def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
+        """All regions at a decoding step of tokens at q_pos (S,)."""
+        packed = None if self.sealed is None else self.sealed.regions()
+        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed)
 
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
@@ -411,6 +422,7 @@ class PageTable:
             self.capacities: Tensor = torch.from_numpy(self._capacities).to(device)
             self.recent: Tensor = torch.from_numpy(self._recent).to(device)
             self.head_rules: Tensor = torch.from_numpy(self._head_rules).to(device)
+        self.regions = PageRegions(self.pool.arrays, self.pages, self.lens)
 
 
 def _slot_bytes(pool: RefCountedPool[Any], entries: Ints) -> npt.NDArray[np.int64]:

@@ -21,9 +21,9 @@ from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.cache.per_sequence import PerSequence
 from millpond.codec.spec import Codec
-from millpond.kernels import packed_ops
+from millpond.kernels import ops
+from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.eager.pages import gather, scatter
-from millpond.kernels.ops import PaddedEntries
 from millpond.kernels.packed.regions import PackedRegions
 
 Ints = npt.NDArray[np.int32]
@@ -139,7 +139,7 @@ class QuantizedStore:
 
     def read(self, sequence: int) -> PaddedEntries:
         """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
-        return packed_ops.read(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
+        return ops.read_packed(self.regions(self.rows(sequence)), self.width(sequence), self.head_dim)
 
     def slot_ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Flat slot ids (n, width) of some regions, and which of them are in use; ids of others are 0."""
@@ -191,10 +191,7 @@ class QuantizedStore:
         if self._rope is not None:
             self._rope.reach(int(found.positions.max()) + 1)
         start = self._there(self.lens[rows])
-        packed_ops.write(
-            self.regions(rows), start, count.int(), index, found.keys, found.values, found.positions, found.scores,
-            found.log_masses,
-        )  # fmt: skip
+        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *found))
         self.lens[rows] += more
         self._changed()
 
@@ -250,7 +247,7 @@ class QuantizedStore:
             lens[r] = np.minimum(self.lens[rows.start + r] - columns * self.slots, self.slots).sum()
         regions = self.regions(rows)
         part = replace(regions, table=self._there(some), lens=self._there(lens))
-        return packed_ops.read(part, int(lens.max(initial=0)), self.head_dim)
+        return ops.read_packed(part, int(lens.max(initial=0)), self.head_dim)
 
     def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
         """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
+from millpond.kernels.args import AttendArgs, AttentionShape, PageRegions
 from millpond.kernels.pages import PageArrays
 
 #: Entries of a head that a run must spare the batch reading, to be worth a call of its own.
@@ -79,10 +79,8 @@ class SharedPrefixRuns:
         """
         together = out if len(self._calls) == 1 else out.float()
         for members, pages, lens in self._calls:
-            ops.attend(
-                q, self._arrays, pages, lens, scale=shape.scale, softcap=shape.softcap, members=members,
-                found=(together, lse),
-            )  # fmt: skip
+            shared = PageRegions(self._arrays, pages, lens)
+            ops.attend(AttendArgs(q, shared, shape.scale, shape.softcap, members, (together, lse)))
         return together.to(out.dtype)
 
 

@@ -11,6 +11,7 @@ from millpond.cache.entries import read_write
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.kernels import ops
+from millpond.kernels.args import MergeArgs
 from millpond.kernels.decode_rules import Reduce
 from millpond.policy.step_merge import StepMergePlan
 
@@ -38,10 +39,8 @@ class StepMerger:
             q_pos = torch.where(torch.from_numpy(due).to(q_pos.device), q_pos, -1)
         local = self._local(table, due) if self.looks_back else None
         memory, before = self._memory(table), table.lengths().ravel()
-        ops.merge_slots(
-            table.pool.arrays, table.pages, table.lens, table.capacities, table.recent, q_pos, memory, self._plan.leave,
-            self._plan.rule, local,
-        )  # fmt: skip
+        plan, budgets = self._plan, (table.capacities, table.recent)
+        ops.merge_slots(MergeArgs(table.regions, *budgets, q_pos, memory, plan.leave, plan.rule, local))
         table.merged(due, before)
         if self._plan.rule.moves:
             for sequence in np.flatnonzero(due).tolist():

@@ -13,8 +13,8 @@ from millpond.cache.entries.compaction import rows_at
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.per_sequence import PerSequence
 from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, EntryRows
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 from millpond.policy.needs.block_lookup import BlockLookup
 
@@ -79,7 +79,7 @@ class BlockRetrieval:
         rows, values = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
         index = torch.zeros_like(counts)[:, None]
         positions = q_pos.repeat_interleave(table.n_kv_heads)[:, None]
-        ops.write(arrays, table.pages, table.lens, counts, index, rows, values, positions)
+        ops.write(table.regions, EntryRows(table.lens, counts, index, rows, values, positions))
         table.lens += counts
         out = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = torch.full(q.shape[:2], -torch.inf, device=q.device)

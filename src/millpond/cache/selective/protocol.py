@@ -10,7 +10,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.selective.block_retrieval import BlockRetrieval
 from millpond.cache.selective.sparse_prefill import SparsePrefill
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.policy.needs.declared import Needs
 
 

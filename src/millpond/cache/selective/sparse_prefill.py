@@ -9,8 +9,8 @@ from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern, PromptPatterns
 
 
@@ -31,7 +31,7 @@ class SparsePrefill:
         patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
             past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
-            out, lse, _ = ops.prefill(q, k, v, q_pos, past if past.shape[1] else None, **shape.kwargs)
+            out, lse, _ = ops.prefill(PrefillArgs(q, k, v, q_pos, shape, past if past.shape[1] else None))
             return out, lse
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -72,8 +72,6 @@ def _attend_head(
         past = columns[: len(columns) - (end - begin)].int()
         places = torch.where(past < first, begin, past)  # the first ones count as near
         q_pos = torch.arange(begin, end, dtype=torch.int32, device=q.device)
-        found = ops.prefill(
-            q[None, rows], k[None, columns], v[None, columns], q_pos, places[None] if len(past) else None,
-            scale=shape.scale, softcap=shape.softcap, window=width, sink_logits=shape.sink_logits,
-        )  # fmt: skip
-        out[rows], lse[rows] = found[0][0], found[1][0]
+        some = q[None, rows], k[None, columns], v[None, columns], q_pos
+        found = ops.prefill(PrefillArgs(*some, replace(shape, window=width), places[None] if len(past) else None))
+        out[rows], lse[rows] = found.out[0], found.lse[0]

@@ -16,8 +16,8 @@ from millpond.cache.entries.slot_view import SlotView
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.per_sequence import PerSequence
 from millpond.cache.state.token_ids import TokenIds
-from millpond.cache.types import AttentionShape
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, HeadRuleArgs, WindowSignalArgs
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce
 from millpond.policy.needs.head_rules import HeadRule, HeadRules, Heads
 from millpond.policy.variants.head_rules import NestedPlan
@@ -78,13 +78,12 @@ class HeadRuleState:
         window = min((w for w in (shape.window, end) if w), default=0)
         if window and window <= begin:
             return q.new_zeros(n_kv_heads, len(q) // n_kv_heads, n, dtype=torch.float32)
+        near = AttentionShape(shape.scale, shape.softcap, window and window - begin)
+        rest = keys, q_pos - begin, positions
         sums = [  # the denominators are known, so a query seen from further back hides what is nearer, and no more
-            ops.window_signal(
-                q[m::members], keys, q_pos - begin, positions, lse=lse[m::members], scale=shape.scale,
-                softcap=shape.softcap, window=window and window - begin, reduce=Reduce.SUM,
-            )
+            ops.window_signal(WindowSignalArgs(q[m::members], *rest, near, Reduce.SUM, lse=lse[m::members]))
             for m in range(members)
-        ]  # fmt: skip
+        ]
         return torch.stack(sums, 1).view(n_kv_heads, -1, n)
 
     def settle(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
@@ -110,11 +109,11 @@ class HeadRuleState:
                 return
             chosen = torch.from_numpy(numbers).to(device)
             together, seen = limits.most[chosen], torch.from_numpy(positions[numbers] + 1).to(device)
-        if table.sealed is None and ops.admit(
-            table.pool.arrays, table.pages, table.lens, chosen, tokens.all, policy.classes.table(device),
-            table.head_rules, table.recent, seen, policy.quota(seen), together, sinks=policy.protect.sinks,
-            window=window,
-        ):  # fmt: skip
+        args = HeadRuleArgs(
+            table.regions, chosen, tokens.all, policy.classes.table(device), table.head_rules, table.recent, seen,
+            policy.quota(seen), together, policy.protect.sinks, window,
+        )  # fmt: skip
+        if table.sealed is None and ops.admit(args):
             table.trim()
             return
         sequences = chosen.cpu().numpy()

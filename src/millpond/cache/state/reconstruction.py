@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.cache.types import AttentionShape
+from millpond.kernels.args import AttentionShape
 from millpond.kernels.eager.softmax import soft_cap, wide, with_masses
 
 #: Rows of queries that are looked at together.

@@ -17,6 +17,7 @@ from millpond.cache.entries.compaction import SlotWriter, slots_of
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
 
 #: Positions after which the frame moves back; angles in float32 stay accurate to about 1e-3 up to here.
 EPOCH = 8192
@@ -176,15 +177,13 @@ class Rerotation:
         width = int(table.lengths()[sequence].max(initial=0))
         oldest_recent = position - (width - self._sinks)
         base = max(0, oldest_recent - self._sinks)
-        dense = ops.read(table.pool.arrays, table.pages[rows], table.lens[rows], width)
+        dense = ops.read(table.regions_of(rows), width)
         at = dense.positions[:, None].long()  # (H, 1, n): each head is a batch row of its own
         old, new = ((at - b).clamp(min=0) for b in (int(self._base[sequence]), base))
         raw = self._rotation.rotate(dense.keys[:, None], old[:, 0], inverse=True)
         keys = self._rotation.rotate(raw, new[:, 0])[:, 0]
         index = torch.arange(width, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()
         lens = table.lens[rows]
-        ops.write(
-            table.pool.arrays, table.pages[rows], torch.zeros_like(lens), lens, index,
-            keys, dense.values, dense.positions, dense.scores,
-        )  # fmt: skip
+        turned = EntryRows(torch.zeros_like(lens), lens, index, keys, dense.values, dense.positions, dense.scores)
+        ops.write(table.regions_of(rows), turned)
         self._base[sequence] = base

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from millpond.cache.layer.latent_cache import LatentCache
-from millpond.cache.types import AttentionShape
 from millpond.errors import UnsupportedModelError
 from millpond.hf.cache import MillpondCache
 from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decode_rules import Reduce
 
 
@@ -45,9 +45,8 @@ class RecordedAttention:
             return torch.zeros(self.k.shape[:2], device=self.k.device)
         positions = torch.arange(n, dtype=torch.int32, device=self.k.device)
         past = positions[None, : n - m] if m < n else None
-        _, _, sums = ops.prefill(
-            q, self.k, self.v, positions[n - m :], past, colsum=Reduce.SUM, **self.shape.kwargs
-        )  # fmt: skip
+        args = PrefillArgs(q, self.k, self.v, positions[n - m :], self.shape, past, colsum=Reduce.SUM)
+        sums = ops.prefill(args).colsum
         assert sums is not None, "column sums were asked for"
         return sums
 

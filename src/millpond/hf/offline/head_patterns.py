@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.cache.types import AttentionShape
 from millpond.errors import OptionError
 from millpond.hf.compress import compress
+from millpond.kernels.args import AttentionShape
 from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import make_pattern
 

@@ -1,1 +1,1 @@
-"""The ops in plain torch, one file each, and what they are made of. Shapes and meaning: see `kernels.ops`."""
+"""The ops in plain torch, one file each, and what they are made of. Shapes and meaning: see `kernels.op_set`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.args import AttendArgs, AttendOutput
 from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, soft_cap, softmax_with_sink, wide, with_masses
-from millpond.kernels.pages import PageArrays
 
 
 def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -16,29 +16,19 @@ def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
 
 
-def attend(
-    q: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    members: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    chosen: Tensor | slice = slice(None) if members is None else members
-    n_kv_heads, dtype = len(table), wide(q.dtype)
-    width = int(lens.max()) if n_kv_heads else 0
-    keys, values, positions, _, log_masses = read(pages, table, lens, width)
+def attend(args: AttendArgs) -> AttendOutput:
+    q, regions, chosen = args.q, args.regions, slice(None) if args.members is None else args.members
+    n_kv_heads, dtype = len(regions.table), wide(q.dtype)
+    width = int(regions.lens.max()) if n_kv_heads else 0
+    keys, values, positions, _, log_masses = read(regions, width)
     some = q[chosen].to(dtype)
     rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
-    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
+    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * args.scale, args.softcap)
     logits = with_masses(logits, log_masses)
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
     shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
-    out, lse = nothing_found(q, pages.value_dim) if found is None else found
+    out, lse = nothing_found(q, regions.pages.value_dim) if args.found is None else args.found
     before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
     merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
     out[chosen] = merged.to(out.dtype)
-    return out, lse
+    return AttendOutput(out, lse)

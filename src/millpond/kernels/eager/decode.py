@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
+from millpond.kernels.args import DecodeArgs, DecodeOutput
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.kernels.eager.pages import occupied, read, scatter, slot_ids
 from millpond.kernels.eager.softmax import INF, reduce_group, soft_cap, softmax_with_sink, wide
 from millpond.kernels.eviction import choose_evicted
-from millpond.kernels.pages import PageArrays
 
 
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def decode(args: DecodeArgs) -> DecodeOutput:
+    """Over plain pages: what lies in packed ones is not looked at."""
+    q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
+    (pages, table, lens), rule, shape = regions.plain.parts, regions.rule, regions.shape
     n_seq, n_heads, _ = q.shape
     n_kv_heads = k_new.shape[1]
     group, n_regions = n_heads // n_kv_heads, n_seq * n_kv_heads
     stored = int(lens.max()) if n_regions else 0
-    keys, values, positions, scores, log_masses = read(pages, table, lens, stored)
+    keys, values, positions, scores, log_masses = read(regions.plain, stored)
     dtype = wide(pages.dtype)
-    pos_r = q_pos.repeat_interleave(n_kv_heads)[:, None]  # (R, 1)
+    pos_r = regions.q_pos.repeat_interleave(n_kv_heads)[:, None]  # (R, 1)
     active = pos_r >= 0
 
     # columns: the stored entries, then the new one (rounded to the storage dtype, as it will be read later)
@@ -43,19 +29,18 @@ def decode(
     keys, values = torch.cat([keys, k_row], 1).to(dtype), torch.cat([values, v_row], 1).to(dtype)
     positions = torch.cat([positions, pos_r.int()], 1)
     visible = (positions >= 0) & active
-    if window:
-        visible &= pos_r - positions < window
+    if shape.window:
+        visible &= pos_r - positions < shape.window
 
     logits = soft_cap(
-        q.to(dtype).reshape(n_regions, group, -1) @ keys.transpose(1, 2) * scale, softcap
+        q.to(dtype).reshape(n_regions, group, -1) @ keys.transpose(1, 2) * shape.scale, shape.softcap
     )  # (R, group, T)
     if log_masses is not None:
         logits[..., :stored] += log_masses.to(dtype)[:, None]
     sink = None
-    if sink_logits is not None:
-        sink = (
-            sink_logits.to(dtype).view(1, n_kv_heads, group, 1).expand(n_seq, -1, -1, -1).reshape(n_regions, group, 1)
-        )
+    if shape.sink_logits is not None:
+        sink = shape.sink_logits.to(dtype).view(1, n_kv_heads, group, 1).expand(n_seq, -1, -1, -1)
+        sink = sink.reshape(n_regions, group, 1)
         sink = sink.masked_fill(~active[..., None], -INF)
     p, lse = softmax_with_sink(logits, visible[:, None], sink)
     out = p @ values
@@ -73,9 +58,9 @@ def decode(
         scatter(pages.scores, ids[valid], scores[:, :stored][valid])
 
     # the new entry: append, or take the victim's slot
-    grows = active[:, 0] & ((lens < caps) | (rule.evict is Evict.NEVER))
+    grows = active[:, 0] & ((lens < regions.caps) | (rule.evict is Evict.NEVER))
     full = active[:, 0] & ~grows
-    victim = choose_evicted(rule, scores, positions, pos_r, recent, window, n_kv_heads)
+    victim = choose_evicted(rule, scores, positions, pos_r, regions.recent, shape.window, n_kv_heads)
     slot = torch.where(grows, lens.long(), victim)
     stores = grows | (full & (victim < stored))
     evicted = torch.where(full, positions.gather(1, victim[:, None])[:, 0], -1)
@@ -88,4 +73,5 @@ def decode(
         if pages.masses:
             scatter(pages.log_masses, ids, torch.zeros(len(ids), device=ids.device))
     lens += grows.int()
-    return out.reshape(n_seq, n_heads, -1).to(q.dtype), lse.reshape(n_seq, n_heads).float(), evicted.int()
+    heads = (n_seq, n_heads)
+    return DecodeOutput(out.reshape(*heads, -1).to(q.dtype), lse.reshape(heads).float(), evicted.int())

@@ -1,50 +1,37 @@
-"""One decoding step over plain and packed pages in plain torch: see `packed_ops.decode`."""
+"""One decoding step over plain and packed pages in plain torch: see `ops.decode`."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule, Signal
+from millpond.kernels.args import DecodeArgs, DecodeOutput, EntryRows, PageRegions
+from millpond.kernels.decode_rules import Signal
 from millpond.kernels.eager.decode import decode as decode_plain
-from millpond.kernels.eager.packed_pages import read
-from millpond.kernels.eager.pages import read as read_pages
-from millpond.kernels.eager.pages import scatter, slot_ids, write
+from millpond.kernels.eager.packed_pages import read_packed
+from millpond.kernels.eager.pages import read, scatter, slot_ids, write
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
 
 
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    packed: PackedRegions,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As one region of numbers: both parts are copied into one, `reference.decode` runs, and what it did is undone."""
-    joined = _Joined(pages, table, lens, packed, q.shape[-1])
+def decode(args: DecodeArgs) -> DecodeOutput:
+    """As one region of numbers: both parts are copied into one, `decode_plain` runs, and what it did is undone."""
+    regions = args.regions
+    if regions.packed is None:
+        return decode_plain(args)
+    rule, q_pos, (pages, table, lens) = regions.rule, regions.q_pos, regions.plain.parts
+    joined = _Joined(regions.plain, regions.packed, args.q.shape[-1])
     before = joined.lens.clone()
-    k_stored, v_stored = k_new.to(pages.dtype), v_new.to(pages.dtype)
-    out, lse, evicted = decode_plain(
-        q.float(), k_stored.float(), v_stored.float(), joined.pages, joined.table, joined.lens, caps, recent, q_pos,
-        rule, scale=scale, softcap=softcap, window=window, sink_logits=sink_logits,
-    )  # fmt: skip
-    scores = joined.read()[3]
+    k_stored, v_stored = args.k_new.to(pages.dtype), args.v_new.to(pages.dtype)
+    together = replace(regions, plain=joined.regions, packed=None)
+    out, lse, evicted = decode_plain(DecodeArgs(args.q.float(), k_stored.float(), v_stored.float(), together))
+    scores = read(joined.regions, int(joined.lens.max())).scores
     new = joined.new_slots(q_pos, before)
     if rule.signal is not Signal.NONE:
         joined.put_scores(scores, before, new)
-    width = k_new.shape[1]
+    width = args.k_new.shape[1]
     for r, slot in new.items():
         plain_n = int(lens[r])
         target = plain_n
@@ -52,25 +39,26 @@ def decode(
             target = slot
         elif slot < int(before[r]):
             joined.bury(r, slot)
-        row, one = torch.zeros(1, 1, dtype=torch.int32, device=lens.device), torch.ones_like(lens[:1])
-        write(
-            pages, table[r : r + 1], target * one, one, row,
-            k_stored.reshape(-1, 1, k_stored.shape[-1])[r : r + 1],
-            v_stored.reshape(-1, 1, v_stored.shape[-1])[r : r + 1],
+        here, one = slice(r, r + 1), torch.ones_like(lens[:1])
+        given = EntryRows(
+            target * one, one, torch.zeros(1, 1, dtype=torch.int32, device=lens.device),
+            k_stored.reshape(-1, 1, k_stored.shape[-1])[here], v_stored.reshape(-1, 1, v_stored.shape[-1])[here],
             q_pos[r // width].reshape(1, 1), scores[r, slot].reshape(1, 1),
         )  # fmt: skip
+        write(PageRegions(pages, table[here], lens[here]), given)
         lens[r] += int(target == plain_n)
-    return out.to(q.dtype), lse, evicted
+    return DecodeOutput(out.to(args.q.dtype), lse, evicted)
 
 
 class _Joined:
     """The plain and the packed entries of every region in one pool of float32, tombstones left out."""
 
-    def __init__(self, pages: PageArrays, table: Tensor, lens: Tensor, packed: PackedRegions, head_dim: int) -> None:
+    def __init__(self, regions: PageRegions, packed: PackedRegions, head_dim: int) -> None:
+        pages, table, lens = regions.parts
         self.plain, self.plain_table, self.plain_lens, self.packed = pages, table, lens, packed
         n_regions, most = len(lens), int(packed.lens.max()) if len(lens) else 0
-        dense = read_pages(pages, table, lens, int(lens.max()) if n_regions else 0)
-        coded = read(packed, most, head_dim)
+        dense = read(regions, int(lens.max()) if n_regions else 0)
+        coded = read_packed(packed, most, head_dim)
         self.alive = [(coded[2][r, : int(packed.lens[r])] >= 0).nonzero()[:, 0] for r in range(n_regions)]
         masses = pages.masses or packed.pages.masses
         rows: list[list[Tensor]] = []
@@ -95,8 +83,9 @@ class _Joined:
             for arena, x in zip(arenas, row, strict=True):
                 arena[0][r, : len(x)] = x.to(arena[0].dtype)
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        return read_pages(self.pages, self.table, self.lens, int(self.lens.max()))
+    @property
+    def regions(self) -> PageRegions:
+        return PageRegions(self.pages, self.table, self.lens)
 
     def new_slots(self, q_pos: Tensor, before: Tensor) -> dict[int, int]:
         """Where the new entry of each region lies, for those that stored it."""

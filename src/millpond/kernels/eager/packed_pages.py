@@ -1,4 +1,4 @@
-"""Packed pages in plain torch: encoding entries and reading them back, see `packed_ops.write` and `read`."""
+"""Packed pages in plain torch: encoding entries and reading them back, see `ops.write_packed` and `read_packed`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.packed import bulk_write, side_codec
 from millpond.kernels.packed.regions import PackedRegions
 
@@ -34,28 +35,18 @@ def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tens
     return keys.new_zeros(len(keys), head_dim).scatter(1, regions.channels[r].long(), keys)
 
 
-def write(
-    regions: PackedRegions,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None = None,
-    log_masses: Tensor | None = None,
-) -> None:
-    pages = regions.pages
+def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
+    pages, start, count, positions = regions.pages, rows.start, rows.count, rows.positions
     if bulk_write.is_whole(regions, start, count):
-        bulk_write.write(regions, start, count, index, keys, values, positions, scores, log_masses)
+        bulk_write.write(regions, rows)
         return
     for r in range(regions.table.shape[0]):
         n, begin = int(count[r]), int(start[r])
         if n <= 0:
             continue
-        row, own_head = index[r, :n].long(), torch.tensor([r], device=index.device)
-        pair = (stored_keys(regions, r, keys[r, row], positions[r, row]), values[r, row])
-        slots = torch.arange(begin, begin + n, device=index.device)
+        row, own_head = rows.index[r, :n].long(), torch.tensor([r], device=start.device)
+        pair = (stored_keys(regions, r, rows.keys[r, row], positions[r, row]), rows.values[r, row])
+        slots = torch.arange(begin, begin + n, device=start.device)
         for i in range(begin // pages.slots, (begin + n - 1) // pages.slots + 1):
             mine = slots // pages.slots == i
             arena, at = divmod(int(regions.table[r, i]), pages.pages_per_arena)
@@ -70,19 +61,19 @@ def write(
                 bytes_[offsets.codes : offsets.codes + offsets.size] = side_codec.to_bytes(new, side, is_key)[0]
             chosen = row[mine]
             pages.positions[arena][at, own] = positions[r, chosen]
-            pages.scores[arena][at, own] = 0.0 if scores is None else scores[r, chosen]
+            pages.scores[arena][at, own] = 0.0 if rows.scores is None else rows.scores[r, chosen]
             if pages.masses:
-                pages.log_masses[arena][at, own] = 0.0 if log_masses is None else log_masses[r, chosen]
+                pages.log_masses[arena][at, own] = 0.0 if rows.log_masses is None else rows.log_masses[r, chosen]
 
 
-def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
     pages, n_regions = regions.pages, regions.table.shape[0]
     zeros = partial(torch.zeros, n_regions, width, device=regions.table.device)
     keys, values = zeros(head_dim), zeros(pages.layout.value_dim)
     positions = zeros(dtype=torch.int32).fill_(-1)
     scores, masses = zeros(), zeros() if pages.masses else None
     if not width or not pages.codes:
-        return keys, values, positions, scores, masses
+        return PaddedEntries(keys, values, positions, scores, masses)
     slots, columns = (torch.arange(n, device=regions.table.device) for n in (pages.slots, regions.table.shape[1]))
     used = columns * pages.slots < regions.lens[:, None]  # (R, n) pages
     region, column = used.nonzero().unbind(1)
@@ -99,7 +90,7 @@ def read(regions: PackedRegions, width: int, head_dim: int) -> tuple[Tensor, Ten
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
-    return keys, values, positions, scores, masses
+    return PaddedEntries(keys, values, positions, scores, masses)
 
 
 def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:

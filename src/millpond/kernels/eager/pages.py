@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.args import EntryRows, PaddedEntries, PageRegions
 from millpond.kernels.pages import PageArrays
 
 
@@ -42,13 +43,12 @@ def occupied(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tupl
     return torch.where(valid, ids, 0), valid
 
 
-def read(
-    pages: PageArrays, table: Tensor, lens: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def read(regions: PageRegions, width: int) -> PaddedEntries:
+    pages, table, lens = regions.parts
     n = table.shape[0]
     if width == 0 or pages.n_arenas == 0:
         dev = table.device
-        return (
+        return PaddedEntries(
             torch.zeros(n, width, pages.key_dim, dtype=pages.dtype, device=dev),
             torch.zeros(n, width, pages.value_dim, dtype=pages.dtype, device=dev),
             torch.full((n, width), -1, dtype=torch.int32, device=dev),
@@ -64,31 +64,20 @@ def read(
     positions = torch.where(valid, gather(pages.positions, ids), -1)
     scores = torch.where(valid, gather(pages.scores, ids), 0.0)
     log_masses = torch.where(valid, gather(pages.log_masses, ids), 0.0) if pages.masses else None
-    return keys, values, positions, scores, log_masses
+    return PaddedEntries(keys, values, positions, scores, log_masses)
 
 
-def write(
-    pages: PageArrays,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None = None,
-    log_masses: Tensor | None = None,
-) -> None:
+def write(regions: PageRegions, rows: EntryRows) -> None:
+    pages, table, index = regions.pages, regions.table, rows.index
     lane = torch.arange(index.shape[1], device=table.device).expand(index.shape)
-    valid = lane < count[:, None]
+    valid = lane < rows.count[:, None]
     if not bool(valid.any()):
         return
     region = torch.arange(table.shape[0], device=table.device)[:, None].expand(index.shape)[valid]
-    ids = slot_ids(pages, table, torch.where(valid, start[:, None].long() + lane, 0))[valid]
+    ids = slot_ids(pages, table, torch.where(valid, rows.start[:, None].long() + lane, 0))[valid]
     row = index.long()[valid]
-    scatter(pages.keys, ids, keys[region, row])
-    scatter(pages.values, ids, values[region, row])
-    scatter(pages.positions, ids, positions[region, row])
-    side = [(pages.scores, scores), *([(pages.log_masses, log_masses)] if pages.masses else [])]
-    for arenas, rows in side:
-        scatter(arenas, ids, rows[region, row] if rows is not None else torch.zeros(len(row), device=table.device))
+    none = torch.zeros(1, 1, device=table.device).expand(rows.positions.shape)
+    scores, log_masses = (none if given is None else given for given in (rows.scores, rows.log_masses))
+    side = (rows.keys, rows.values, rows.positions, scores, log_masses)
+    for arenas, given in zip(pages.arrays, side, strict=False):
+        scatter(arenas, ids, given[region, row])

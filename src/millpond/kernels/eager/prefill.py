@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.decode_rules import Reduce
+from millpond.kernels.args import PrefillArgs, PrefillOutput, WindowSignalArgs
 from millpond.kernels.eager.softmax import reduce_group, soft_cap, softmax_with_sink, wide, with_masses
 
 
@@ -26,62 +26,36 @@ def query_weights(n: int, decay: float, like: Tensor) -> Tensor:
     return torch.pow(decay, later)
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    colsum: Reduce | None = None,
-    decay: float = 1.0,
-    past_log_masses: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def prefill(args: PrefillArgs) -> PrefillOutput:
+    q, k, v, shape = args.q, args.k, args.v, args.shape
     n_heads, n_kv_heads = q.shape[0], k.shape[0]
     dtype = wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, n_heads // n_kv_heads, *q.shape[1:])  # (Hkv, group, Q, D)
-    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
-    logits = with_masses(logits, past_log_masses)
-    visible = visible_columns(q_pos, past_pos, window, n_kv_heads)
-    sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
+    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
+    logits = with_masses(logits, args.past_log_masses)
+    visible = visible_columns(args.q_pos, args.past_pos, shape.window, n_kv_heads)
+    sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
     p, lse = softmax_with_sink(logits, visible[:, None], sink)
     out = (p @ v.to(dtype)[:, None]).reshape(n_heads, q.shape[1], -1).to(q.dtype)
     sums = None
-    if colsum is not None:
-        sums = (reduce_group(p, colsum, 1) * query_weights(q.shape[1], decay, p)[:, None]).sum(1).float()
-    return out, lse.reshape(n_heads, -1).float(), sums
+    if args.colsum is not None:
+        sums = (reduce_group(p, args.colsum, 1) * query_weights(q.shape[1], args.decay, p)[:, None]).sum(1).float()
+    return PrefillOutput(out, lse.reshape(n_heads, -1).float(), sums)
 
 
-def window_signal(
-    q: Tensor,
-    k: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    reduce: Reduce = Reduce.MEAN,
-    log_masses: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    n_kv_heads = k.shape[0]
-    dtype = wide(q.dtype)
+def window_signal(args: WindowSignalArgs) -> Tensor:
+    q, k, q_pos, k_pos, shape = args.q, args.k, args.q_pos, args.k_pos, args.shape
+    n_kv_heads, dtype = len(k), wide(args.q.dtype)
     rows = q.to(dtype).view(n_kv_heads, -1, *q.shape[1:])  # (Hkv, group, w, D)
-    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * scale, softcap)
-    logits = with_masses(logits, log_masses)
+    logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
+    logits = with_masses(logits, args.log_masses)
     distance = q_pos[None, :, None] - k_pos[:, None, :]
     visible = (k_pos[:, None, :] >= 0) & (distance >= 0)
-    if window:
-        visible &= distance < window
-    if lse is not None:
-        p = torch.exp(logits - lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
+    if shape.window:
+        visible &= distance < shape.window
+    if args.lse is not None:
+        p = torch.exp(logits - args.lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
     else:
-        sink = sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if sink_logits is not None else None
+        sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
         p, _ = softmax_with_sink(logits, visible[:, None], sink)
-    return reduce_group(p, reduce, 1).sum(1).float()
+    return reduce_group(p, args.reduce, 1).sum(1).float()

@@ -12,10 +12,26 @@ except ImportError as error:
 
 # in torch: its matrix products will do
 from millpond.kernels.eager.attend import attend
+from millpond.kernels.eager.head_rules import admit
+from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.eager.prefill import window_signal
 from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.gpu.decode import decode
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
+from millpond.kernels.merge.slots import merge_slots
 
-__all__ = ["absolute_sums", "attend", "decode", "newest_alike", "prefill", "read", "window_signal", "write"]
+__all__ = [
+    "absolute_sums",
+    "admit",
+    "attend",
+    "decode",
+    "merge_slots",
+    "newest_alike",
+    "prefill",
+    "read",
+    "read_packed",
+    "window_signal",
+    "write",
+    "write_packed",
+]

@@ -12,7 +12,6 @@ on the batch nor on the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
+from millpond.kernels.args import DecodeArgs, DecodeOutput
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
+from millpond.kernels.gpu.packed import attend_codes
 from millpond.kernels.gpu.score_and_store import LAST_INT, score, settle
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.pages import PageArrays
@@ -59,32 +60,6 @@ class Part(NamedTuple):
         return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.where[1] else 0
 
 
-#: Packed regions, and what launches attention over them: see `packed._attend`.
-Packed = tuple[PackedRegions, Callable[..., None]]
-
-
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return decode_parts(
-        q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits
-    )
-
-
 def _parts(
     pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor, packed: PackedRegions | None
 ) -> tuple[Part, ...]:
@@ -104,24 +79,11 @@ def _parts(
 
 
 @on_its_device
-def decode_parts(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    scale: float,
-    softcap: float,
-    window: int,
-    sink_logits: Tensor | None,
-    packed: Packed | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.decode`, over two parts with `packed`: one softmax, one victim."""
+def decode(args: DecodeArgs) -> DecodeOutput:
+    """Over two parts where there are two: one softmax, one victim."""
+    q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
+    (pages, table, lens), packed, rule = regions.plain.parts, regions.packed, regions.rule
+    caps, recent, q_pos, shape = regions.caps, regions.recent, regions.q_pos, regions.shape
     check(q.device, q.dtype, pages.dtype)
     assert lens.stride() == (1,), "lens is written in place"
     n_seq, n_heads, _ = q.shape
@@ -137,12 +99,12 @@ def decode_parts(
     lse = scratch(n_seq, n_heads)
     evicted = torch.empty(n_regions, dtype=torch.int32, device=q.device)
     if n_regions == 0:
-        return out, lse, evicted
+        return DecodeOutput(out, lse, evicted)
 
     # rounded to the storage dtype, as they will be read later
     q, k_new, v_new = rows_of(q), rows_of(k_new.to(pages.dtype)), rows_of(v_new.to(pages.dtype))
     table, caps, recent, q_pos = rows_of(table), caps.contiguous(), recent.contiguous(), q_pos.contiguous()
-    parts = _parts(pages, table, lens, caps, packed[0] if packed else None)
+    parts = _parts(pages, table, lens, caps, packed)
     plain, codes = parts[0], parts[-1]
     n_splits = codes.first_split + codes.n_splits
     width = n_splits * TUNING.split
@@ -161,32 +123,33 @@ def decode_parts(
     }  # fmt: skip
     heads = {"HEADS": n_kv_heads, "GROUP": group}
     stored = {"TYPE": TYPES[pages.dtype], **plain.logs}
-    cap = {"HAS_CAP": softcap != 0.0}
+    cap = {"HAS_CAP": shape.softcap != 0.0}
     dot = dot_type(q.dtype, pages.dtype)
     # wide heads take more shared memory, float32 products more registers
     shrink = max(1, block_of(max(pages.key_dim, pages.value_dim)) // 128) * (4 if dot == tl.float32 else 1)
     block = max(16, TUNING.block // shrink)
     shapes = {
-        **dims, **heads, **cap, "SPLIT": TUNING.split, "GROUP_BLOCK": block_of(group), "HAS_WINDOW": window > 0,
+        **dims, **heads, **cap, "SPLIT": TUNING.split, "GROUP_BLOCK": block_of(group), "HAS_WINDOW": shape.window > 0,
         "KEEP_LOGITS": signals,
     }  # fmt: skip
 
     if plain.n_splits and pages.n_arenas:
         attend[(n_regions, plain.n_splits)](
             q, *q.stride()[:2], *plain.where, lens, q_pos, *partial, logits, n_splits,
-            float(scale), float(softcap), window, DOT=dot, BLOCK=block, HAS_MASSES=pages.masses,
+            float(shape.scale), float(shape.softcap), shape.window, DOT=dot, BLOCK=block, HAS_MASSES=pages.masses,
             num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2, **shapes, **stored,
         )  # fmt: skip
     if packed and codes.n_splits and codes.where[1]:
-        packed[1](
-            q, codes.where, q_pos, (*partial, logits, n_splits, codes.first_split),
-            (float(scale), float(softcap), window), shapes, dot, (n_regions, codes.n_splits),
+        attend_codes(
+            packed, q, codes.where, q_pos, (*partial, logits, n_splits, codes.first_split),
+            (float(shape.scale), float(shape.softcap), shape.window), shapes, dot, (n_regions, codes.n_splits),
         )  # fmt: skip
     combine[(n_regions, group)](
         q, *q.stride()[:2], k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2],
         torch.full_like(lens, width) if packed else lens, q_pos, *partial, n_splits,
-        sink_logits.float().contiguous() if sink_logits is not None else lse, out, lse, new_logits,
-        float(scale), float(softcap), SPLIT=TUNING.split, HAS_SINK=sink_logits is not None, **dims, **heads, **cap,
+        shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse, out, lse, new_logits,
+        float(shape.scale), float(shape.softcap), SPLIT=TUNING.split, HAS_SINK=shape.sink_logits is not None,
+        **dims, **heads, **cap,
     )  # fmt: skip
 
     n_chunks = sum(part.chunks for part in parts)
@@ -196,7 +159,7 @@ def decode_parts(
     )
     shared = rule.shared and rule.evict.by_score and n_kv_heads > 1
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
-    choice = (rule.sinks, window, seed - (1 << 32) if seed >> 31 else seed)
+    choice = (rule.sinks, shape.window, seed - (1 << 32) if seed >> 31 else seed)
     flags = {
         "SIGNAL": int(rule.signal), "REDUCE": int(rule.reduce), "EVICT": int(rule.evict), "SHARED": shared,
         "HASH_HEADS": 1 if rule.shared else n_kv_heads,
@@ -212,15 +175,15 @@ def decode_parts(
                     *part.where, part.lens, part.full, recent, q_pos,
                     logits[..., part.first_split * TUNING.split :] if signals else logits, width, lse,
                     *(x[:, first:] for x in lowest), n_chunks, float(rule.decay), *choice,
-                    CHUNK=TUNING.chunk, UPDATE=update, CHOOSE=choose, HAS_WINDOW=window > 0, **heads, **flags,
+                    CHUNK=TUNING.chunk, UPDATE=update, CHOOSE=choose, HAS_WINDOW=shape.window > 0, **heads, **flags,
                     **part.logs,
                 )  # fmt: skip
     settle[(n_regions,)](
         *plain.where, lens, caps, recent, q_pos, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], new_logits,
         lse, *lowest, n_chunks, evicted, *choice,
-        *codes.where, codes.lens, packed[0].dead if packed else lens, plain.chunks,
-        CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=window > 0, HAS_MASSES=pages.masses,
+        *codes.where, codes.lens, packed.dead if packed else lens, plain.chunks,
+        CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=shape.window > 0, HAS_MASSES=pages.masses,
         PACKED=packed is not None, PACKED_LOG_SLOTS=codes.logs["LOG_SLOTS"], PACKED_LOG_PAGES=codes.logs["LOG_PAGES"],
         **dims, **heads, **stored, **flags,
     )  # fmt: skip
-    return out, lse, evicted
+    return DecodeOutput(out, lse, evicted)

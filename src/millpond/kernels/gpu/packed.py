@@ -1,4 +1,4 @@
-"""`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`: attention over codes on the GPU.
+"""Attention over codes on the GPU.
 
 Codes are written and read as numbers by the reference, off the path of decoding.
 """
@@ -10,45 +10,14 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eager.packed_pages import read, write
 from millpond.kernels.gpu.codes import side_constants, table_or
 from millpond.kernels.gpu.common import block_of, page_logs, rows_of
-from millpond.kernels.gpu.decode import decode_parts
 from millpond.kernels.gpu.packed_attend import attend_packed
 from millpond.kernels.packed.layout import RUN
 from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.pages import PageArrays
-
-__all__ = ["decode", "read", "write"]
 
 
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    packed: PackedRegions,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `packed.ops.decode`."""
-    return decode_parts(
-        q, k_new, v_new, pages, table, lens, caps, recent, q_pos, rule, scale, softcap, window, sink_logits,
-        (packed, lambda *given: _attend(packed, *given)),
-    )  # fmt: skip
-
-
-def _attend(
+def attend_codes(
     packed: PackedRegions,
     q: Tensor,
     where: tuple[Any, ...],

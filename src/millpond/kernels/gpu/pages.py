@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from millpond.kernels.args import EntryRows, PaddedEntries, PageRegions
 from millpond.kernels.gpu.common import (
     KEYS,
     LOG_MASSES,
@@ -23,7 +23,6 @@ from millpond.kernels.gpu.common import (
     rows_of,
     slot_rows,
 )
-from millpond.kernels.pages import PageArrays
 
 BLOCK = 32  #: slots per program
 
@@ -109,30 +108,22 @@ def _read(
 
 
 @on_its_device
-def write(
-    pages: PageArrays,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None = None,
-    log_masses: Tensor | None = None,
-) -> None:
+def write(regions: PageRegions, rows: EntryRows) -> None:
+    pages, table, index, positions = regions.pages, regions.table, rows.index, rows.positions
+    scores, log_masses = rows.scores, rows.log_masses
     check(table.device, pages.dtype)
     n_regions, width = index.shape
     if n_regions == 0 or width == 0 or pages.n_arenas == 0:
         return
     # the device rounds to nearest even as torch does, the interpreter truncates: cast before the kernel
-    keys, values = rows_of(keys.to(pages.dtype)), rows_of(values.to(pages.dtype))
+    keys, values = rows_of(rows.keys.to(pages.dtype)), rows_of(rows.values.to(pages.dtype))
     table = rows_of(table)
     score_strides = scores.stride() if scores is not None else (0, 0)
     mass_strides = log_masses.stride() if log_masses is not None else (0, 0)
     _write[(n_regions, triton.cdiv(width, BLOCK))](
-        pages.bases, pages.n_arenas, table, table.stride(0), start.contiguous(), count.contiguous(), index.contiguous(),
-        width, keys, values, positions, scores if scores is not None else positions,
+        pages.bases, pages.n_arenas, table, table.stride(0), rows.start.contiguous(),
+        rows.count.contiguous(), index.contiguous(), width, keys, values, positions,
+        scores if scores is not None else positions,
         log_masses if log_masses is not None else positions,
         *keys.stride()[:2], *values.stride()[:2], *positions.stride(), *score_strides, *mass_strides,
         KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
@@ -143,9 +134,8 @@ def write(
 
 
 @on_its_device
-def read(
-    pages: PageArrays, table: Tensor, lens: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def read(regions: PageRegions, width: int) -> PaddedEntries:
+    pages, table, lens = regions.parts
     check(table.device, pages.dtype)
     n, device = table.shape[0], table.device
     keys = torch.empty(n, width, pages.key_dim, dtype=pages.dtype, device=device)
@@ -155,7 +145,7 @@ def read(
     log_masses = torch.empty_like(scores) if pages.masses else None
     if pages.n_arenas == 0:
         empty = log_masses.zero_() if log_masses is not None else None
-        return keys.zero_(), values.zero_(), positions.fill_(-1), scores.zero_(), empty
+        return PaddedEntries(keys.zero_(), values.zero_(), positions.fill_(-1), scores.zero_(), empty)
     if n and width:
         table = rows_of(table)
         _read[(n, triton.cdiv(width, BLOCK))](
@@ -165,4 +155,4 @@ def read(
             KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),
             TYPE=TYPES[pages.dtype], KEEPS_MASSES=pages.masses, BLOCK=BLOCK, **page_logs(pages),
         )  # fmt: skip
-    return keys, values, positions, scores, log_masses
+    return PaddedEntries(keys, values, positions, scores, log_masses)

@@ -9,6 +9,7 @@ fixed order.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millpond.kernels.args import PrefillArgs, PrefillOutput
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.gpu.common import (
     INF,
@@ -231,81 +233,53 @@ def _masses(past_log_masses: Tensor | None, lse: Tensor) -> tuple[Tensor, int]:
 
 
 @on_its_device
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    colsum: Reduce | None = None,
-    decay: float = 1.0,
-    past_log_masses: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    check(q.device, q.dtype)
-    n_heads, n_rows, key_dim = q.shape
-    n_kv_heads, n_columns, value_dim = v.shape
-    q, k, v, q_pos = rows_of(q), rows_of(k.to(q.dtype)), rows_of(v.to(q.dtype)), q_pos.contiguous()
-    past, past_stride = _past(past_pos, q_pos)
+def prefill(args: PrefillArgs) -> PrefillOutput:
+    shape = args.shape
+    check(args.q.device, args.q.dtype)
+    n_heads, n_rows, key_dim = args.q.shape
+    n_kv_heads, n_columns, value_dim = args.v.shape
+    q, k, v = rows_of(args.q), rows_of(args.k.to(args.q.dtype)), rows_of(args.v.to(args.q.dtype))
+    q_pos = args.q_pos.contiguous()
+    past, past_stride = _past(args.past_pos, q_pos)
     out = torch.empty(n_heads, n_rows, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(n_heads, n_rows, dtype=torch.float32, device=q.device)
     tile = forward_tile(block_of(max(key_dim, value_dim)), q.dtype)
     if n_rows and n_heads:
         forward[(triton.cdiv(n_rows, tile.rows), n_heads)](
             q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], q_pos, past, past_stride,
-            *_masses(past_log_masses, lse),
-            sink_logits.float().contiguous() if sink_logits is not None else lse, out, lse,
-            n_rows, n_columns - n_rows, float(scale), float(softcap), window,
+            *_masses(args.past_log_masses, lse),
+            shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse, out, lse,
+            n_rows, n_columns - n_rows, float(shape.scale), float(shape.softcap), shape.window,
             GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             KEY_BLOCK=block_of(key_dim), VALUE_BLOCK=block_of(value_dim), ROWS=tile.rows, BLOCK=tile.block,
-            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0,
-            HAS_SINK=sink_logits is not None, HAS_MASSES=past_log_masses is not None,
+            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=shape.softcap != 0.0, HAS_WINDOW=shape.window > 0,
+            HAS_SINK=shape.sink_logits is not None, HAS_MASSES=args.past_log_masses is not None,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    if colsum is None:
-        return out, lse, None
+    if args.colsum is None:
+        return PrefillOutput(out, lse, None)
     known = lse
-    if decay != 1:  # a larger denominator is a smaller weight
-        known = lse - torch.arange(n_rows - 1, -1, -1, device=q.device) * math.log(decay)
-    sums = colsum_from_lse(
-        q, k, known, q_pos, past_pos, scale=scale, softcap=softcap, window=window, reduce=colsum,
-        past_log_masses=past_log_masses,
-    )  # fmt: skip
-    return out, lse, sums
+    if args.decay != 1:  # a larger denominator is a smaller weight
+        known = lse - torch.arange(n_rows - 1, -1, -1, device=q.device) * math.log(args.decay)
+    return PrefillOutput(out, lse, _column_sums(replace(args, q=q, k=k, q_pos=q_pos), args.colsum, known))
 
 
-@on_its_device
-def colsum_from_lse(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    reduce: Reduce = Reduce.MEAN,
-    past_log_masses: Tensor | None = None,
-) -> Tensor:
-    check(q.device, q.dtype)
+def _column_sums(args: PrefillArgs, reduce: Reduce, lse: Tensor) -> Tensor:
+    """(Hkv, N) float32, from the log of each denominator, lse (Hq, Q), and rows that are contiguous."""
+    q, k, shape = args.q, args.k, args.shape
     n_heads, n_rows, key_dim = q.shape
     n_kv_heads, n_columns = k.shape[:2]
-    q, k, q_pos, lse = rows_of(q), rows_of(k.to(q.dtype)), q_pos.contiguous(), lse.contiguous()
-    past, past_stride = _past(past_pos, q_pos)
+    past, past_stride = _past(args.past_pos, args.q_pos)
     sums = torch.empty(n_kv_heads, n_columns, dtype=torch.float32, device=q.device)
     tile = sums_tile(block_of(key_dim), q.dtype)
     if n_kv_heads and n_columns:
         column_sums[(triton.cdiv(n_columns, tile.block), n_kv_heads)](
-            q, *q.stride()[:2], k, *k.stride()[:2], q_pos, past, past_stride,
-            *_masses(past_log_masses, lse), lse, sums,
-            n_rows, n_columns - n_rows, float(scale), float(softcap), window,
+            q, *q.stride()[:2], k, *k.stride()[:2], args.q_pos, past, past_stride,
+            *_masses(args.past_log_masses, lse), lse, sums,
+            n_rows, n_columns - n_rows, float(shape.scale), float(shape.softcap), shape.window,
             GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, KEY_BLOCK=block_of(key_dim), ROWS=tile.rows, BLOCK=tile.block,
-            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0,
-            HAS_MASSES=past_log_masses is not None, REDUCE=int(reduce), num_warps=tile.warps, num_stages=tile.stages,
+            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=shape.softcap != 0.0, HAS_WINDOW=shape.window > 0,
+            HAS_MASSES=args.past_log_masses is not None, REDUCE=int(reduce),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return sums

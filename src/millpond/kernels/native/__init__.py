@@ -11,22 +11,23 @@ from functools import cache
 
 import torch
 
+from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import absolute_sums, newest_alike
 from millpond.kernels.native.admission import admit
 from millpond.kernels.native.decoder_rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_
 from millpond.kernels.native.huge_pages import use_huge_pages
-from millpond.kernels.native.layers import Layers, Regions
+from millpond.kernels.native.layers import Layers
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.packed import write_packed
 
 __all__ = [
     "Behind",
     "Layers",
     "Linears",
     "NativeKernelsWarning",
-    "Regions",
     "absolute_sums",
     "admit",
     "attend",
@@ -46,10 +47,12 @@ __all__ = [
     "prefill",
     "read",
     "read_bandwidth",
+    "read_packed",
     "rotate_",
     "use_huge_pages",
     "window_signal",
     "write",
+    "write_packed",
 ]
 
 

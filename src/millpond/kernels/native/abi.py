@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.native import library
+from millpond.kernels.pages import PageArrays
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
@@ -56,6 +58,18 @@ def _flat(x: Tensor) -> Tensor:
 def _shared_rows(x: Tensor | None) -> tuple[int, int]:
     """Address and stride of rows, one per KV head or one for all."""
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0) if len(x) > 1 else 0)
+
+
+def pool_numbers(pages: PageArrays) -> list[int]:
+    """A pool as the schemas take it, where it lies apart."""
+    dtype = DTYPES[pages.dtype]
+    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
+
+
+def rule_numbers(rule: DecodeRule) -> list[int]:
+    """A rule as the schemas take it, its decay apart."""
+    kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
+    return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
 
 
 def decode(

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from struct import Struct
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.native.abi import INT32, decode_struct, entry_point
+from millpond.kernels.args import StepRegions
+from millpond.kernels.native.abi import INT32, decode_struct, entry_point, pool_numbers, rule_numbers
 from millpond.kernels.native.decoder_rows import Behind, Linears
-from millpond.kernels.native.ops import pool_numbers, rule_numbers
-from millpond.kernels.pages import PageArrays
 
 COUNT = Struct("=q").pack
-
-
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """What one layer of a decoding step meets: arguments of `ops.decode`."""
-
-    pages: PageArrays
-    table: Tensor
-    lens: Tensor
-    caps: Tensor
-    recent: Tensor
-    q_pos: Tensor
-    rule: DecodeRule
-    scale: float
-    softcap: float
-    window: int
-    sink_logits: Tensor | None  #: float32 and contiguous
 
 
 class Layers:
@@ -45,7 +25,7 @@ class Layers:
         self._parts, self._dim = parts, head_dim
         self._call = entry_point("mp_layers")
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, regions: Sequence[Regions]) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, regions: Sequence[StepRegions]) -> Tensor:
         """Rows x (N, width), contiguous, one of each sequence, go through all layers in place.
 
         Args:
@@ -62,12 +42,15 @@ class Layers:
         evicted = torch.empty(len(x) * k.shape[1], dtype=INT32)
         before, turn = first.heads_struct(x, cos, sin, *heads)
         behind = Behind.struct(seen, x, x)
-        structs = [COUNT(len(regions))]
+        structs, kept = [COUNT(len(regions))], []
         for (into, rest), r, sums in zip(self._parts, regions, lse, strict=True):
+            shape, plain = r.shape, r.plain
+            sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
+            kept.append(sinks)  # a struct keeps no tensor
             decoding = decode_struct(
-                q, k, v, r.pages.bases, r.table, r.lens, r.caps, r.recent, r.q_pos, r.sink_logits,
-                pool_numbers(r.pages), rule_numbers(r.rule), r.window, r.scale, r.softcap, r.rule.decay,
-                seen, sums, evicted,
+                q, k, v, plain.pages.bases, plain.table, plain.lens, r.caps, r.recent, r.q_pos, sinks,
+                pool_numbers(plain.pages), rule_numbers(r.rule), shape.window, shape.scale, shape.softcap,
+                r.rule.decay, seen, sums, evicted,
             )  # fmt: skip
             structs += (before, into.same, turn, decoding, behind, rest.same)
         if self._call(b"".join(structs)):

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.merge.rules import MergeRule
-from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point
-from millpond.kernels.native.ops import pool_numbers
-from millpond.kernels.pages import PageArrays
+from millpond.kernels.args import MergeArgs
+from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point, pool_numbers
 
 #: the order of fields is that of csrc/common/args.hpp
 MERGE = Struct("=31q4d").pack
@@ -20,24 +17,14 @@ NEAREST = Struct("=17qd").pack
 MEAN = Struct("=13q").pack
 
 
-def merge_slots(
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    memory: Tensor,
-    leave: DecodeRule,
-    rule: MergeRule,
-    local: Tensor | None = None,
-) -> None:
-    table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
+def merge_slots(args: MergeArgs) -> None:
+    (pages, table, lens), memory, leave, rule = args.regions.parts, args.memory, args.leave, args.rule
+    table, caps, recent, q_pos = _flat(table), _flat(args.caps), _flat(args.recent), _flat(args.q_pos)
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     if memory.dtype is not torch.float64 or not memory.is_contiguous():
         raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
-    local = local if local is None else _rows(local.float())
+    local = args.local if args.local is None else _rows(args.local.float())
     n_seq = q_pos.shape[0]
     failed = entry_point("mp_merge_slots")(MERGE(
         pages.bases.data_ptr(), pages.bases.shape[1], *pool_numbers(pages), table.data_ptr(), table.stride(0),

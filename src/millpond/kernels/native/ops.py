@@ -9,10 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.decode_rules import DecodeRule, Reduce
+from millpond.kernels.args import (
+    AttendArgs,
+    AttendOutput,
+    DecodeArgs,
+    DecodeOutput,
+    EntryRows,
+    PaddedEntries,
+    PageRegions,
+    PrefillArgs,
+    PrefillOutput,
+    WindowSignalArgs,
+)
 from millpond.kernels.eager.attend import nothing_found
 from millpond.kernels.native import abi, decoder_rows
-from millpond.kernels.pages import PageArrays
+from millpond.kernels.native.abi import pool_numbers, rule_numbers
+from millpond.kernels.native.packed import regions_struct
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
@@ -89,122 +101,57 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def pool_numbers(pages: PageArrays) -> list[int]:
-    """A pool as the schemas take it, where it lies apart."""
-    dtype = abi.DTYPES[pages.dtype]
-    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
-
-
-def rule_numbers(rule: DecodeRule) -> list[int]:
-    """A rule as the schemas take it, its decay apart."""
-    kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
-    return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
-
-
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def decode(args: DecodeArgs) -> DecodeOutput:
+    regions = args.regions
+    plain, rule, shape = regions.plain, regions.rule, regions.shape
+    given = (
+        args.q, args.k_new, args.v_new, plain.pages.bases, plain.table, plain.lens, regions.caps, regions.recent,
+        regions.q_pos, shape.sink_logits, pool_numbers(plain.pages), rule_numbers(rule), shape.window, shape.scale,
+        shape.softcap, rule.decay,
+    )  # fmt: skip
+    if regions.packed is not None:
+        return DecodeOutput(*abi.decode(*given, regions_struct(regions.packed)))
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
-    result: tuple[Tensor, Tensor, Tensor] = call(
-        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
-        pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay,
-    )  # fmt: skip
-    return result
+    return DecodeOutput(*call(*given))
 
 
-def attend(
-    q: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    members: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    members = torch.arange(len(q)) if members is None else members
-    out, lse = nothing_found(q, pages.value_dim) if found is None else found
-    abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), scale, softcap)
-    return out, lse
+def attend(args: AttendArgs) -> AttendOutput:
+    q, (pages, table, lens) = args.q, args.regions.parts
+    members = torch.arange(len(q)) if args.members is None else args.members
+    out, lse = nothing_found(q, pages.value_dim) if args.found is None else args.found
+    abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), args.scale, args.softcap)
+    return AttendOutput(out, lse)
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    colsum: Reduce | None = None,
-    decay: float = 1.0,
-    past_log_masses: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    call = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill
+def prefill(args: PrefillArgs) -> PrefillOutput:
+    call, shape = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill, args.shape
     out, lse, sums = call(
-        q, k, v, q_pos, past_pos, past_log_masses, sink_logits, window, scale, softcap,
-        -1 if colsum is None else int(colsum), decay,
+        args.q, args.k, args.v, args.q_pos, args.past_pos, args.past_log_masses, shape.sink_logits, shape.window,
+        shape.scale, shape.softcap, -1 if args.colsum is None else int(args.colsum), args.decay,
     )  # fmt: skip
-    return out, lse, sums if colsum is not None else None
+    return PrefillOutput(out, lse, sums if args.colsum is not None else None)
 
 
-def window_signal(
-    q: Tensor,
-    k: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-    reduce: Reduce = Reduce.MEAN,
-    log_masses: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    return abi.window_signal(q, k, q_pos, k_pos, log_masses, sink_logits, lse, window, scale, softcap, int(reduce))
+def window_signal(args: WindowSignalArgs) -> Tensor:
+    shape = args.shape
+    return abi.window_signal(
+        args.q, args.k, args.q_pos, args.k_pos, args.log_masses, shape.sink_logits, args.lse, shape.window,
+        shape.scale, shape.softcap, int(args.reduce),
+    )  # fmt: skip
 
 
-def write(
-    pages: PageArrays,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None = None,
-    log_masses: Tensor | None = None,
-) -> None:
-    call = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write
-    call(pages.bases, table, start, count, index, keys, values, positions, scores, log_masses, pool_numbers(pages))
+def write(regions: PageRegions, rows: EntryRows) -> None:
+    call, pages = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write, regions.pages
+    call(
+        pages.bases, regions.table, rows.start, rows.count, rows.index, rows.keys, rows.values, rows.positions,
+        rows.scores, rows.log_masses, pool_numbers(pages),
+    )  # fmt: skip
 
 
-def read(
-    pages: PageArrays, table: Tensor, lens: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    call = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read
-    keys, values, positions, scores, log_masses = call(pages.bases, table, lens, width, pool_numbers(pages))
-    return keys, values, positions, scores, log_masses if pages.masses else None
+def read(regions: PageRegions, width: int) -> PaddedEntries:
+    call, pages = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read, regions.pages
+    found = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
+    return found if pages.masses else found._replace(log_masses=None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

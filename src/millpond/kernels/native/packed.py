@@ -1,4 +1,4 @@
-"""`decode`, `write` and `read` of packed pages, as in `kernels.packed.ops`, through the C ABI."""
+"""The struct of packed regions, and `write` of packed pages, through the C ABI."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eager import packed_pages
+from millpond.kernels.args import EntryRows
 from millpond.kernels.native import abi
-from millpond.kernels.native.ops import pool_numbers, rule_numbers
 from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
-from millpond.kernels.pages import PageArrays
 
 #: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
@@ -51,7 +48,7 @@ def _side(
     ]  # fmt: skip
 
 
-def _regions(regions: PackedRegions) -> bytes:
+def regions_struct(regions: PackedRegions) -> bytes:
     """The struct of the regions: made once, and again when their pool has grown."""
     bases: Tensor | None
     struct: bytes
@@ -91,55 +88,21 @@ def _rope(rope: Rope | None) -> list[int]:
     return [len(rope.pairs), rope.positions, *(t.data_ptr() for t in tables)]
 
 
-def decode(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    pages: PageArrays,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    rule: DecodeRule,
-    packed: PackedRegions,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return abi.decode(
-        q, k_new, v_new, pages.bases, table, lens, caps, recent, q_pos, sink_logits,
-        pool_numbers(pages), rule_numbers(rule), window, scale, softcap, rule.decay, _regions(packed),
-    )  # fmt: skip
-
-
 def _row_strides(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
-def write(
-    packed: PackedRegions,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None = None,
-    log_masses: Tensor | None = None,
-) -> None:
-    if index.numel() == 0:
+def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
+    if rows.index.numel() == 0:
         return
-    start, count, index = abi._flat(start), abi._flat(count), abi._flat(index)
-    keys, values = abi._rows(keys), abi._rows(values)
-    scores, log_masses = (t if t is None else t.float() for t in (scores, log_masses))
+    start, count, index = abi._flat(rows.start), abi._flat(rows.count), abi._flat(rows.index)
+    keys, values, positions = abi._rows(rows.keys), abi._rows(rows.values), rows.positions
+    scores, log_masses = (t if t is None else t.float() for t in (rows.scores, rows.log_masses))
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    failed = abi.entry_point("mp_write_packed")(_regions(packed) + WRITE(
+    failed = abi.entry_point("mp_write_packed")(regions_struct(regions) + WRITE(
         start.data_ptr(), count.data_ptr(), index.data_ptr(), index.stride(0), index.shape[1], len(start),
-        1 if packed.key_scales is None else len(packed.key_scales),
+        1 if regions.key_scales is None else len(regions.key_scales),
         keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
         0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
         abi.DTYPES[keys.dtype], abi.DTYPES[values.dtype],
@@ -152,6 +115,3 @@ def write(
         raise NumericsError(groups.TOO_LARGE)
     if failed:
         raise MemoryError("no memory for the work space of the packing kernel")
-
-
-read = packed_pages.read  # off every hot path

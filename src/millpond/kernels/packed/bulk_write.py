@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millpond.kernels.args.entries import EntryRows
 from millpond.kernels.packed import side_codec
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.side_codec import Fixed
@@ -20,46 +21,24 @@ def is_whole(regions: PackedRegions, start: Tensor, count: Tensor) -> bool:
     return plainly and not bool((start % slots).any()) and not bool((count % slots).any())
 
 
-def write(
-    regions: PackedRegions,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-) -> None:
-    """As `ops.write`, for what `is_whole`."""
+def write(regions: PackedRegions, rows: EntryRows) -> None:
+    """As `ops.write_packed`, for what `is_whole`."""
     slots = regions.pages.slots
-    n_pages = count.long() // slots
+    n_pages = rows.count.long() // slots
     most = int(n_pages.max()) if len(n_pages) else 0
     region, column = (torch.arange(most, device=n_pages.device) < n_pages[:, None]).nonzero().unbind(1)
     for begin in range(0, len(region), TOGETHER):
         part = slice(begin, begin + TOGETHER)
         r, first = region[part], column[part] * slots
-        rows = index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
-        at = r[:, None]
-        ids = regions.table[r, (start[r].long() + first) // slots].long()
-        _write(
-            regions, ids, r, keys[at, rows], values[at, rows], positions[at, rows],
-            None if scores is None else scores[at, rows], None if log_masses is None else log_masses[at, rows],
-        )  # fmt: skip
+        chosen = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
+        ids = regions.table[r, (rows.start[r].long() + first) // slots].long()
+        _write(regions, ids, r, rows, chosen)
 
 
-def _write(
-    regions: PackedRegions,
-    ids: Tensor,
-    r: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-) -> None:
-    """Pages `ids` (P,) of regions r (P,) from rows (P, slots, ...)."""
-    pages = regions.pages
+def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, chosen: Tensor) -> None:
+    """Pages `ids` (P,) of regions r (P,) from the `chosen` (P, slots) of the rows of these regions."""
+    pages, at = regions.pages, r[:, None]
+    keys, values, positions = (t[at, chosen] for t in (rows.keys, rows.values, rows.positions))
     if regions.rope is not None:
         keys = regions.rope.turn_back(keys.float(), positions)
     coded = []
@@ -69,9 +48,10 @@ def _write(
         )
     _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
-    _put(pages.scores, ids, torch.zeros_like(positions).float() if scores is None else scores.float())
+    zeros = torch.zeros_like(positions).float()
+    _put(pages.scores, ids, zeros if rows.scores is None else rows.scores[at, chosen].float())
     if pages.masses:
-        _put(pages.log_masses, ids, torch.zeros_like(positions).float() if log_masses is None else log_masses.float())
+        _put(pages.log_masses, ids, zeros if rows.log_masses is None else rows.log_masses[at, chosen].float())
 
 
 def _put(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:

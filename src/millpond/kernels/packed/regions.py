@@ -1,4 +1,11 @@
-"""The packed part of the regions of one layer."""
+"""The packed part of the regions of one layer.
+
+A region has two parts: entries in plain pages (sinks, the residual window, whatever is newest) and sealed ones in
+packed pages. Either may be empty. Codes are written once and read until their page is freed. A packed entry that is
+evicted leaves a *tombstone*: position -1 in its slot, which attention and scores skip from then on; the `dead` of
+`PackedRegions` counts them. A page is freed when all its slots are dead. Where a group spans several slots
+(`layout.grain` > 1) the survivors of different groups cannot share scales without being encoded again, so they stay.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.errors import OptionError
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRegions:
-    """What the regions of one layer hold in packed pages; R regions, as in `ops`.
+    """What R regions of one layer hold in packed pages; twin of `PageRegions`.
 
     Attributes:
         pages: the memory of the pool.
@@ -44,6 +52,38 @@ class PackedRegions:
     key_zeros: Tensor | None = None
     rope: Rope | None = None
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def check(self, n_regions: int, key_dim: int) -> None:
+        """
+        Raises:
+            OptionError: these are not the packed part of `n_regions` regions with plain keys of `key_dim` channels.
+        """
+        beside = n_regions, key_dim
+        if self.known.get("fits") == beside:
+            return
+        self.check_stored(n_regions)
+        layout = self.pages.layout
+        if self.channels is None and layout.key_dim != key_dim:
+            raise OptionError(
+                f"packed keys of {layout.key_dim} channels beside plain ones of {key_dim}; name the kept ones in "
+                "`channels`"
+            )
+        self.known["fits"] = beside
+
+    def check_stored(self, n_regions: int) -> None:
+        """
+        Raises:
+            OptionError: not as many regions, or not what the layout needs.
+        """
+        layout = self.pages.layout
+        if self.table.shape[0] != n_regions:
+            raise OptionError(f"{self.table.shape[0]} packed regions beside {n_regions} plain ones")
+        if self.rope is not None and not (layout.key.fixed and self.channels is None and self.balance is None):
+            raise OptionError("keys are stored before RoPE with calibrated scales only, in all channels and unbalanced")
+        for given in (self.key_scales, self.key_zeros):
+            if layout.key.fixed != (given is not None):
+                need = "needs" if layout.key.fixed else "takes no"
+                raise OptionError(f"this layout {need} calibrated key_scales and key_zeros in PackedRegions")
 
     def part(self, rows: slice | npt.NDArray[np.int64]) -> PackedRegions:
         """Some of the regions: whole sequences, where scales are calibrated; copies, of any but neighbours."""

@@ -9,9 +9,10 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional
 
+from millpond.kernels.args import StepRegions
 from millpond.kernels.decoder_ops import Norm, choose, in_one_call
 from millpond.kernels.linear import linear
-from millpond.kernels.native import Layers, Regions
+from millpond.kernels.native import Layers
 from millpond.models.lean.block import Attend, Block
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -61,7 +62,9 @@ class Decoder:
             return None
         return in_one_call([(block.qkv, block.rest) for block in self.blocks], self.blocks[0].head_dim)
 
-    def step(self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[Regions]) -> tuple[Tensor, Tensor]:
+    def step(
+        self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[StepRegions]
+    ) -> tuple[Tensor, Tensor]:
         """`forward` of the newest token of each sequence, all of whose logits are asked for.
 
         Args:

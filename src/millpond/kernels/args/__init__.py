@@ -1,0 +1,26 @@
+"""Arguments and results of the ops, one file for what belongs together; shapes, dtypes and units stand here only."""
+
+from millpond.kernels.args.after_step import HeadRuleArgs, MergeArgs
+from millpond.kernels.args.attend import AttendArgs, AttendOutput
+from millpond.kernels.args.decode import DecodeArgs, DecodeOutput
+from millpond.kernels.args.entries import EntryRows, PaddedEntries
+from millpond.kernels.args.prefill import PrefillArgs, PrefillOutput, WindowSignalArgs
+from millpond.kernels.args.regions import PageRegions, StepRegions
+from millpond.kernels.args.shape import AttentionShape
+
+__all__ = [
+    "AttendArgs",
+    "AttendOutput",
+    "AttentionShape",
+    "DecodeArgs",
+    "DecodeOutput",
+    "EntryRows",
+    "HeadRuleArgs",
+    "MergeArgs",
+    "PaddedEntries",
+    "PageRegions",
+    "PrefillArgs",
+    "PrefillOutput",
+    "StepRegions",
+    "WindowSignalArgs",
+]

@@ -1,0 +1,135 @@
+"""The op set: what every implementation of the ops has. One call per layer for a whole ragged batch.
+
+Words: a *region* is one KV head of one sequence in one layer, region r = sequence * n_kv_heads + head. Its entries
+lie in slots 0 .. lens[r]-1, spread over the pages table[r, 0], table[r, 1], ... in any order of positions. What lies
+in packed pages besides: see `packed.regions`. Shapes and dtypes of arguments: see `kernels.args`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from millpond.kernels.args import (
+    AttendArgs,
+    AttendOutput,
+    DecodeArgs,
+    DecodeOutput,
+    EntryRows,
+    HeadRuleArgs,
+    MergeArgs,
+    PaddedEntries,
+    PageRegions,
+    PrefillArgs,
+    PrefillOutput,
+    WindowSignalArgs,
+)
+from millpond.kernels.packed.regions import PackedRegions
+
+
+class OpSet(Protocol):
+    """Implemented by the modules `reference`, `blockwise`, `native` and `gpu`, and by `ops`, which chooses one."""
+
+    def decode(self, args: DecodeArgs) -> DecodeOutput:
+        """One decoding step of one layer: attend, gather scores, choose the victim, store the new entry.
+
+        Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries
+        than its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of
+        lowest value among the stored and the new one, and the new entry takes its slot (or is itself the one that
+        leaves). Where the pages have masses, the log mass of a stored entry is added to its logit (after the softcap);
+        the new entry has log mass 0. A region never holds more than its cap.
+
+        Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, and the `recent[r]`
+        newest positions (q_pos - position < recent[r]). Chosen first: what the sliding window hides from the next
+        query.
+
+        Regions of two parts have one softmax, one score update and one victim over both. The new entry is stored in
+        the plain part: it is appended where the region holds fewer entries than its cap; where the victim is packed,
+        the victim's slot becomes a tombstone and the new entry is appended.
+        """
+        ...
+
+    def attend(self, args: AttendArgs) -> AttendOutput:
+        """Attention of many sequences' queries over entries that they share, which are read once for all of them.
+
+        The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). What `decode` finds in the entries
+        of each sequence alone is given as `found`, and put together with it by the log-sum-exp, as `lse_merge` does.
+        """
+        ...
+
+    def prefill(self, args: PrefillArgs) -> PrefillOutput:
+        """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
+
+        No (Q, N) matrix is kept: the work runs in blocks of query rows (but for `reference`).
+        """
+        ...
+
+    def window_signal(self, args: WindowSignalArgs) -> Tensor:
+        """(Hkv, N) float32: sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer.
+
+        A query that sees nothing adds nothing.
+        """
+        ...
+
+    def write(self, regions: PageRegions, rows: EntryRows) -> None:
+        """Store chosen rows in plain pages; `regions.lens` is neither read nor written."""
+        ...
+
+    def read(self, regions: PageRegions, width: int) -> PaddedEntries:
+        """Copy the entries of every region out of its plain pages, padded to `width` >= max(lens)."""
+        ...
+
+    def write_packed(self, regions: PackedRegions, rows: EntryRows) -> None:
+        """Encode chosen rows into packed pages; `lens` and `dead` are neither read nor written.
+
+        Raises:
+            NumericsError: NaN, infinity, or a number beyond what the format's scales can hold. What `start` and `count`
+                name may be half written; nothing else is touched.
+        """
+        ...
+
+    def read_packed(self, regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
+        """The entries of every region as numbers, padded to `width` >= max(lens), keys of `head_dim` channels."""
+        ...
+
+    def merge_slots(self, args: MergeArgs) -> None:
+        """Bring regions back to their caps: the entries of lowest value leave, and are taken into those that stay.
+
+        Behind a decoding step, over the same regions, caps, recent and q_pos as `decode` has. Of region r
+        lens[r] - caps[r] entries leave, none if that is not above 0. Value and protection are those of `decode`; of
+        equal ones the oldest leaves. What the entries that stay take in: see `MergeRule`; they keep their positions.
+        The last ones of a region move into the slots that were left.
+        """
+        ...
+
+    def admit(self, args: HeadRuleArgs) -> bool:
+        """Let the entries leave that no rule of their head keeps, and close the gaps: `HeadRules.leaving` after a step.
+
+        Returns:
+            False where there is no kernel for it: then nothing was done.
+        """
+        ...
+
+    def absolute_sums(self, x: Tensor, y: Tensor) -> Tensor:
+        """sum_m |x_j . y_m| of each entry j with all vectors m of its head; none of the products is kept.
+
+        Args:
+            x: (H, N, dim). y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
+
+        Returns:
+            (H, N) float32.
+        """
+        ...
+
+    def newest_alike(self, keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+        """For each key the last other ones of its head whose cosine with it is above the threshold.
+
+        Args:
+            keys: (H, N, dim). lens: (H,) int32, the first lens[h] of head h are there. most: of them, for each key.
+
+        Returns:
+            their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
+            none.
+        """
+        ...
