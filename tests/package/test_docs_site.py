@@ -8,6 +8,7 @@ import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ import yaml
 from millpond import errors
 from millpond.methods import METHODS
 from tests.package.test_docs import PAGES, ROOT, generator
+from tests.package.test_imports import MODULES, RANK, part_of
 
 __all__ = ["generator"]  # a fixture
 
@@ -170,6 +172,23 @@ def test_the_status_of_errors_is_that_of_the_server() -> None:
     server = pytest.importorskip("millpond.server.errors", reason="pip install 'millpond[server]'")
     shown = re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)`", page, re.MULTILINE)
     assert shown == [(kind.__name__, str(status), code) for kind, status, code in server._STATUS]
+
+
+def test_the_installation_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == set(extras)
+
+
+def test_the_architecture_names_every_package_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    table = page[page.index("## Which package imports which") :]
+    shown = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)]
+    ranks = [RANK[name] for row in shown for name in row]
+    assert ranks == sorted(ranks)
+    parts = {part_of(module) for module in MODULES} - {"__init__", "__main__"}
+    assert {name for row in shown for name in row} == parts
 
 
 def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) -> None:
