@@ -1,9 +1,10 @@
 """Peak memory of generate() on a long prompt: our caches and transformers' own, each in a fresh process.
 
-    python benchmarks/prompt_memory.py [--prompt 4096] [--chunk 512] [--runs 5] [--json FILE]
+    python benchmarks/prompt_memory.py [--prompt 4096] [--chunk 512] [--runs 3] [--model FOLDER] [--json FILE]
 
-A process builds the model, makes the cache, and generates a few tokens; what counts is the highest resident memory
-above what it held once model and cache were there. Medians over the runs, which take turns.
+A process builds the model, makes the cache, and generates two tokens; what counts is the highest resident memory
+above what it held once model and cache were there. Medians over the runs, which take turns. Memory does not depend on
+what else runs on the machine; the times of prefill do.
 """
 
 from __future__ import annotations
@@ -14,68 +15,85 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from script import begin, keep
 from transformers import DynamicCache
 
 from millpond import compress
-from millpond.bench.generate.candidates import ModelShape, draw_prompts, timed
+from millpond.bench.generate.candidates import GenerateTiming, ModelShape, draw_prompts, timed
+from millpond.models.load import load_model
 
-#: The cache by name: its method (None: transformers' own), its budget, and whether the prompt comes in chunks.
+#: The cache by name: its method (None: transformers' own), its budget, and how the prompt is read.
 CACHES = {
-    "DynamicCache": (None, None, False),
-    "DynamicCache, chunks": (None, None, True),
-    "full": ("full", None, False),
-    "full, chunks": ("full", None, True),
-    "h2o 20%": ("h2o", "20%", False),
-    "h2o 20%, chunks": ("h2o", "20%", True),
+    "DynamicCache": (None, None, "default"),
+    "DynamicCache, chunks": (None, None, "chunks"),
+    "full": ("full", None, "default"),
+    "full, whole": ("full", None, "whole"),
+    "h2o 20%": ("h2o", "20%", "default"),
+    "h2o 20%, whole": ("h2o", "20%", "whole"),
+    "h2o 20%, chunks": ("h2o", "20%", "chunks"),
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
-def measure(name: str, args: argparse.Namespace, shape: ModelShape) -> int | None:
-    """Bytes of the peak above the start, of one cache in this process."""
-    method, budget, chunked = CACHES[name]
-    model = shape.build().to(DTYPES[args.dtype])
-    prompts = draw_prompts(shape, 1, args.prompt, seed=0)
-    if chunked:
-        model.generation_config.prefill_chunk_size = args.chunk
+def measure(name: str, args: argparse.Namespace, shape: ModelShape) -> GenerateTiming:
+    """One cache in this process."""
+    method, budget, reading = CACHES[name]
+    dtype = DTYPES[args.dtype]
+    model: Any = load_model(args.model, args.dtype) if args.model else shape.build().to(dtype)
+    prompts = draw_prompts(replace(shape, vocab=model.config.vocab_size), 1, args.prompt, seed=0)
+    given = {"default": {}, "whole": {"prefill_chunk_size": None}, "chunks": {"prefill_chunk_size": args.chunk}}
     if method is None:
-        return timed(model, prompts, args.new, DynamicCache(config=model.config), lambda: 0).peak_bytes
+        return timed(model, prompts, args.new, DynamicCache(config=model.config), lambda: 0, **given[reading])
     with compress(model, method, budget) as cache:
-        return timed(model, prompts, args.new, cache, lambda: 0).peak_bytes
+        return timed(model, prompts, args.new, cache, lambda: cache.stats().kv_bytes, **given[reading])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=512, help="Tokens of a pass, where the prompt comes in chunks.")
-    parser.add_argument("--new", type=int, default=8)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--new", type=int, default=2)
+    parser.add_argument("--model", help="A folder; without it a random Llama of 168M parameters.")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", choices=CACHES, action="append", help="One cache; may be given several times.")
     parser.add_argument("--child", choices=CACHES, help=argparse.SUPPRESS)
     args, shape = begin(parser)
     if args.child:
-        print(json.dumps(measure(args.child, args, shape)))
+        print(json.dumps(asdict(measure(args.child, args, shape))))
         return
-    found: dict[str, list[int]] = defaultdict(list)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for _ in range(args.runs):
         for name in args.only or CACHES:
             found[name].append(_in_a_process(name))
-    rows = [{"cache": name, "peak_bytes": statistics.median(peaks), "runs": peaks} for name, peaks in found.items()]
+            last = found[name][-1]
+            print(f"{name:24} {last['peak_bytes'] / 1e6:6.0f} MB {last['prefill_s']:6.1f} s", flush=True)
+    rows = [
+        {
+            "cache": name, "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
+            "prefill_s": statistics.median(run["prefill_s"] for run in runs), "runs": runs,
+        }
+        for name, runs in found.items()
+    ]  # fmt: skip
+    args.model = args.model and Path(args.model).name
+    print("medians")
     for row in rows:
-        print(f"{row['cache']:24} {row['peak_bytes'] / 1e6:6.0f} MB")
+        print(f"{row['cache']:24} {row['peak_bytes'] / 1e6:6.0f} MB {row['prefill_s']:6.1f} s")
     keep(args, rows)
 
 
-def _in_a_process(name: str) -> int:
+def _in_a_process(name: str) -> dict[str, Any]:
     given = [arg for arg in sys.argv[1:] if arg != "--child"]
     child = subprocess.run(
         [sys.executable, __file__, *given, "--child", name], check=True, stdout=subprocess.PIPE, text=True
     )
-    return int(json.loads(child.stdout.splitlines()[-1]))
+    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

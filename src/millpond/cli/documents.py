@@ -32,7 +32,9 @@ def remember(
     source: PromptSource,
     model: ModelOptions,
     cache: CacheChoice = _USUAL,
-    chunk: Annotated[int | None, optional(min=1, help="Read the text in chunks of N tokens.")] = None,
+    chunk: Annotated[
+        int | None, optional(min=1, help="Read the text in chunks of N tokens, and evict behind each.")
+    ] = None,
     chat: Annotated[
         bool | None,
         optional(

@@ -77,7 +77,7 @@ def generate(
         int | None, optional(help="Entries per page, a power of two. Default: measured.")
     ] = None,
     chunk: Annotated[
-        int | None, optional(min=1, help="Read the prompt in chunks of N tokens: the peak stays near the budget.")
+        int | None, optional(min=1, help="Read the prompt in chunks of N tokens, and evict behind each (lowest peak).")
     ] = None,
     chat: Chat = None,
 ) -> None:  # fmt: skip

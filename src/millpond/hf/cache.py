@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.heap import give_back
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.rope_protocol import RotaryEmbedding
@@ -30,6 +31,7 @@ from millpond.hf.image_tokens import ImageTokens, image_tokens
 from millpond.hf.layer import MillpondLayer, Observer, layer_cache
 from millpond.hf.layer_budgets import LayerBudgets
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.prompt_parts import PromptParts
 from millpond.hf.signals.reconstruction import PromptReconstruction
 from millpond.hf.signals.rotary import attach_rotations
 from millpond.hf.signals.token_entropy import TokenEntropyHook
@@ -97,6 +99,8 @@ class MillpondCache(Cache):
             for index in range(profile.n_layers)
         ]  # fmt: skip
         budgets.cores = cores
+        stays = policy.keeps_all and pools.format is None
+        self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         attach_rotations(profile, cores)
         pairs = zip(cores, profile.windows, strict=True)
         super().__init__(layers=[MillpondLayer(core, self.journal, self.passes, window) for core, window in pairs])
@@ -326,7 +330,7 @@ class MillpondCache(Cache):
             other.passes.check_free()
         if self.entropies is not None:
             self.entropies.check_running()
-        if ids is not None and ids.shape[1] == 1:
+        if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
             self._rebuild()
         self._used = True
         self.text.add(ids, self.timeline.columns)
@@ -346,9 +350,14 @@ class MillpondCache(Cache):
                 f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
                 "as a decoder does; what it holds is not complete"
             )
+        if self.parts.waits(self.timeline.columns):
+            give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
+            return
+        in_parts = self.parts.end()
         if self._between_chunks:
             self._rebuild()
-            if self.policy.needs_all_layers and self.entropies is None:  # these plan when the model's head has run
+            waited = in_parts or self.policy.needs_all_layers
+            if waited and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
 
     def _rebuild(self) -> None:

@@ -61,7 +61,8 @@ def compress(
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
             plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
-            first pass of one token comes: choose a size that leaves no single token for the last chunk).
+            first pass of one token comes: choose a size that leaves no single token for the last chunk). Of what is
+            given in one pass, `generate` reads long prompts in parts by itself, where that changes nothing.
         native_layers: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
             training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
             torch. Their results agree up to rounding.

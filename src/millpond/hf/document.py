@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
+from millpond.hf.prompt_parts import part_size
 
 #: What a file begins with, so that another one is told at once.
 FORMAT = "millpond-document-2"
@@ -169,7 +171,13 @@ def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[s
 
 @torch.no_grad()
 def read_document(model: PreTrainedModel, cache: MillpondCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Let the model read ids (1, n) into the cache, `chunk` tokens at a time."""
-    step = chunk or ids.shape[1]
-    for begin in range(0, ids.shape[1], step):
-        model(ids[:, begin : begin + step], past_key_values=cache, logits_to_keep=1)
+    """Let the model read ids (1, n) into the cache, `chunk` tokens at a time, each followed by a plan.
+
+    chunk: None reads a long text as `generate` does, in parts with one plan at their end where that is best.
+    """
+    n_tokens = ids.shape[1]
+    parts = None if chunk else part_size(model, cache.parts, n_tokens)
+    step = chunk or parts or n_tokens
+    with nullcontext() if parts is None else cache.parts.reading(cache.timeline.columns + n_tokens):
+        for begin in range(0, n_tokens, step):
+            model(ids[:, begin : begin + step], past_key_values=cache, logits_to_keep=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.prompt_parts import part_of_generate
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
@@ -53,7 +55,9 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = given if given is not None else _innermost(switched, thread)
     if cache not in switched.caches:
         return own(*args, **kwargs)
-    _check_used(self, args, kwargs)
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    config = getattr(self, "generation_config", None) if config is None else config
+    _check_used(config, kwargs)
     cache.passes.check_free()
     ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if given is not None:
@@ -62,9 +66,13 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         cache.reset()
         cache.filled_inside = True
     kwargs["past_key_values"] = cache
+    parts = part_of_generate(self, cache.parts, cache.timeline.columns, ids, config, kwargs)
+    if parts is not None:
+        kwargs["prefill_chunk_size"] = parts.size
     switched.running.add(thread)
     try:
-        return own(*args, **kwargs)
+        with nullcontext() if parts is None else cache.parts.reading(parts.end):
+            return own(*args, **kwargs)
     finally:
         switched.running.discard(thread)
 
@@ -160,13 +168,11 @@ def _innermost(switched: _Switched, thread: int) -> Any:
         return next((cache() for owner, cache in reversed(switched.blocks) if owner == thread), None)
 
 
-def _check_used(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_used(config: Any, kwargs: dict[str, Any]) -> None:
     """
     Raises:
         OptionError: `generate` is told to use no cache, or one of another kind.
     """
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    config = getattr(model, "generation_config", None) if config is None else config
     if kwargs.get("use_cache", getattr(config, "use_cache", None)) is False:
         raise OptionError(
             "use_cache=False leaves the Millpond cache unused and reads the whole text at each token; leave it out, "

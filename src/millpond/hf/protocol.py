@@ -12,6 +12,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
 from millpond.hf.forward_hooks import ForwardHooks
+from millpond.hf.prompt_parts import PromptParts
 from millpond.hf.tokens_read import TextRead
 
 
@@ -22,6 +23,7 @@ class LayerCaches(Protocol):
         timeline: tokens seen. journal: drafts that may be taken back. text: the ids of every column that was read.
         filled_inside: whether what it holds was read by `generate` inside its `with` block.
         passes: hooks on the model's passes. dtype: of the model.
+        parts: of a prompt that is read in several passes.
     """
 
     timeline: PositionTracker
@@ -30,6 +32,7 @@ class LayerCaches(Protocol):
     filled_inside: bool
     passes: ForwardHooks
     dtype: torch.dtype
+    parts: PromptParts
 
     @property
     def layer_caches(self) -> list[LayerCache]:

@@ -36,8 +36,8 @@ def infllm(
     the budget attends to all of it at true distances. The blocks stay in the page pool, where the paper moves them to
     the host's memory. Layers with a sliding window attend as ever. Defaults are smaller than the paper's, in proportion
     to budgets of some hundred entries. Prompts in chunks give the same result where chunks hold whole multiples of
-    `together`. Lookups run in torch operations, while decoding sequence by sequence: a step takes several times as long
-    as one over the whole cache.
+    `together`; by default all of a prompt is read in one pass. Lookups run in torch operations, while decoding
+    sequence by sequence: a step takes several times as long as one over the whole cache.
     """
     if isinstance(local, float) and local >= 1:
         raise OptionError(f"infllm: local={local} is a share of the budget, below 1; give a whole number for a count")

@@ -123,12 +123,14 @@ def _held(cache: Cache) -> int:
     return storage_bytes(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def timed(model: Any, prompts: Tensor, new_tokens: int, cache: Cache, kv_bytes: Callable[[], int]) -> GenerateTiming:
-    """Greedy generate() with a cache; `kv_bytes` tells at the end what it holds."""
+def timed(
+    model: Any, prompts: Tensor, new_tokens: int, cache: Cache, kv_bytes: Callable[[], int], **given: Any
+) -> GenerateTiming:
+    """Greedy generate() with a cache, and what else it is `given`; `kv_bytes` tells at the end what the cache holds."""
     peak, watch = PeakMemory(), Stopwatch()
     model.generate(
         prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, streamer=watch, do_sample=False,
-        max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True,
+        max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True, **given,
     )  # fmt: skip
     return GenerateTiming(watch.prefill_s, 1e3 * watch.decode_s, kv_bytes(), peak.growth())
 

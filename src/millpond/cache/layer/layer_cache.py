@@ -48,7 +48,7 @@ class LayerCache:
     Attributes:
         columns: columns (pads included) that this layer has seen.
         peek: while set, passes of many tokens are looked at and not taken in.
-        reading: while set, a pass of one token is a part of the prompt, as one of many is.
+        reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
         companions: what is remembered of the sequences beside their entries.
         attention: how queries meet entries. planner: what stays.
     """
@@ -81,8 +81,7 @@ class LayerCache:
         self._pool = pool
         self._sealed = sealed
         self._between_chunks = between_chunks
-        waits = not between_chunks and policy.prefill != "greedy"
-        self._prompt = PromptPages(pool, reading if waits else None)
+        self._prompt = PromptPages(pool, None if policy.prefill == "greedy" else reading, self._waits)
         self._table: PageTable | None = None
         self._opened = False
 
@@ -266,13 +265,17 @@ class LayerCache:
 
     # ------------------------------------------------------------------ prefill
 
+    def _waits(self) -> bool:
+        """Whether the plan of a prompt comes later than the pass that brings it."""
+        return self.reading or not self._between_chunks
+
     def _prefill(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
         give_back_after(q)
         if self.peek is None:
             table = self._table = self._prompt.begin(table, k.dtype)
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
         # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
-        decoding = span.decoding if self._between_chunks else np.zeros(table.n_seq, dtype=bool)
+        decoding = np.zeros(table.n_seq, dtype=bool) if self._waits() else span.decoding
         if decoding.any():
             self._decode_some(table, q, k, v, span, decoding, out)
         for sequence in np.flatnonzero(~decoding).tolist():
@@ -308,9 +311,9 @@ class LayerCache:
             positions = found.positions.expand(len(met), -1)
             self.peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            read_write.keep_all(table, sequence, k, v, q_pos, found, last=self._between_chunks)
+            read_write.keep_all(table, sequence, k, v, q_pos, found, last=not self._waits())
         else:
-            self.planner.add_chunk(table, chunk, lse, sums, defer=not self._between_chunks)
+            self.planner.add_chunk(table, chunk, lse, sums, defer=self._waits())
         return out
 
     # ------------------------------------------------------------------ the batch, and going back

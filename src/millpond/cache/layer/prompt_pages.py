@@ -30,12 +30,18 @@ class PromptPages:
     """The pools of one layer, and how tables move between them.
 
     Args:
-        stored: of entries that were planned. reading: of those of a prompt that was not; None: the same.
+        stored: of entries that were planned. apart: of those of a prompt that was not; None: the same.
+        waits: whether a prompt that begins or goes on now is planned later than in the pass that brings it.
     """
 
-    def __init__(self, stored: FindPool, reading: FindPool | None) -> None:
+    def __init__(self, stored: FindPool, apart: FindPool | None, waits: Callable[[], bool]) -> None:
         self._stored = stored
-        self._reading = reading or stored
+        self._apart = apart or stored
+        self._waits = waits
+
+    @property
+    def _reading(self) -> FindPool:
+        return self._apart if self._waits() else self._stored
 
     def pool(self, k: Tensor, v: Tensor, *, planned: bool) -> PagePool:
         """The pool of new entries (..., key_dim) and (..., value_dim)."""

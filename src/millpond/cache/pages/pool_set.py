@@ -49,6 +49,11 @@ class PoolSet:
         """How entries are stored, by name: what other pools of this format hold of the same tokens is the same."""
         return self._dtype if self.codec is None else self.codec.name
 
+    @property
+    def limited(self) -> bool:
+        """Whether all pools together have a limit of bytes."""
+        return self._account.limit_bytes is not None
+
     def __iter__(self) -> Iterator[RefCountedPool[Any]]:
         return iter([*self._plain.values(), *self._packed.values()])
 

@@ -107,6 +107,7 @@ class Planner:
             else:
                 read_write.replace(table, sequence, found, found.positions >= 0, last=False)
         else:
+            self._companions.pending.pop(sequence, None)  # what waited, of a prompt that was broken off, is found too
             self.plan(table, sequence, found, seen)
 
     def run_deferred(self, table: PageTable, pages: PromptPages, found: ReconstructionProbe | None = None) -> PageTable:

@@ -130,6 +130,12 @@ def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None
         core.attention.rope = rotations[core.index]
 
 
+def changes_with_length(profile: ModelProfile) -> bool:
+    """Whether the model rotates a token otherwise when the text is longer."""
+    rotary = profile.rotary
+    return rotary is not None and any(_kind(rotary, kind) in CHANGING for kind in profile.layer_types)
+
+
 def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
     """How each layer turns its queries and keys; None for one that does not.
 
@@ -139,7 +145,7 @@ def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
     config, rotary, types = profile.config, profile.rotary, profile.layer_types
     if rotary is None:
         return [None] * profile.n_layers
-    if any(_kind(rotary, kind) in CHANGING for kind in types) or "mrope_section" in str(config.rope_parameters):
+    if changes_with_length(profile) or "mrope_section" in str(config.rope_parameters):
         raise UnsupportedModelError(
             f"{profile.name} rotates a query or a key by more than its own position in the text "
             f"({config.rope_parameters}), which cannot be undone"

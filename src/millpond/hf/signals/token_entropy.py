@@ -156,7 +156,7 @@ class TokenEntropyHook:
         self.tell()
         factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
-        for core in cache.layer_caches if self._settles else ():
+        for core in cache.layer_caches if self._settles and not cache.parts.waits(timeline.columns) else ():
             if core.pending:
                 core.settle()
         self._protected = 1

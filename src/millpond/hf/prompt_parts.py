@@ -1,0 +1,136 @@
+"""Long prompts of `generate()` in parts: their activations are those of one part, and the result is that of the whole.
+
+A plan for what is kept waits for the last part, as it would for the end of one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.hf.model_profile import ModelProfile, named
+from millpond.hf.signals.rotary import changes_with_length
+from millpond.policy.policy import Policy
+
+#: Tokens of a part, at the most.
+PART = 512
+#: Prompts of so many tokens are read as a whole: parts of 1,536 tokens took 5 % longer (bf16, a CPU), of 4,096 none.
+WHOLE = 2048
+#: What generate() may be given beside settings: tensors that can be cut where the ids are.
+_CUT = {"input_ids", "inputs", "attention_mask", "past_key_values"}
+#: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
+_OWN = ("generate", "_prefill")
+#: Settings of generate() under which a prompt is read otherwise, or its pass is looked at.
+_OTHERWISE = (
+    "prefill_chunk_size", "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate",
+    "output_hidden_states", "use_mtp",
+)  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """How a prompt is read: tokens of a pass, and the columns behind its last."""
+
+    size: int
+    end: int
+
+
+class PromptParts:
+    """Whether layers are in the middle of a prompt that is read in parts.
+
+    Args:
+        policy: what is kept. cores: the layers.
+        stays: a plan evicts nothing and stores all as the model made it, so it frees nothing.
+        limited: there is a limit of bytes, which entries that wait for a plan may not fit.
+    """
+
+    def __init__(self, policy: Policy, cores: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
+        self.policy, self.stays, self.limited = policy, stays, limited
+        self._cores = cores
+        self._end = 0  # columns behind the prompt; 0: none is read in parts
+
+    def waits(self, columns: int) -> bool:
+        """Whether more of a prompt comes behind `columns` columns."""
+        return columns < self._end
+
+    def end(self) -> bool:
+        """No more parts come; whether there were any."""
+        had, self._end = self._end > 0, 0
+        for core in self._cores if had else ():
+            core.reading = False
+        return had
+
+    @contextmanager
+    def reading(self, end: int) -> Iterator[None]:
+        """Until `end` columns are read, or the block ends, plans wait."""
+        self._end = end
+        for core in self._cores:
+            core.reading = True
+        try:
+            yield
+        finally:
+            self.end()
+
+
+def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int | None:
+    """Tokens of each pass in which the model best reads a prompt of `n_tokens`; None: all in one.
+
+    Prompts are read whole on a GPU, by methods and models whose result depends on where a prompt is cut, and where
+    the entries that wait for a plan would take more than a pass of the whole, or might not fit a limit.
+    """
+    if n_tokens <= WHOLE or model.device.type != "cpu":
+        return None
+    profile = ModelProfile.of(model)
+    if not _may_be_cut(model, profile, parts.policy):
+        return None
+    if not parts.stays and (parts.limited or not _pays(profile)):
+        return None
+    size = -(-n_tokens // -(-n_tokens // PART))
+    while n_tokens % size == 1:  # a pass of one token decodes
+        size -= 1
+    return size
+
+
+def part_of_generate(
+    model: PreTrainedModel, parts: PromptParts, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]
+) -> Parts | None:
+    """How a call of `generate` best reads its prompt `ids` (S, n); None: all in one pass.
+
+    columns: those that the cache has read. config, kwargs: settings of the call.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or (columns and len(ids) > 1):
+        return None
+    if "prefill_chunk_size" in kwargs or any(kwargs.get(name, getattr(config, name, None)) for name in _OTHERWISE):
+        return None
+    others = [value for name, value in kwargs.items() if name not in _CUT]
+    if any(isinstance(value, Tensor) for value in others) or model.config.output_hidden_states:
+        return None
+    mask = kwargs.get("attention_mask")
+    only_new = isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]
+    n_new = ids.shape[1] - (0 if only_new else columns)
+    size = part_size(model, parts, n_new)
+    return None if size is None else Parts(size, columns + n_new)
+
+
+def _may_be_cut(model: PreTrainedModel, profile: ModelProfile, policy: Policy) -> bool:
+    """Whether it changes nothing where a prompt is cut."""
+    if policy.needs.whole_prompt or policy.prefill == "greedy":
+        return False
+    own_way = any(getattr(type(model), name, None) is not getattr(GenerationMixin, name, None) for name in _OWN)
+    return not (own_way or profile.takes_images or changes_with_length(profile))
+
+
+def _pays(profile: ModelProfile) -> bool:
+    """Whether the entries of all layers, which wait for the plan, take less than a pass of as many tokens."""
+    config: Any = profile.config
+    width = config.hidden_size
+    if profile.latent is not None:
+        numbers = profile.latent.latent_dim + profile.latent.rope_dim
+    else:
+        kv_heads = named(config, "num_key_value_heads") or profile.n_heads
+        numbers = 2 * kv_heads * (named(config, "head_dim") or width // profile.n_heads)
+    return bool(profile.n_layers * numbers < 3 * (named(config, "intermediate_size") or 4 * width) + 6 * width)
