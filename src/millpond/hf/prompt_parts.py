@@ -32,7 +32,7 @@ _OTHERWISE = (
 )  # fmt: skip
 
 
-class Parts(NamedTuple):
+class PromptCut(NamedTuple):
     """How a prompt is read: tokens of a pass, and the columns behind its last."""
 
     size: int
@@ -97,7 +97,7 @@ def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int 
 
 def part_of_generate(
     model: PreTrainedModel, parts: PromptParts, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]
-) -> Parts | None:
+) -> PromptCut | None:
     """How a call of `generate` best reads its prompt `ids` (S, n); None: all in one pass.
 
     columns: those that the cache has read. config, kwargs: settings of the call.
@@ -113,7 +113,7 @@ def part_of_generate(
     only_new = isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]
     n_new = ids.shape[1] - (0 if only_new else columns)
     size = part_size(model, parts, n_new)
-    return None if size is None else Parts(size, columns + n_new)
+    return None if size is None else PromptCut(size, columns + n_new)
 
 
 def _may_be_cut(model: PreTrainedModel, profile: ModelProfile, policy: Policy) -> bool:
