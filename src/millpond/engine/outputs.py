@@ -7,8 +7,8 @@ from typing import Literal
 
 from millpond.errors import MillpondError
 
-#: Why a completion ended: by a stop text, a stop token or the model's own end; by its length (max_tokens or the model's
-#: context); because somebody cancelled it; because its deadline came; because of an error, which the output tells.
+#: Why a completion ended: a stop text, a stop token or the model's own end; its length (max_tokens or the model's
+#: context); cancellation; its deadline; or an error, which is in the output.
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -17,7 +17,10 @@ class TokenLogprob:
     """A token, its log probability, and those of the likeliest tokens in its place.
 
     Attributes:
-        text: of the token alone. top: (token id, log probability, text), the likeliest first.
+        token_id: id of the token.
+        logprob: natural logarithm of its probability.
+        text: of the token alone.
+        top: (token id, log probability, text), the likeliest first.
     """
 
     token_id: int
@@ -28,13 +31,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """What a request's cache holds.
+    """Size of a request's cache.
 
     Attributes:
-        seen: tokens processed. held: entries per KV head, on average over layers and heads.
-        kv_bytes: bytes of keys and values in its pages. unused_bytes: of these, in slots that hold no entry.
-        full_kv_bytes: what all its tokens would take in the model's dtype and without pages.
-        evicted: entries that left, over all layers and heads. shared_tokens: of the prompt, read from shared pages.
+        seen: tokens processed.
+        held: entries per KV head, on average over layers and heads.
+        kv_bytes: bytes of keys and values in its pages.
+        full_kv_bytes: bytes of all its tokens in the model's dtype and without pages.
+        evicted: entries evicted, over all layers and heads.
+        unused_bytes: bytes of `kv_bytes` in slots without an entry.
+        shared_tokens: tokens of the prompt that were taken from shared pages.
     """
 
     seen: int
@@ -58,13 +64,16 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer, as far as it has come.
+    """One answer so far.
 
     Attributes:
-        index: 0 to n - 1. text: all of it. token_ids: all of them, the one that ended it included.
-        logprobs: one per token id, if asked for. finish_reason: None while it goes on.
+        index: 0 to n - 1.
+        text: the whole text so far.
+        token_ids: all tokens so far, the one that ended the answer included.
+        logprobs: one per token id, if requested.
+        finish_reason: None while the answer grows.
         stop_reason: the stop text or token id that ended it; None for the model's own end.
-        kv: of its cache, while it runs and as it was when it ended.
+        kv: size of its cache, now or when it ended.
     """
 
     index: int
@@ -78,11 +87,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request and its answers, as far as they have come.
+    """A request and its answers so far.
 
     Attributes:
-        prompt: None where only ids were given. prompt_logprobs: one per token, None for the first, if asked for.
-        finished: all completions ended. error: what ended them too early.
+        request_id: name of the request.
+        prompt: its text; None where only ids were given.
+        prompt_token_ids: its tokens.
+        completions: its answers.
+        times: of the request.
+        prompt_logprobs: one per token of the prompt, None for the first, if requested.
+        finished: all completions ended.
+        error: cause of an early end.
     """
 
     request_id: str
@@ -97,14 +112,16 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """What one layer remembers of a request's first answer at one moment.
+    """Entries that one layer holds of a request's first answer at one moment.
 
     Attributes:
-        layer: it, of n_layers. n_kv_heads: its KV heads.
-        token_ids: of prompt and answer, as far as they were processed.
+        layer: index of the layer.
+        n_layers: layers of the model.
+        n_kv_heads: KV heads of the layer.
+        token_ids: tokens of prompt and answer that were processed.
         kept: per token the share of the KV heads that hold it, 0 to 1.
         scores: per token the mean score over the heads that hold it; None where none does.
-        kv: of the whole cache.
+        kv: size of the whole cache.
     """
 
     layer: int
@@ -121,10 +138,19 @@ class EngineStats:
     """The engine at one moment; counters count from its start.
 
     Attributes:
-        running, waiting, swapped: requests. kv_bytes: of keys, values and what travels with them, in pages in use.
-        kv_reserved: bytes of all pages, free ones included. kv_limit: what they may never exceed.
-        kv_saved: bytes that full caches of the running requests would hold beyond kv_bytes.
-        prompt_tokens, generated_tokens, evicted_entries, shared_tokens, preemptions, finished: counters.
+        running: requests that read their prompt or decode.
+        waiting: requests that have not begun.
+        swapped: requests that were preempted.
+        kv_bytes: bytes of keys, values and their metadata in pages in use.
+        kv_reserved: bytes of all pages, free ones included.
+        kv_limit: limit of `kv_reserved`; None for none.
+        kv_saved: bytes that full caches of the running requests would hold beyond `kv_bytes`.
+        prompt_tokens: counter of tokens read.
+        generated_tokens: counter of tokens written.
+        evicted_entries: counter of entries evicted.
+        shared_tokens: counter of tokens taken from shared pages.
+        preemptions: counter of requests swapped out.
+        finished: counter of requests that ended.
     """
 
     running: int

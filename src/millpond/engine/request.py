@@ -10,18 +10,20 @@ from millpond.budget import Budget
 from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 
-#: Characters of a salt.
+#: Limit of characters of a salt.
 MOST_SALT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How one request's cache is kept; None where the engine's default holds.
+    """Options of one request's cache; None where the engine's default holds.
 
     Attributes:
-        method, options: a method's name and options, as `compress` takes them. budget: "20%", 512, "64MiB", a Budget.
-        codec: the name of a number format, or a pair for keys and values.
-        files: what options may name as files, by name; None: any file, by its path.
+        method: name of a method, as `compress` takes it.
+        options: of the method.
+        budget: "20%", 512, "64MiB", or a Budget.
+        codec: name of a number format, or a pair for keys and values.
+        files: files that options may name, by name; None: any file, by its path.
     """
 
     method: str | None = None
@@ -33,16 +35,18 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question to the engine.
+    """A prompt for the engine.
 
     Attributes:
         request_id: a name that no other request in flight has.
         prompt: a text, or token ids.
-        client: who asks. Of those with one priority the client goes first that has had less service, in tokens read and
-            written; of one client's requests the one that came first.
-        cache_salt: requests with the same one share prompts that begin alike, with `prefix_cache`, and with no others;
-            None: with all that have none. At most `MOST_SALT` characters. Only its keyed hash is kept.
-        priority: lower goes first, whoever asks.
+        params: token choice and stopping.
+        cache: options of its cache.
+        client: name of the sender. Among requests of one priority the client with less service, in tokens read and
+            written, goes first; requests of one client keep their order.
+        cache_salt: with `prefix_cache`, requests share prefixes only with requests of the same salt; None: with all
+            that have none. At most `MOST_SALT` characters. Only its keyed hash is kept.
+        priority: lower goes first, before clients are compared.
         deadline: seconds after arrival at which the request ends with what it has; None: never.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
     """

@@ -1,4 +1,4 @@
-"""ServerSettings: the limits of a server, checked once."""
+"""Settings of a server: access, limits of requests, and time limits, checked once."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from millpond.errors import OptionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server allows.
+    """Access to a server, and limits of its requests.
 
     Attributes:
-        api_keys: one of them must come as `Authorization: Bearer KEY`; none: everybody may ask.
-        priority_limits: the lowest (best) priority that a key may ask for, by key; by "" that of all others. 0 where
-            nothing is said, so that nobody overtakes by saying so.
-        allowed_hosts: names by which requests may call the server, beside those of loopback; none: any, but for a
-            server without keys that listens on loopback.
-        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; none: the one who
-            connects does, whatever its headers say.
-        max_queue: most prompts that wait for the engine; beyond it requests are refused with 429. An eighth of it is
-            for clients who have nothing under way.
-        max_tokens: most new tokens per answer; None: as many as the model's context holds.
-        max_body_bytes: longest body of a request.
-        max_body_items: most values in it; an eighth as many keys, and a sixteenth as many arrays and objects.
-        max_bytes_under_way: most bytes of the bodies of all requests that are not answered; beyond it: 503.
+        api_keys: keys of which each request must send one as `Authorization: Bearer KEY`; empty: no key is needed.
+        priority_limits: lowest (best) priority of a key's requests, by key; by "" that of all others. The default is
+            0, so that no client overtakes others by its own word.
+        allowed_hosts: names by which requests may call the server, in addition to those of loopback; empty: any,
+            except for a server without keys that listens on loopback.
+        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For names the client; empty: the client is
+            the address that connects, whatever its headers say.
+        max_queue: prompts that wait for the engine, at most; beyond it requests are refused with 429. An eighth of it
+            is reserved for clients without requests in flight.
+        max_tokens: new tokens per answer, at most; None: as many as the model's context holds.
+        max_body_bytes: size of a request's body, at most.
+        max_body_items: values in a body, at most; an eighth as many keys, a sixteenth as many arrays and objects.
+        max_bytes_under_way: size of the bodies of all requests in flight, at most; beyond it: 503.
         max_connections: beyond it the connection is closed that has kept the server waiting longest.
-        header_timeout_s, body_timeout_s: seconds that a request's header may take to come, and its body.
+        header_timeout_s: seconds in which a request's header must arrive.
+        body_timeout_s: seconds in which its body must arrive.
         write_timeout_s: seconds for which a client may read nothing of its answer.
         timeout_s: seconds after which a request ends with what it has; None: never.
-        drain_s: seconds that running requests have to finish when the server is told to stop.
+        drain_s: seconds that running requests have to finish at shutdown.
         step_limit_s: seconds that one step of the engine may take; beyond it the server is not healthy (503).
-        tool_parser: how the model writes calls of tools: hermes, llama3, mistral; auto: as its chat template does;
-            none: calls stay in the text.
-        option_files: the files that options of requests may name, by their names there.
+        tool_parser: format of the model's tool calls: hermes, llama3, mistral; auto: as its chat template does; none:
+            calls stay in the text.
+        option_files: files that options of requests may name, by name.
 
     Raises:
         OptionError: a value out of its range.

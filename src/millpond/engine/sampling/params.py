@@ -10,45 +10,56 @@ from typing import Any
 
 from millpond.errors import OptionError
 
-#: Most completions of one prompt, and most alternatives of which log probabilities are given.
+#: Limits of completions of one prompt, and of alternatives with log probabilities.
 MAX_N, MAX_LOGPROBS = 128, 20
-#: Most words that may not come, and characters of one: each has its token sequences, which every step looks at.
+#: Limits of bad words, and of characters of one: every step compares the token sequences of each.
 MOST_BAD_WORDS, MOST_BAD_WORD = 1_000, 100
-#: Most ids that alone may come, more than vocabularies have.
+#: Limit of allowed ids, more than vocabularies have.
 MOST_ALLOWED = 2**20
-#: Fields that say what an answer must follow.
+#: Fields that constrain an answer.
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """Token choice and stopping of one request.
 
     Attributes:
-        max_tokens: most new tokens; None: as many as the model's context holds.
-        min_tokens: no token that would end the answer is chosen before there are so many, and stop texts are looked
-            for in what comes after them.
-        temperature: 0 takes the likeliest token. top_p, top_k, min_p, typical_p: what is left to choose from, after
-            each other in the order top_k, top_p, min_p, typical_p; 1.0, 0, 0.0 and 1.0 leave everything. typical_p
-            takes the tokens whose surprise is nearest to the expected one (Meister et al. 2022, sec. 4).
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or answer (CTRL,
-            Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted once, and once per occurrence, for
-            tokens of the answer.
+        max_tokens: limit of new tokens; None: as many as the model's context holds.
+        min_tokens: new tokens before which no token that ends the answer is chosen; stop texts are searched for in
+            the text after them.
+        temperature: 0 takes the likeliest token.
+        top_k: sample from the k likeliest tokens; 0 disables it. The filters apply in the order top_k, top_p, min_p,
+            typical_p.
+        top_p: sample from the likeliest tokens of this total probability; 1.0 disables it.
+        min_p: sample from tokens of at least this share of the highest probability; 0.0 disables it.
+        typical_p: sample from the tokens of this total probability whose surprise is nearest to the expected one
+            (Meister et al. 2022, sec. 4); 1.0 disables it.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer (CTRL,
+            Keskar et al. 2019).
+        presence_penalty: subtracted once for tokens of the answer.
+        frequency_penalty: subtracted once per occurrence for tokens of the answer.
         logit_bias: token id -> number added to its logit.
         bad_words: texts whose tokens are never completed in the answer, with and without a space before them.
-            allowed_token_ids: the only ids that are chosen, those that end the answer among them; None: all. Beside
-            what an answer must follow both hold; where nothing is left to choose the answer ends with an error.
-        logprobs: how many of the likeliest tokens are given with each new token, beside itself; None: none at all.
-            They are the model's own: no penalty, bias, temperature, schema or forbidden token shows in them.
+        allowed_token_ids: the only ids that are chosen, those that end the answer among them; None: all. Constraints
+            hold at the same time; where no token is left the answer ends with an error.
+        logprobs: number of the likeliest tokens reported with each new token, in addition to itself; None: none. They
+            are the model's own: before penalties, biases, temperature, constraints and forbidden tokens.
         prompt_logprobs: the same for the tokens of the prompt.
-        stop: texts that end the answer, not part of it unless `include_stop`. stop_token_ids: ids that do.
-        ignore_eos: go on after the model's own end.
-        n: completions of the prompt, each with a seed of its own derived from `seed`.
-        seed: the same seed gives the same tokens whatever else runs; None: another one each time.
-        json_schema, regex, choice, grammar, structural_tag: what the answer must follow (extra `constrained`), one of
-            them at most: a JSON schema, a regular expression for the whole answer, one of several texts, a grammar in
-            EBNF whose first rule is `root`, a format of xgrammar's structural tags. What cannot be enforced is refused.
-        skip_special_tokens: leave special tokens out of the text, but for those in `kept_special_tokens`.
+        stop: texts that end the answer.
+        include_stop: keep the stop text in the answer.
+        stop_token_ids: ids that end the answer.
+        ignore_eos: continue after the model's own end.
+        n: completions of the prompt, each with a seed derived from `seed`.
+        seed: the same seed gives the same tokens whatever else runs; None: a new one each time.
+        json_schema: schema that the answer follows (extra `constrained`). At most one of the five constraints may be
+            given; one that cannot be enforced is refused.
+        regex: regular expression for the whole answer.
+        choice: texts of which the answer is one.
+        grammar: grammar of the answer in EBNF; its first rule is `root`.
+        structural_tag: format of the answer as a structural tag of xgrammar.
+        skip_special_tokens: leave special tokens out of the text.
+        kept_special_tokens: ids that stay in the text nevertheless.
 
     Raises:
         OptionError: a value out of its range.
