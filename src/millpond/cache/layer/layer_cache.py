@@ -270,7 +270,7 @@ class LayerCache:
         return self.reading or not self._between_chunks
 
     def _prefill(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
-        give_back_after(q)
+        give_back_after(q.nbytes if q.is_cpu else 0)
         if self.peek is None:
             table = self._table = self._prompt.begin(table, k.dtype)
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))

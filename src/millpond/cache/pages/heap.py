@@ -6,19 +6,20 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 #: Bytes of a pass's queries in one layer from which its temporaries are worth giving back.
 LONG = 2**22
 
 
-def give_back_after(q: Tensor) -> None:
-    """Before a layer attends with queries `q`: return what earlier layers have freed, where the pass is long (glibc).
+def give_back_after(query_bytes: int) -> None:
+    """Before a layer attends: return what earlier layers have freed, where the pass is long (glibc).
+
+    Args:
+        query_bytes: of the layer's queries in host memory.
 
     Entries that stay are written between the large temporaries of the layers, which then fit into no gap that they
     left: without this the heap grows by more than the entries at every layer.
     """
-    if q.is_cpu and q.nbytes >= LONG:
+    if query_bytes >= LONG:
         give_back()
 
 
