@@ -1,7 +1,6 @@
 """Switching a model's linear layers and back: the same tokens, and nothing stays behind."""
 
 import copy
-import gc
 import io
 
 import pytest
@@ -13,6 +12,7 @@ from millpond.hf.native_layers.linears import use_native_linears
 from millpond.kernels import native
 from millpond.kernels.linear import FEW_ROWS
 from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
+from tests.helpers.hf.switches import gives_back_after_the_last_of_two_users, gives_back_when_the_cache_is_forgotten
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
@@ -67,21 +67,11 @@ def test_compress_switches_them_unless_told_not_to(native_layers, native_calls):
 
 def test_two_users_of_one_model():
     model = family("llama").make()
-    first, second = use_native_linears(model), use_native_linears(model)
-    first()
-    first()
-    assert switched(model) == linears(model)
-    second()
-    assert not switched(model)
+    gives_back_after_the_last_of_two_users(model, use_native_linears, switched, linears(model))
 
 
 def test_a_forgotten_cache_gives_them_back():
-    model = family("gemma2").make()
-    cache = mp.compress(model, "h2o", 8)
-    assert switched(model)
-    del cache
-    gc.collect()
-    assert not switched(model)
+    gives_back_when_the_cache_is_forgotten(family("gemma2").make(), switched)
 
 
 def test_hooks_weights_and_state_dict_go_on():

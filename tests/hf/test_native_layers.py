@@ -1,7 +1,6 @@
 """Passing decoder layers in a few native calls: the same tokens, only where nobody looks inside, and back again."""
 
 import copy
-import gc
 import io
 
 import pytest
@@ -14,6 +13,7 @@ from millpond.hf.native_layers import decoder_layers
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
 from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
+from tests.helpers.hf.switches import gives_back_after_the_last_of_two_users, gives_back_when_the_cache_is_forgotten
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
@@ -146,21 +146,11 @@ def test_a_forward_of_its_own_is_left_alone():
 
 def test_two_users_of_one_model():
     model = family("llama").make()
-    first, second = use_lean_layers(model), use_lean_layers(model)
-    first()
-    first()
-    assert switched(model) == list(model.model.layers)
-    second()
-    assert not switched(model)
+    gives_back_after_the_last_of_two_users(model, use_lean_layers, switched, list(model.model.layers))
 
 
 def test_a_forgotten_cache_gives_them_back():
-    model = family("llama").make()
-    cache = mp.compress(model, "h2o", 8)
-    assert switched(model)
-    del cache
-    gc.collect()
-    assert not switched(model)
+    gives_back_when_the_cache_is_forgotten(family("llama").make(), switched)
 
 
 def test_copies_and_pickles_of_a_switched_model():

@@ -1,0 +1,33 @@
+"""Switches of a model's layers: what every one of them promises."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+import millpond as mp
+
+
+def gives_back_after_the_last_of_two_users(
+    model: Any, use: Callable[[Any], Callable[[], None]], switched: Callable[[Any], Sequence[nn.Module]],
+    expected: Sequence[nn.Module],
+) -> None:  # fmt: skip
+    """Two users of one model, the first of whom leaves twice."""
+    first, second = use(model), use(model)
+    first()
+    first()
+    assert switched(model) == expected
+    second()
+    assert not switched(model)
+
+
+def gives_back_when_the_cache_is_forgotten(model: Any, switched: Callable[[Any], Sequence[nn.Module]]) -> None:
+    """A cache that nobody closes."""
+    cache = mp.compress(model, "h2o", 8)
+    assert switched(model)
+    del cache
+    gc.collect()
+    assert not switched(model)
