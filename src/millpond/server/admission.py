@@ -71,6 +71,11 @@ class AdmissionControl:
                 del self._under_way_of[client]
             self._finish_times.append(time.monotonic())
 
+    @property
+    def clients(self) -> set[str]:
+        """Those who have prompts under way."""
+        return set(self._under_way_of)
+
     def check_number(self, prompts: int) -> None:
         """Raises:
         ApiError: 400, so many prompts never fit.

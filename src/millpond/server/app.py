@@ -11,6 +11,7 @@ from fastapi import FastAPI
 import millpond
 from millpond.cache.pages.heap import give_back
 from millpond.server import errors
+from millpond.server.front_pace import FrontPaceMiddleware
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Counted
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
@@ -60,6 +61,9 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         BodyLimitMiddleware, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
         together=settings.max_bytes_under_way,
     )  # fmt: skip
+    app.add_middleware(
+        FrontPaceMiddleware, pace=service.pace, clients=service.clients, open_paths=frozenset({"/health"})
+    )
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"})
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import email.message
 import typing
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from millpond.server.errors import ApiError, of_validation
+from millpond.server.front_pace import in_thread
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -71,7 +71,7 @@ class JsonBodies:
         """
         if len(raw) <= _SHORT and _count(raw).values <= _FEW:
             return _parsed(raw, kind)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, raw, kind)
+        return await in_thread(self._thread, self._checked, raw, kind)
 
     def _checked(self, raw: bytes, kind: type[M]) -> M:
         escapes = raw.count(b"\\")

@@ -18,6 +18,7 @@ from millpond.option_files import listed_files
 from millpond.server.admission import AdmissionControl
 from millpond.server.body_parsing import JsonBodies
 from millpond.server.errors import ApiError
+from millpond.server.front_pace import FrontPace
 from millpond.server.generation_job import GenerationJob
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.llm_protocol import ServedLLM
@@ -39,7 +40,7 @@ class Service:
     """The engine, and what stands in front of it.
 
     Attributes:
-        llm, settings, tokens, clients, gate, metrics, bodies: see their classes.
+        llm, settings, tokens, clients, gate, pace, metrics, bodies: see their classes.
         calls: how calls of tools are written; None: they are not read.
 
     Raises:
@@ -53,6 +54,7 @@ class Service:
         self.calls = format_of(settings.tool_parser, self.tokens.shown)
         self.clients = ClientRegistry(settings)
         self.gate = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
+        self.pace = FrontPace(lambda: self.gate.clients)
         self.metrics = Metrics(llm, self.gate)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.server.errors import ApiError
+from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
@@ -173,7 +174,7 @@ class TokenizerWorker:
         if long not in self._tokenizers:
             copied = loop.run_in_executor(self._threads[False], copy.deepcopy, self._tokenizer)
             self._tokenizers[long] = await copied
-        return await loop.run_in_executor(self._threads[long], work, self._tokenizers[long])
+        return await in_thread(self._threads[long], work, self._tokenizers[long])
 
 
 def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:

@@ -1,0 +1,212 @@
+"""Pace of the work in front of the engine: reading, checking and answering requests takes a bounded share of the time
+while answers of other clients are under way.
+
+All of it runs in the interpreter that steps the engine, so what one client's bodies take is missing in the tokens of
+all others. So every request is measured, in CPU seconds of its task and of the threads that work for it, and what it
+took is waited for several times over before the next one goes on: that of the client who has had least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from millpond.engine.fair_queue import ClientService, FairQueue
+from millpond.server.identity import ClientRegistry
+
+T = TypeVar("T")
+
+#: Seconds that are waited for each that a request took: others' requests take at most a sixth of the time.
+PAID_BACK = 5.0
+#: Seconds for which a client counts as answered after its last answer: whoever has a chat asks again soon.
+RECENT_S = 0.25
+#: Seconds that the server takes to receive a byte of a body, about; and bytes after which a body waits for its turn.
+_BYTE_S, _SLICE = 2e-8, 2**18
+#: Seconds between two looks at who waits.
+_LOOK_S = 1e-3
+#: Seconds that may be owed at most, so that one request that took long does not shut the door.
+_MOST_OWED_S = 2.0
+
+
+class FrontPace:
+    """Who may go on in front of the engine, and when.
+
+    Args:
+        answered: the clients whose answers are under way.
+    """
+
+    def __init__(self, answered: Callable[[], set[str]]) -> None:
+        self._answered = answered
+        self._clients = FairQueue()
+        self._recent: dict[str, float] = {}  # when clients were last seen to be answered
+        self._waiting: list[tuple[ClientService, asyncio.Future[None]]] = []
+        self._free_at = 0.0
+        self._look: asyncio.TimerHandle | None = None
+
+    def enter(self, name: str) -> Visit:
+        """A request comes; `Visit.leave` when it is answered."""
+        return Visit(self, name, self._clients.enter(name))
+
+    def leave(self, client: ClientService) -> None:
+        """A request is answered."""
+        self._clients.leave(client)
+
+    def charge(self, name: str, client: ClientService, seconds: float) -> None:
+        """A request took so many CPU seconds."""
+        client.served += round(1e6 * seconds)
+        if self._others(name):
+            now = time.monotonic()
+            self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MOST_OWED_S)
+
+    async def turn(self, name: str, client: ClientService) -> None:
+        """Wait until a request may go on; whoever has had least goes first."""
+        if not self._others(name) or (time.monotonic() >= self._free_at and not self._waiting):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, turn))
+        if self._look is None:
+            self._plan()
+        await turn
+
+    def _others(self, name: str) -> bool:
+        """Whether another client is answered, or was just now."""
+        now = time.monotonic()
+        self._recent.update(dict.fromkeys(self._answered(), now))
+        self._recent = {one: seen for one, seen in self._recent.items() if now - seen < RECENT_S}
+        return any(one != name for one in self._recent)
+
+    def _plan(self) -> None:
+        wait = max(_LOOK_S, self._free_at - time.monotonic())
+        self._look = asyncio.get_running_loop().call_later(wait, self._let_one_go)
+
+    def _let_one_go(self) -> None:
+        """The next of those who wait and still want to; one at a time, since nobody knows what it will take."""
+        self._look = None
+        self._waiting = [one for one in self._waiting if not one[1].done()]
+        if self._waiting and time.monotonic() >= self._free_at:
+            first = min(self._waiting, key=lambda one: one[0].rank)
+            self._waiting.remove(first)
+            first[1].set_result(None)
+        if self._waiting:
+            self._plan()
+
+
+class Visit:
+    """One request in front of the engine."""
+
+    def __init__(self, pace: FrontPace, name: str, client: ClientService) -> None:
+        self._pace = pace
+        self._name = name
+        self._client = client
+
+    def charge(self, seconds: float) -> None:
+        """It took so many CPU seconds."""
+        self._pace.charge(self._name, self._client, seconds)
+
+    async def turn(self) -> None:
+        """Wait until it may go on."""
+        await self._pace.turn(self._name, self._client)
+
+    def leave(self) -> None:
+        """It is answered."""
+        self._pace.leave(self._client)
+
+
+_VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+async def in_thread(executor: Executor, work: Callable[..., T], *args: Any) -> T:
+    """What `work` returns, run in a thread for the request of this task when its turn has come, which pays for it."""
+    visit = _VISIT.get()
+    if visit is None:
+        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+    took = 0.0
+
+    def timed() -> T:
+        nonlocal took
+        began = time.thread_time()
+        try:
+            return work(*args)
+        finally:
+            took = time.thread_time() - began
+
+    await visit.turn()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, timed)
+    finally:
+        visit.charge(took)
+
+
+class FrontPaceMiddleware:
+    """Lets requests in, and their bodies, as their client's turn comes.
+
+    Args:
+        open_paths: answered at once.
+    """
+
+    def __init__(self, app: ASGIApp, pace: FrontPace, clients: ClientRegistry, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._pace = pace
+        self._clients = clients
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        visit = self._pace.enter(self._clients.of(HTTPConnection(scope)).name)
+        before = _VISIT.set(visit)
+
+        came = 0
+
+        async def paced() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came >= _SLICE:
+                visit.charge(_BYTE_S * came)
+                came = 0
+                await visit.turn()
+            return message
+
+        try:
+            await visit.turn()
+            await _Timed(self._app(scope, paced, send), visit.charge)
+        finally:
+            _VISIT.reset(before)
+            visit.leave()
+
+
+class _Timed:
+    """Awaits a coroutine and says after each of its parts how many CPU seconds that took.
+
+    What runs in tasks that it makes, such as the events of a stream, is not counted.
+    """
+
+    def __init__(self, work: Awaitable[None], charge: Callable[[float], None]) -> None:
+        assert isinstance(work, Coroutine), "an app is an async function"
+        self._work: Coroutine[Any, Any, None] = work
+        self._charge = charge
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        work, error, value = self._work, None, None
+        while True:
+            began = time.thread_time()
+            try:
+                found = work.send(value) if error is None else work.throw(error)
+            except StopIteration:
+                return
+            finally:
+                self._charge(time.thread_time() - began)
+            error = None
+            try:
+                value = yield found
+            except BaseException as thrown:
+                error = thrown
