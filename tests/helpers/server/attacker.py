@@ -104,10 +104,12 @@ def _status(made: socket.socket) -> int:
 
 
 def attack(url: str, number: int, seed: int, kinds: list[str]) -> dict[str, dict[str, int]]:
-    """Make so many requests, of all these kinds in turn, from all addresses at a time; how often each ended in what."""
-    from tests.helpers.server.attacks import ATTACKS
+    """Make so many requests from all addresses at a time: one of each of these kinds, then those that are short in
+    turn; how often each ended in what."""
+    from tests.helpers.server.attacks import ATTACKS, LONG
 
-    todo = (kinds * -(-number // len(kinds)))[:number]
+    short = [name for name in kinds if name not in LONG]
+    todo = [*kinds, *short * -(-number // len(short))][:number]
     random.Random(seed).shuffle(todo)
     ends: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     lock = threading.Lock()

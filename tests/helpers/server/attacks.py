@@ -206,6 +206,7 @@ LONG = {
     "n", "log probabilities", "log probabilities of a prompt", "many parts", "a whole context", "many whole contexts",
     "many prompts", "an enum that is admitted", "many properties", "a pattern that explodes", "a deep schema",
     "a schema in itself", "going last", "codecs", "unknown keys", "messages", "brackets", "escaped quotes",
+    "lists of lists", "quotes", "a long number", "white space",
     "a long text", "a long name", "a long model", "markdown of 15 MB", "too long a text to ids", "many ids to text",
 }  # fmt: skip
 #: Statuses that are answers: to a legal request, to one that cannot be, to one too many.
