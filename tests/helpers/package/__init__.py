@@ -1,0 +1,1 @@
+"""Wheels and environments for tests of the package."""
