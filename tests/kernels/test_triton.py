@@ -19,7 +19,6 @@ from tests.helpers.kernels.triton_make import (
     SMALL,
     assert_same_pages,
     close,
-    copy_of,
     fill,
     ints,
     new_pool,
@@ -36,6 +35,7 @@ from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.pages import PageArrays
 from tests.helpers.kernels.args import decode_args, prefill_args, write_args
+from tests.helpers.kernels.make import clone_pages
 
 rules = st.builds(
     DecodeRule,
@@ -78,7 +78,7 @@ def test_decode(
     table, n_arenas = random_table(n_regions, -(-(longest + 1) // slots), g)
     pages = new_pool(dtype, *dims, slots, n_arenas)
     fill(pages, table, lens, positions, scores, g)
-    twin, twin_lens = copy_of(pages), lens.clone()
+    twin, twin_lens = clone_pages(pages), lens.clone()
     q = normal(g, n_seq, n_kv_heads * group, dims[0], dtype=dtype)
     k_new = normal(g, n_seq, n_kv_heads, dims[0], dtype=dtype)
     v_new = normal(g, n_seq, n_kv_heads, dims[1] + 3, dtype=dtype)[..., : dims[1]]  # a view
@@ -108,7 +108,7 @@ def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:
     options: dict[str, Any] = {"scale": 0.5, "window": 0 if shared else 4}
     table, n_arenas = random_table(4, 2, g)
     pages = new_pool(torch.float32, 16, 16, 4, n_arenas)
-    twin = copy_of(pages)
+    twin = clone_pages(pages)
     lens, twin_lens = ints([0] * 4), ints([0] * 4)
     for step in range(9):
         q, k, v = normal(g, 2, 6, 16), normal(g, 2, 2, 16), normal(g, 2, 2, 16)
@@ -132,7 +132,7 @@ def test_ties_leave_oldest_first(recent: int) -> None:
     pages = new_pool(torch.float32, 16, 16, 256, n_arenas)
     positions = ints(1100 - torch.arange(1100))[None]
     fill(pages, table, ints([1100]), positions, torch.zeros(1, 1100, device=DEVICE), g)
-    twin, lens, twin_lens = copy_of(pages), ints([1100]), ints([1100])
+    twin, lens, twin_lens = clone_pages(pages), ints([1100]), ints([1100])
     q, k = normal(g, 1, 2, 16), normal(g, 1, 1, 16)
     rest = (ints([1100]), ints([recent]), ints([1500]), DecodeRule(evict=Evict.ACC))
     want = reference.decode(decode_args(q, k, k, pages, table, lens, *rest, scale=1.0))
@@ -196,7 +196,7 @@ def test_write_and_read(
     index = ints(torch.randint(0, n_rows, (n, width), generator=g))
     table, n_arenas = random_table(n, (width + 6) // slots + 1, g)
     pages = new_pool(dtype, *dims, slots, n_arenas)
-    twin = copy_of(pages)
+    twin = clone_pages(pages)
     keys = normal(g, n_rows, n, dims[0], dtype=source).transpose(0, 1)
     values = normal(g, n, n_rows, dims[1] + 1, dtype=source)[..., 1:]
     positions = ints(torch.randperm(n_rows, generator=g))[None].expand(n, -1) if expanded else index.repeat(1, 2)
@@ -235,7 +235,7 @@ def test_decode_with_masses(
     scores = (torch.stack([torch.randperm(50, generator=g) for _ in range(4)]) * 0.37).to(DEVICE)
     table, n_arenas = random_table(4, 4, g)
     pages = new_pool(dtype, *dims, 16, n_arenas, True)
-    twin = copy_of(pages)
+    twin = clone_pages(pages)
     index = torch.arange(50, dtype=torch.int32, device=DEVICE).expand(4, -1)
     rows = (normal(g, 4, 50, dims[0]), normal(g, 4, 50, dims[1]), ints(positions), scores)
     log_masses = (torch.rand(50, 4, generator=g) * 3).to(DEVICE).T  # strided

@@ -29,19 +29,9 @@ from millpond.kernels.reference import (
 )
 
 __all__ = [
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "merge_slots",
-    "newest_alike",
-    "prefill",
-    "read",
-    "read_packed",
-    "window_signal",
-    "write",
-    "write_packed",
-]
+    "absolute_sums", "admit", "attend", "decode", "merge_slots", "newest_alike", "prefill",
+    "read", "read_packed", "window_signal", "write", "write_packed",
+]  # fmt: skip
 
 
 def block_rows(group: int) -> int:

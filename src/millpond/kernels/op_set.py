@@ -11,20 +11,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from millpond.kernels.args import (
-    AttendArgs,
-    AttendOutput,
-    DecodeArgs,
-    DecodeOutput,
-    EntryRows,
-    HeadRuleArgs,
-    MergeArgs,
-    PaddedEntries,
-    PageRegions,
-    PrefillArgs,
-    PrefillOutput,
-    WindowSignalArgs,
-)
+from millpond.kernels.args.after_step import HeadRuleArgs, MergeArgs
+from millpond.kernels.args.attend import AttendArgs, AttendOutput
+from millpond.kernels.args.decode import DecodeArgs, DecodeOutput
+from millpond.kernels.args.entries import EntryRows, PaddedEntries
+from millpond.kernels.args.prefill import PrefillArgs, PrefillOutput, WindowSignalArgs
+from millpond.kernels.args.regions import PageRegions
 from millpond.kernels.packed.regions import PackedRegions
 
 

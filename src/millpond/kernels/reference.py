@@ -15,16 +15,6 @@ from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.merge.slots import merge_slots
 
 __all__ = [
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "merge_slots",
-    "newest_alike",
-    "prefill",
-    "read",
-    "read_packed",
-    "window_signal",
-    "write",
-    "write_packed",
-]
+    "absolute_sums", "admit", "attend", "decode", "merge_slots", "newest_alike", "prefill",
+    "read", "read_packed", "window_signal", "write", "write_packed",
+]  # fmt: skip

@@ -47,17 +47,22 @@ class Case:
         return Call(self)
 
 
+def unwritten(pages: PageArrays) -> PageArrays:
+    """Full of NaN: what a kernel must never read."""
+    for arena in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
+        arena.fill_(float("nan"))
+    for positions in pages.positions:
+        positions.fill_(-7)
+    return pages
+
+
 def empty_pool(case: Case, n_pages: int) -> PageArrays:
     cpu = torch.device("cpu")
     shape = (case.pages_per_arena, case.slots, case.key_dim, case.value_dim)
     pages = PageArrays(*shape, case.dtype, cpu, masses=case.masses)
     while pages.n_arenas * case.pages_per_arena < n_pages:
         pages.add_arena()
-    for arena in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
-        arena.fill_(float("nan"))
-    for positions in pages.positions:
-        positions.fill_(-7)
-    return pages
+    return unwritten(pages)
 
 
 class Call:

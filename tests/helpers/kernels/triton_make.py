@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 from millpond.kernels import reference
 from millpond.kernels.pages import PageArrays
 from tests.helpers.kernels.args import write_args
+from tests.helpers.kernels.make import unwritten
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
@@ -47,19 +47,7 @@ def new_pool(
     pages = PageArrays(4, slots, key_dim, value_dim, dtype, DEVICE, masses)
     for _ in range(n_arenas):
         pages.add_arena()
-    for tensor in (*pages.keys, *pages.values, *pages.scores, *pages.log_masses):
-        tensor.fill_(float("nan"))
-    for tensor in pages.positions:
-        tensor.fill_(-7)
-    return pages
-
-
-def copy_of(pages: PageArrays) -> PageArrays:
-    twin = replace(pages)
-    for name in ("keys", "values", "positions", "scores", "log_masses"):
-        setattr(twin, name, [t.clone() for t in getattr(pages, name)])
-    twin.refresh()
-    return twin
+    return unwritten(pages)
 
 
 def assert_same_pages(got: PageArrays, want: PageArrays) -> None:

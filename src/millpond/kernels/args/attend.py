@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.args.queries import OfQueries
 from millpond.kernels.args.regions import PageRegions
 
 
@@ -20,7 +21,7 @@ class AttendOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AttendArgs:
+class AttendArgs(OfQueries):
     """Queries of S sequences, and entries that they share.
 
     Attributes:
@@ -47,10 +48,6 @@ class AttendArgs:
         shape = (*self.q.shape[:2], self.regions.pages.value_dim)
         _check(self.found[0], shape, (torch.float32, self.q.dtype))
         _check(self.found[1], shape[:2], (torch.float32,))
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
 
 
 def _check(found: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from millpond.kernels.args.queries import OfQueries
 from millpond.kernels.args.regions import StepRegions
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeArgs:
+class DecodeArgs(OfQueries):
     """One new token of each of S sequences, and the regions that it meets.
 
     Attributes:
@@ -25,15 +25,6 @@ class DecodeArgs:
     k_new: Tensor
     v_new: Tensor
     regions: StepRegions
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the pages."""
-        return self.regions.plain.pages.dtype
 
 
 class DecodeOutput(NamedTuple):

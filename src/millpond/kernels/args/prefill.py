@@ -5,30 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from millpond.kernels.args.queries import OfQueries
 from millpond.kernels.args.shape import AttentionShape
 from millpond.kernels.decode_rules import Reduce
 
 
-class _OfQueries:
-    """What is computed in the dtype, and on the device, of its queries."""
-
-    __slots__ = ()
-    q: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.q.dtype
-
-
 @dataclass(frozen=True, slots=True)
-class PrefillArgs(_OfQueries):
+class PrefillArgs(OfQueries):
     """Q new queries of one sequence, and N = n_past + Q columns: stored entries, all older than every query, then new.
 
     Attributes:
@@ -66,7 +51,7 @@ class PrefillOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSignalArgs(_OfQueries):
+class WindowSignalArgs(OfQueries):
     """A few queries w of one sequence, and N entries in any order.
 
     Attributes:

@@ -198,22 +198,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-def forward_tile(dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of `forward` for heads of width `dim` (a power of two). Float32 runs without tensor cores."""
-    if dim > 256:
-        return Tile(16, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(32, 16, 8, 1)
-    return Tile(128, 64, 8, 3) if dim <= 128 else Tile(64, 32, 4, 2)
+#: Of heads of at most 128 channels, of at most 256 and of wider ones; then of float32, which runs without tensor cores.
+FORWARD_TILES = (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1)), Tile(32, 16, 8, 1)
+SUMS_TILES = (Tile(64, 128, 8, 3), Tile(32, 64, 4, 2), Tile(16, 16, 4, 1)), Tile(32, 32, 8, 1)
 
 
-def sums_tile(dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of `column_sums`."""
+def tile_for(tiles: tuple[tuple[Tile, Tile, Tile], Tile], dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of `forward` or `column_sums` for heads of width `dim` (a power of two)."""
+    (narrow, wide, widest), in_float32 = tiles
     if dim > 256:
-        return Tile(16, 16, 4, 1)
+        return widest
     if dtype == torch.float32:
-        return Tile(32, 32, 8, 1)
-    return Tile(64, 128, 8, 3) if dim <= 128 else Tile(32, 64, 4, 2)
+        return in_float32
+    return narrow if dim <= 128 else wide
 
 
 def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
@@ -243,7 +240,7 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
     past, past_stride = _past(args.past_pos, q_pos)
     out = torch.empty(n_heads, n_rows, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(n_heads, n_rows, dtype=torch.float32, device=q.device)
-    tile = forward_tile(block_of(max(key_dim, value_dim)), q.dtype)
+    tile = tile_for(FORWARD_TILES, block_of(max(key_dim, value_dim)), q.dtype)
     if n_rows and n_heads:
         forward[(triton.cdiv(n_rows, tile.rows), n_heads)](
             q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], q_pos, past, past_stride,
@@ -271,7 +268,7 @@ def _column_sums(args: PrefillArgs, reduce: Reduce, lse: Tensor) -> Tensor:
     n_kv_heads, n_columns = k.shape[:2]
     past, past_stride = _past(args.past_pos, args.q_pos)
     sums = torch.empty(n_kv_heads, n_columns, dtype=torch.float32, device=q.device)
-    tile = sums_tile(block_of(key_dim), q.dtype)
+    tile = tile_for(SUMS_TILES, block_of(key_dim), q.dtype)
     if n_kv_heads and n_columns:
         column_sums[(triton.cdiv(n_columns, tile.block), n_kv_heads)](
             q, *q.stride()[:2], k, *k.stride()[:2], args.q_pos, past, past_stride,
