@@ -1,7 +1,5 @@
 """Switching a model's linear layers and back: the same tokens, and nothing stays behind."""
 
-import copy
-import io
 
 import pytest
 import torch
@@ -12,7 +10,11 @@ from millpond.hf.native_layers.linears import use_native_linears
 from millpond.kernels import native
 from millpond.kernels.linear import FEW_ROWS
 from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
-from tests.helpers.hf.switches import gives_back_after_the_last_of_two_users, gives_back_when_the_cache_is_forgotten
+from tests.helpers.hf.switches import (
+    copied_and_pickled,
+    gives_back_after_the_last_of_two_users,
+    gives_back_when_the_cache_is_forgotten,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
@@ -121,12 +123,8 @@ def test_others_are_left_alone():
 def test_copies_and_pickles_of_a_switched_model():
     model = nn.Sequential(nn.Linear(8, 3))
     undo = use_native_linears(model)
-    twin = copy.deepcopy(model)
+    twin, loaded = copied_and_pickled(model)
     assert twin[0].forward.__self__ is twin[0]
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
     undo()
     with torch.no_grad():
         twin[0].weight.zero_()

@@ -1,7 +1,5 @@
 """Passing decoder layers in a few native calls: the same tokens, only where nobody looks inside, and back again."""
 
-import copy
-import io
 
 import pytest
 import torch
@@ -13,7 +11,11 @@ from millpond.hf.native_layers import decoder_layers
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
 from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
-from tests.helpers.hf.switches import gives_back_after_the_last_of_two_users, gives_back_when_the_cache_is_forgotten
+from tests.helpers.hf.switches import (
+    copied_and_pickled,
+    gives_back_after_the_last_of_two_users,
+    gives_back_when_the_cache_is_forgotten,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
@@ -156,11 +158,7 @@ def test_a_forgotten_cache_gives_them_back():
 def test_copies_and_pickles_of_a_switched_model():
     model, ids = family("llama").make(), one(6)["input_ids"]
     undo = use_lean_layers(model)
-    twin = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    twin, loaded = copied_and_pickled(model)
     undo()
     with torch.no_grad():
         nn.init.zeros_(twin.lm_head.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import openai
@@ -174,14 +174,18 @@ def tiny_llm() -> AsyncLLM:
     return AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), model_name="tiny", method="full")
 
 
+def client_at(make: Callable[[], AsyncLLM]) -> Iterator[openai.OpenAI]:
+    with live(make) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
 class TestOpenAI:
     """The real client, the real engine."""
 
     @pytest.fixture(scope="module")
     @staticmethod
     def client() -> Iterator[openai.OpenAI]:
-        with live(tiny_llm) as server:
-            yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        yield from client_at(tiny_llm)
 
     def test_plain(self, client: openai.OpenAI) -> None:
         found = client.responses.create(model="tiny", input="w5 w6 w7", max_output_tokens=5, temperature=0)
@@ -247,8 +251,7 @@ class TestWithXgrammar:
     @pytest.fixture(scope="module")
     @staticmethod
     def client() -> Iterator[openai.OpenAI]:
-        with live(bytes_llm) as server:
-            yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        yield from client_at(bytes_llm)
 
     def test_parsed(self, client: openai.OpenAI) -> None:
         found = client.responses.parse(model="bytes", input="a mill", text_format=Mill, max_output_tokens=300)

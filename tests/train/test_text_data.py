@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,22 +106,24 @@ def test_windows_with_facts(tokens: TokenFile) -> None:
             assert text.index(fact.told) < asked
 
 
-def test_windows_with_copies(tokens: TokenFile) -> None:
+def mixed(tokens: TokenFile, tasks: Tasks) -> Iterator[tuple[Any, Any]]:
+    """Twenty windows before and after they were mixed."""
     mixer = Mixer(tokens.tokenizer)
     for draw in range(20):
         plain = tokens.at(draw, 400, seed=0)
-        window = mixer.mix(random.Random(draw), plain, Tasks(0.0, 1.0, 0.0))
+        window = mixer.mix(random.Random(draw), plain, tasks)
         assert len(window) == 400
+        yield plain, window
+
+
+def test_windows_with_copies(tokens: TokenFile) -> None:
+    for plain, window in mixed(tokens, Tasks(0.0, 1.0, 0.0)):
         doubled = _repeats(window, 12)
         assert doubled > _repeats(plain, 12)
 
 
 def test_drills_are_passages_that_come_again(tokens: TokenFile) -> None:
-    mixer = Mixer(tokens.tokenizer)
-    for draw in range(20):
-        plain = tokens.at(draw, 400, seed=0)
-        window = mixer.mix(random.Random(draw), plain, Tasks(0.0, 0.0, 1.0))
-        assert len(window) == 400
+    for plain, window in mixed(tokens, Tasks(0.0, 0.0, 1.0)):
         assert set(window.tolist()) <= set(plain.tolist())
         assert _repeats(window, 6) > 60 > _repeats(plain, 6)
 

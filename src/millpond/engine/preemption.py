@@ -39,11 +39,8 @@ class Preemptor:
     ) -> None:
         self.n_preempted = 0
         self.lost: list[RequestState] = []
-        self._files = files
-        self._scheduler = scheduler
-        self._live = live
-        self._layers = layers
-        self._sharing = sharing
+        self._scheduler, self._live, self._layers = scheduler, live, layers
+        self._sharing, self._files = sharing, files
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.

@@ -30,12 +30,8 @@ class RequestValidator:
         sampler: Sampler,
         tokenizer: Any,
     ) -> None:
-        self._model = model
-        self._recipes = recipes
-        self._account = account
-        self._scheduler = scheduler
-        self._sampler = sampler
-        self._tokenizer = tokenizer
+        self._model, self._recipes, self._account = model, recipes, account
+        self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
     def validate(self, request: Request) -> RequestState:
         """What the engine works on.

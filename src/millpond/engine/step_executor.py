@@ -43,12 +43,8 @@ class StepExecutor:
         tokenizer: object,
     ) -> None:
         self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0)
-        self._model = model
-        self._scheduler = scheduler
-        self._sampler = sampler
-        self._sharing = sharing
-        self._live = live
-        self._tokenizer = tokenizer
+        self._model, self._scheduler, self._sampler = model, scheduler, sampler
+        self._sharing, self._live, self._tokenizer = sharing, live, tokenizer
 
     def share(self, step: Step) -> None:
         """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""

@@ -8,11 +8,7 @@ from millpond.policy.scores.key_geometry import KeyDifference
 
 
 @method("keydiff", paper="arXiv:2504.15364")
-def keydiff(
-    recent: Recent = 0,
-    sinks: SinksAdded = 0,
-    decode: Grow = "grow",
-) -> Policy:
+def keydiff(recent: Recent = 0, sinks: SinksAdded = 0, decode: Grow = "grow") -> Policy:
     """Keep the entries whose keys point away from the mean direction of their head.
 
     s_j = - cos(k_j, m) with m = mean_i k_i / ||k_i|| over the entries of the head: the ranking by the sum of cosines

@@ -8,11 +8,7 @@ from millpond.policy.scores.key_geometry import KeyNorm
 
 
 @method("knorm", paper="arXiv:2406.11430")
-def knorm(
-    recent: Recent = 0,
-    sinks: SinksAdded = 0,
-    decode: GrowInPaper = "grow",
-) -> Policy:
+def knorm(recent: Recent = 0, sinks: SinksAdded = 0, decode: GrowInPaper = "grow") -> Policy:
     """Keep the entries with the shortest keys, whatever is asked later.
 
     s_j = - ||k_j||_2: keys of small norm tend to gather most attention. No attention is observed, and

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 import millpond as mp
@@ -31,3 +34,11 @@ def gives_back_when_the_cache_is_forgotten(model: Any, switched: Callable[[Any],
     del cache
     gc.collect()
     assert not switched(model)
+
+
+def copied_and_pickled(model: Any) -> tuple[Any, Any]:
+    """A deep copy of a model, and what a pickle of it gives."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return copy.deepcopy(model), torch.load(file, weights_only=False)
