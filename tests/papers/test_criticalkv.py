@@ -21,6 +21,7 @@ from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.scores.critical_values import CriticalValues, output_norms
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View
+from tests.helpers.hf.eager import eager_attention
 from tests.helpers.hf.families import one, shared_model
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.keyed import view
@@ -113,13 +114,9 @@ def test_against_the_model_s_own_attention_and_values() -> None:
         layer.self_attn.v_proj.register_forward_hook(lambda *a: captured.append(a[2][0].detach()))
         for layer in model.model.layers
     ]
-    before = model.config._attn_implementation
     try:
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
-            attention = model(ids, output_attentions=True).attentions
+        attention = eager_attention(model, ids)
     finally:
-        model.set_attn_implementation(before)
         for hook in hooks:
             hook.remove()
     with torch.no_grad(), mp.compress(model, "criticalkv", budget, score="h2o") as cache:

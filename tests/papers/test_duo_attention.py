@@ -19,6 +19,7 @@ from millpond.methods import METHODS
 from millpond.policy.allocation.layers import split_budget
 from millpond.policy.allocation.retrieval_heads import DividedHeads, RetrievalHeads, RetrievalLayers, distribute
 from millpond.policy.view import View
+from tests.helpers.hf.eager import eager_attention
 from tests.helpers.hf.families import one, shared_model
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import equals_a_mask
@@ -179,13 +180,7 @@ def test_a_profile_of_each_layer_alone() -> None:
 
 def far_shares(model: Any, ids: Tensor, window: int) -> list[list[float]]:
     """Of each layer and KV head, from transformers' own attention."""
-    before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
-            attentions = model(ids, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation(before)
+    attentions = eager_attention(model, ids)
     n = ids.shape[1]
     return [p[0, :, -window:, SINKS : n - RECENT].sum(-1).mean(-1).view(2, -1).mean(1).tolist() for p in attentions]
 

@@ -101,7 +101,7 @@ def test_text_with_calls_may_be_text_alone_and_calls_in_it_follow_the_schema(for
 
 @pytest.mark.parametrize(("tools", "words"), [
     ([Function(name="f", parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}})], "uniqueItems at"),
-    ([Function(name="f", parameters={"$ref": "http://other/schema"})], r"beside \$ref it cannot be enforced"),
+    ([Function(name="f", parameters={"$ref": "http://other/schema"})], r"together with \$ref it cannot be enforced"),
     ([Function(name="f", parameters={"type": "object", "not": {}})], "not at #: it cannot be enforced"),
     ([Function(name=f"f{n}", parameters={"title": "x" * 100_000}) for n in range(2)], "may have 131,072"),
 ])  # fmt: skip

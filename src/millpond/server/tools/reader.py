@@ -249,9 +249,9 @@ class Reader(ABC):
         if sign == '"':
             yield from self._string()
         elif sign == "{":
-            yield from self._members(depth)
+            yield from self._parts("}", depth)
         elif sign == "[":
-            yield from self._items(depth)
+            yield from self._parts("]", depth)
         elif sign in "tfn":
             yield from self._expect({"t": "rue", "f": "alse", "n": "ull"}[sign])
         elif sign in "-0123456789":
@@ -259,31 +259,21 @@ class Reader(ABC):
         else:
             raise Broken
 
-    def _members(self, depth: int) -> Reading[None]:
+    def _parts(self, end: str, depth: int) -> Reading[None]:
+        """The members of an object (`end` is "}") or the items of an array ("]")."""
         sign = yield from self._next_sign()
-        if sign == "}":
+        if sign == end:
             return
         while True:
-            if sign != '"':
-                raise Broken
-            yield from self._string()
-            yield from self._colon()
-            yield from self._value((yield from self._next_sign()), depth + 1)
-            sign = yield from self._next_sign()
-            if sign == "}":
-                return
-            if sign != ",":
-                raise Broken
-            sign = yield from self._next_sign()
-
-    def _items(self, depth: int) -> Reading[None]:
-        sign = yield from self._next_sign()
-        if sign == "]":
-            return
-        while True:
+            if end == "}":
+                if sign != '"':
+                    raise Broken
+                yield from self._string()
+                yield from self._colon()
+                sign = yield from self._next_sign()
             yield from self._value(sign, depth + 1)
             sign = yield from self._next_sign()
-            if sign == "]":
+            if sign == end:
                 return
             if sign != ",":
                 raise Broken

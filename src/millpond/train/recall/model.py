@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from millpond.models.pond.tokenizer import build_tokenizer
 from millpond.models.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from millpond.train.common.generation import greedy
 from millpond.train.common.progress_bars import no_bars
 
 MAX_POSITIONS = 8192
@@ -48,10 +49,7 @@ def save_bundle(model: LlamaForCausalLM, folder: Path) -> None:
 
     The file holds the weights rounded to bfloat16, half the bytes; the config says float32, as which they are loaded.
     """
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=ANSWER_TOKENS, do_sample=False,
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
-    )  # fmt: skip
+    model.generation_config = greedy(ANSWER_TOKENS, BOS_ID, EOS_ID, PAD_ID)
     with no_bars():
         model.save_pretrained(folder)
     weights = folder / "model.safetensors"

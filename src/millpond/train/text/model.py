@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from millpond.train.common.generation import greedy
 from millpond.train.common.progress_bars import no_bars
 from millpond.train.text.recipe import TextRecipe
 from millpond.train.text.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
@@ -45,10 +46,7 @@ def save_text_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path)
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16)  # type: ignore[arg-type]
-    copy.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=ANSWER_TOKENS, do_sample=False,
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
-    )  # fmt: skip
+    copy.generation_config = greedy(ANSWER_TOKENS, BOS_ID, EOS_ID, PAD_ID)
     with no_bars():
         copy.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
