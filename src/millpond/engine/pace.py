@@ -1,7 +1,7 @@
 """Pace of decoding: a bound on the time that prompts, and clients who have had more service, add to its steps.
 
-What these guests add to steps is owed, and paid back in steps without them, so that whoever decodes goes at two thirds
-of the speed at least that it would have without them. It sees no clock: seconds are given to it.
+What these guests add to steps is owed, and paid back in steps without them, which aims at two thirds of the speed
+that whoever decodes would have without them. It sees no clock: seconds are given to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 _NEWEST = 0.2
 #: What is left of that mean after each step with guests: it is taken anew before long.
 _FADES = 0.95
-#: Seconds that are owed for each that guests add: a token takes at most 1 + 1 / PAID_BACK times as long with them.
+#: Seconds that are owed for each that guests add. What is not measured, such as a few answers beside, comes on top.
 PAID_BACK = 2.0
 
 
