@@ -9,14 +9,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.pages.page_lists import Mask, PageLists
+from millpond.cache.pages import page_demand
+from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.region_budgets import RegionBudgets
+from millpond.cache.pages.region_lengths import RegionLengths
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
-from millpond.kernels.decode_rules import UNBOUNDED, DecodeRule
+from millpond.kernels.decode_rules import DecodeRule
 
 Ints = npt.NDArray[np.int32]
 
@@ -41,11 +44,8 @@ class PageTable:
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self._rows = PageLists(pool, n)
-        self._behind = False  # the device's lengths are newer than the host's
-        self._lens = np.zeros(n, dtype=np.int32)
-        self._capacities: Ints = np.full(n, UNBOUNDED, dtype=np.int32)
-        self._recent: Ints = np.zeros(n, dtype=np.int32)
-        self._head_rules = np.zeros(n, dtype=np.int64)
+        self._lengths = RegionLengths(np.zeros(n, dtype=np.int32))
+        self._budgets = RegionBudgets.unbounded(n)
         self._slack = 0  # decoding steps until some region may need a page
         self._runs: SharedPrefixRuns | None = None
         self._runs_known = True
@@ -56,7 +56,7 @@ class PageTable:
         """A table of one sequence that holds full pages (n_kv_heads, n), which others hold too."""
         table = cls(pool, 1, len(pages))
         table._rows = PageLists.of_held(pool, pages)
-        table._lens[:] = pages.shape[1] * pool.slots
+        table._lengths.host[:] = pages.shape[1] * pool.slots
         table._publish()
         return table
 
@@ -78,7 +78,7 @@ class PageTable:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in plain pages, on the host."""
-        return self._lens.reshape(self.n_seq, self.n_kv_heads).copy()
+        return self._lengths.host.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def entries(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in both parts, on the host."""
@@ -132,29 +132,29 @@ class PageTable:
     def set_budget(self, sequence: int, caps: Ints, recent: Ints | int) -> None:
         """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
         rows = self.rows(sequence)
-        self._capacities[rows] = caps
-        self._recent[rows] = recent
+        self._budgets.capacities[rows] = caps
+        self._budgets.recent[rows] = recent
         self._slack = 0
         self._publish(ids=False)
 
     def set_head_rules(self, sequence: int, kinds: npt.NDArray[np.int64] | int, recent: Ints | int) -> None:
         """The rule of each head of a sequence, and how many newest entries some rules keep."""
         rows = self.rows(sequence)
-        self._head_rules[rows] = kinds
-        self._recent[rows] = recent
+        self._budgets.head_rules[rows] = kinds
+        self._budgets.recent[rows] = recent
         self._publish(ids=False)
 
     def budgets(self) -> Ints:
         """(n_seq, n_kv_heads) entries that each head may hold, on the host."""
-        return self._capacities.reshape(self.n_seq, self.n_kv_heads).copy()
+        return self._budgets.capacities.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def rules(self) -> npt.NDArray[np.int64]:
         """(n_seq, n_kv_heads) the rule of each head, on the host."""
-        return self._head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
+        return self._budgets.head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
 
     def set_budgets(self, caps: Ints) -> None:
         """How many entries each head may hold, (n_seq, n_kv_heads)."""
-        self._capacities[:] = caps.ravel()
+        self._budgets.capacities[:] = caps.ravel()
         self._slack = 0
         self._publish(ids=False)
 
@@ -167,7 +167,7 @@ class PageTable:
             PoolFullError: the pool is full; nothing was changed.
         """
         rows = self.rows(sequence)
-        self._rows.grow(np.arange(rows.start, rows.stop), self._more_pages(rows, lens))
+        self._rows.grow(np.arange(rows.start, rows.stop), page_demand.lacking(self._rows, rows, lens))
         self._publish(lens=False)
 
     def make_room(self, grows_always: bool) -> None:
@@ -178,10 +178,10 @@ class PageTable:
         """
         if self._slack > 0:
             return
-        growing = np.full(self.n_regions, True) if grows_always else self._lens < self._capacities
+        growing = np.full(self.n_regions, True) if grows_always else self._lengths.host < self._budgets.capacities
         if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
             growing |= self.sealed.live.ravel() > 0
-        spare = self._rows.owned * self.pool.slots - self._lens
+        spare = self._rows.owned * self.pool.slots - self._lengths.host
         needy = np.flatnonzero(growing & (spare == 0))
         if len(needy):
             self._rows.grow(needy, np.ones(len(needy), dtype=np.int64))
@@ -196,44 +196,42 @@ class PageTable:
         """
         if self._slack > 0 and not self._rows.may_share:
             return 0
-        full = self._rows.owned * self.pool.slots == self._lens
-        growing = int((full if grows_always else full & (self._lens < self._capacities)).sum())
-        return growing + self._rows.n_shared(self._written(whole))
+        lens = self._lengths.host
+        growing = None if grows_always else lens < self._budgets.capacities
+        return page_demand.pages_for_step(self._rows, lens, growing, whole)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
 
         whole: all entries are written anew, not only the new ones.
         """
-        need = int(self._more_pages(slice(None), self._lens + n_tokens).sum())
-        return need + self._rows.n_shared(self._written(whole))
+        return page_demand.pages_for(self._rows, self._lengths.host, n_tokens, whole)
 
     def pages_to_renew(self, most: int) -> int:
         """Pages that it takes to write all entries anew, at most `most` pages of them: those held alone go before."""
-        shared = self._rows.n_shared()
-        return min(shared, max(0, most - (len(self._rows.held()) - shared)))
+        return page_demand.pages_to_renew(self._rows, most)
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
         """After a decoding step: follow on the host what the kernel did to the lengths."""
         self._slack -= 1
         if self.sealed is not None:
             self.sealed.stepped(not grows_always)
-            self._behind = not grows_always and self.lens.device.type != "cpu"
-        if self._behind:
+            self._lengths.behind = not grows_always and self.lens.device.type != "cpu"
+        if self._lengths.behind:
             return  # which regions grew depends on where their victims lay, which the host asks for when it must
         if self.lens.device.type != "cpu":
-            grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lens < self._capacities))
-            self._lens += grew.astype(np.int32)
+            grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lengths.host < self._budgets.capacities))
+            self._lengths.host[:] += grew.astype(np.int32)
 
     def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
         """After regions of the sequences that are `due` (S,) went back to their caps from `before` (R,) entries.
 
         Pages beyond them return to the pool.
         """
-        gone = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._capacities, 0), 0)
+        gone = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._budgets.capacities, 0), 0)
         if self.lens.device.type != "cpu":
-            self._lens -= gone
-        keep = -(-self._lens // self.pool.slots)
+            self._lengths.host[:] -= gone
+        keep = -(-self._lengths.host // self.pool.slots)
         spare = np.flatnonzero((self._rows.owned > keep) & (gone > 0))
         if len(spare):
             self._rows.cut(spare, keep[spare])
@@ -244,7 +242,7 @@ class PageTable:
     def set_lengths(self, sequence: int, lens: Ints) -> None:
         """Entries now held by each head of a sequence; pages beyond them return to the pool."""
         rows = self.rows(sequence)
-        self._lens[rows] = lens
+        self._lengths.host[rows] = lens
         self._rows.cut(rows, -(-lens // self.pool.slots))
         self._slack = 0
         if self.sealed is not None:
@@ -254,14 +252,14 @@ class PageTable:
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
         self._rows.drop(rows, self._rows.columns < pages[:, None])
-        self._lens[rows] -= (pages * self.pool.slots).astype(np.int32)
+        self._lengths.host[rows] -= (pages * self.pool.slots).astype(np.int32)
         self._slack = 0
         self._publish()
 
     def shrink(self, sequences: npt.NDArray[np.int64], lens: Ints) -> None:
         """Entries now held by the heads of some sequences, (n, n_kv_heads), none more than before; spare pages go."""
         regions = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
-        self._lens[regions] = lens.ravel()
+        self._lengths.host[regions] = lens.ravel()
         if self.lens.device.type != "cpu":
             self._publish(ids=False)
         self.trim()
@@ -269,9 +267,9 @@ class PageTable:
     def trim(self) -> None:
         """Give back the pages that no entry needs, after lengths fell."""
         slots = self.pool.slots
-        spare = np.flatnonzero(self._lens <= (self._rows.owned - 1) * slots)
+        spare = np.flatnonzero(self._lengths.host <= (self._rows.owned - 1) * slots)
         if len(spare):
-            self._rows.cut(spare, -(-self._lens[spare] // slots))
+            self._rows.cut(spare, -(-self._lengths.host[spare] // slots))
             self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
@@ -290,7 +288,7 @@ class PageTable:
                 "Raise memory_limit or lower the budget"
             )
         self._rows.cut(rows, 0)
-        self._lens[rows] = 0
+        self._lengths.host[rows] = 0
         self.reserve(sequence, lens)
 
     # ------------------------------------------------------------------ sharing
@@ -299,12 +297,8 @@ class PageTable:
         """Become the given sequences of this table, in this order; one may be named many times: pages are shared."""
         regions = np.concatenate([np.arange(self.n_regions)[self.rows(s)] for s in sequences])
         self._rows.select(regions)
-        self._lens, self._capacities, self._recent = (
-            self._lens[regions],
-            self._capacities[regions],
-            self._recent[regions],
-        )
-        self._head_rules = self._head_rules[regions]
+        self._lengths.select(regions)
+        self._budgets = self._budgets.select(regions)
         self.n_seq = len(sequences)
         if self.sealed is not None:
             self.sealed.select(sequences)
@@ -315,8 +309,8 @@ class PageTable:
         """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
         assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
         self._rows.join(other._rows)
-        for name in ("_lens", "_capacities", "_recent", "_head_rules"):
-            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        self._lengths.join(other._lengths)
+        self._budgets = self._budgets.join(other._budgets)
         self.n_seq += other.n_seq
         if self.sealed is not None and other.sealed is not None:
             self.sealed.join(other.sealed)
@@ -328,8 +322,7 @@ class PageTable:
         """Another table of the same entries: pages are shared until one of the two writes."""
         other = PageTable(self.pool, self.n_seq, self.n_kv_heads, None if self.sealed is None else self.sealed.fork())
         other._rows = self._rows.fork()
-        other._lens, other._capacities, other._recent = self._lens.copy(), self._capacities.copy(), self._recent.copy()
-        other._head_rules = self._head_rules.copy()
+        other._lengths, other._budgets = self._lengths.copy(), self._budgets.copy()
         other._publish()
         return other
 
@@ -345,8 +338,10 @@ class PageTable:
         """
         if whole and self.sealed is not None:
             self.sealed.copy_on_write()
-        if self._rows.may_share and self._rows.copy_on_write(self._written(whole)):
-            self._publish(lens=False)
+        if self._rows.may_share:
+            written = page_demand.written(self._rows, self._lengths.host, whole)
+            if self._rows.copy_on_write(written):
+                self._publish(lens=False)
 
     def shared_runs(self) -> SharedPrefixRuns | None:
         """The runs of full pages that sequences begin with together; None where none is worth a look."""
@@ -354,7 +349,7 @@ class PageTable:
             return None
         if not self._runs_known:
             by_sequence = (self.n_seq, self.n_kv_heads, -1)
-            full = (self._lens // self.pool.slots).reshape(by_sequence).min((1, 2))
+            full = (self._lengths.host // self.pool.slots).reshape(by_sequence).min((1, 2))
             self._runs = SharedPrefixRuns.of(self._rows.ids.reshape(by_sequence), full, self.pool.arrays)
             self._runs_known = True
         return self._runs
@@ -362,11 +357,7 @@ class PageTable:
     def emptied(self, pool: PagePool) -> PageTable:
         """A table of the same sequences, budgets and codes over another pool, without plain entries."""
         other = PageTable(pool, self.n_seq, self.n_kv_heads, self.sealed)
-        other._capacities, other._recent, other._head_rules = (
-            self._capacities.copy(),
-            self._recent.copy(),
-            self._head_rules.copy(),
-        )
+        other._budgets = self._budgets.copy()
         other._publish()
         return other
 
@@ -385,31 +376,11 @@ class PageTable:
         if self.sealed is not None:
             self.sealed.clear()
         self._rows.clear()
-        self._lens[:] = 0
+        self._lengths.host[:] = 0
         self._slack = 0
         self._publish()
 
     # ------------------------------------------------------------------ internal
-
-    @property
-    def _lens(self) -> Ints:
-        """(R,) the lengths, on the host."""
-        if self._behind:
-            self._host_lens[:], self._behind = self.lens.cpu().numpy(), False
-        return self._host_lens
-
-    @_lens.setter
-    def _lens(self, lens: Ints) -> None:
-        self._host_lens: Ints = lens
-
-    def _more_pages(self, rows: slice, lens: Ints) -> npt.NDArray[np.int64]:
-        """(n,) pages that some regions lack for `lens` entries."""
-        more: npt.NDArray[np.int64] = np.maximum(-(-lens // self.pool.slots) - self._rows.owned[rows], 0)
-        return more
-
-    def _written(self, whole: bool) -> Mask | None:
-        """(R, n) which pages a step writes to: None for all, or the one that takes the next entry."""
-        return None if whole else self._rows.columns == (self._lens // self.pool.slots)[:, None]
 
     def _publish(self, ids: bool = True, lens: bool = True) -> None:
         """Make the host's numbers visible to the kernels."""
@@ -418,10 +389,8 @@ class PageTable:
             self.pages: Tensor = torch.from_numpy(self._rows.ids).to(device)
             self._runs_known = False
         if lens:
-            self.lens: Tensor = torch.from_numpy(self._lens).to(device)
-            self.capacities: Tensor = torch.from_numpy(self._capacities).to(device)
-            self.recent: Tensor = torch.from_numpy(self._recent).to(device)
-            self.head_rules: Tensor = torch.from_numpy(self._head_rules).to(device)
+            self.lens = self._lengths.publish(device)
+            self.capacities, self.recent, self.head_rules = self._budgets.publish(device)
         self.regions = PageRegions(self.pool.arrays, self.pages, self.lens)
 
 
