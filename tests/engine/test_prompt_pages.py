@@ -149,7 +149,7 @@ def test_models_of_16_bits_read_into_the_pages_that_stay(dtype: torch.dtype, cod
 
 def test_a_plan_that_finds_no_room_leaves_what_was_read() -> None:
     pools = PoolSet(torch.bfloat16, 16, MemoryLimit(None), masses=False)
-    pages = PromptPages(pools.plain, pools.reading)
+    pages = PromptPages(pools.plain, pools.reading, lambda: True)
     k, v = torch.randn(2, 2, 3, 40, 64, generator=torch.Generator().manual_seed(0))
     table = PageTable(pages.pool(k, v, planned=False), 2, 3)
     assert table.unplanned
