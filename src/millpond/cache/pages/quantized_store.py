@@ -14,12 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.pages.key_channels import KeyChannels
 from millpond.cache.pages.page_lists import PageLists, Rows
-from millpond.cache.pages.prompt_statistics import PromptStatistics
 from millpond.cache.pages.quantized_pool import QuantizedPool
 from millpond.cache.pages.ref_counted_pool import PageIds
 from millpond.cache.pages.rope_tables import GrowingRope
-from millpond.cache.per_sequence import PerSequence
 from millpond.codec.spec import Codec
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
@@ -66,11 +65,7 @@ class QuantizedStore:
         self._dead: Ints = np.zeros(n, dtype=np.int32)
         self._behind = False  # the device has buried more than `_dead` counts
         self._pages = PageLists(pool, n)
-        kept = pool.arrays.layout.key_dim
-        self._channels = torch.zeros(n, kept, dtype=torch.int32, device=device) if codec.prune else None
-        self._balance = torch.ones(n, kept, device=device) if codec.balanced else None
-        self._traits: PerSequence[PromptStatistics] = PerSequence()
-        self._decided: PerSequence[bool] = PerSequence()
+        self._keys = KeyChannels(codec, n_seq, n_kv_heads, pool.arrays.layout.key_dim, device)
         self.steps_until_check = 0
         self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
 
@@ -97,8 +92,7 @@ class QuantizedStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
-        beside = sum(t.numel() * 4 for t in (self._channels, self._balance) if t is not None)
-        return self._pages.ids.nbytes + self.lens.nbytes + self.n_evicted.nbytes + beside
+        return self._pages.ids.nbytes + self.lens.nbytes + self.n_evicted.nbytes + self._keys.nbytes
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
         """(n_seq,) bytes of keys and values in the pages of each sequence."""
@@ -116,7 +110,7 @@ class QuantizedStore:
             ids, lens, dead = (self._there(x) for x in (self._pages.ids, self.lens, self.n_evicted))
             scales, zeros = self._fixed or (None, None)
             self._view = PackedRegions(
-                self.pool.arrays, ids, lens, dead, self._channels, self._balance, scales, zeros, rope
+                self.pool.arrays, ids, lens, dead, self._keys.channels, self._keys.balance, scales, zeros, rope
             )
         return self._view if rows is None else self._view.part(rows)
 
@@ -164,10 +158,7 @@ class QuantizedStore:
 
     def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
         """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are sealed."""
-        if (self._channels is None and self._balance is None) or sequence in self._decided:
-            return
-        new, before = PromptStatistics.of(q, k), self._traits.get(sequence)
-        self._traits[sequence] = new if before is None else before.merge(new)
+        self._keys.collect(sequence, q, k)
 
     def write(self, sequence: int, count: Tensor, index: Tensor, found: PaddedEntries) -> None:
         """Seal rows index (H, width) of `found`, count (H,) of each head, behind what is sealed.
@@ -185,7 +176,7 @@ class QuantizedStore:
             return
         self.copy_on_write()
         for sequence in sequences.tolist():
-            self._decide(sequence)
+            self._keys.choose(sequence)
         rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
@@ -282,9 +273,7 @@ class QuantizedStore:
         regions = np.concatenate([np.arange(len(self.lens))[self.rows(s)] for s in sequences])
         self._pages.select(regions)
         self.lens, self._dead = self.lens[regions], self.n_evicted[regions]
-        chosen = self._there(regions)
-        self._channels, self._balance = (None if t is None else t[chosen] for t in (self._channels, self._balance))
-        self._traits, self._decided = self._traits.copy(sequences), self._decided.copy(sequences)
+        self._keys.select(sequences, regions)
         self.n_seq, self.steps_until_check = len(sequences), 0
         self._changed()
 
@@ -295,8 +284,7 @@ class QuantizedStore:
         )
         other._pages = self._pages.fork()
         other.lens, other._dead = self.lens.copy(), self.n_evicted.copy()
-        other._channels, other._balance = (None if t is None else t.clone() for t in (self._channels, self._balance))
-        other._traits, other._decided = self._traits.copy(), self._decided.copy()
+        other._keys = self._keys.copy()
         return other
 
     def copy_on_write(self) -> None:
@@ -319,11 +307,7 @@ class QuantizedStore:
         self._pages.join(other._pages)
         self._dead = np.concatenate([self.n_evicted, other.n_evicted])
         self.lens = np.concatenate([self.lens, other.lens])
-        for name in ("_channels", "_balance"):
-            if getattr(self, name) is not None:
-                setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
-        self._traits.join(other._traits, self.n_seq)
-        self._decided.join(other._decided, self.n_seq)
+        self._keys.join(other._keys)
         self.n_seq, self.steps_until_check = self.n_seq + other.n_seq, 0
         self._changed()
         other.clear()
@@ -342,7 +326,7 @@ class QuantizedStore:
         counts = {"owned": self._pages.owned, "lens": self.lens, "dead": self.n_evicted}
         found = {name: torch.from_numpy(n) for name, n in counts.items()}
         reach = None if self._rope is None else torch.tensor(self._rope.tables.positions)
-        sides = {"channels": self._channels, "balance": self._balance, "reach": reach}
+        sides = {"channels": self._keys.channels, "balance": self._keys.balance, "reach": reach}
         return {name: t.clone() for name, t in (found | sides).items() if t is not None}
 
     def adopt(self, numbers: dict[str, Tensor]) -> PageIds:
@@ -354,8 +338,7 @@ class QuantizedStore:
         owned = numbers["owned"].cpu().numpy()
         self._reserve(np.arange(len(owned)), (owned * self.slots).astype(np.int32))
         self.lens, self._dead = (numbers[name].cpu().numpy().astype(np.int32) for name in ("lens", "dead"))
-        self._channels, self._balance = numbers.get("channels"), numbers.get("balance")
-        self._decided[0] = True
+        self._keys.adopt(numbers.get("channels"), numbers.get("balance"))
         self._changed()
         if self._rope is not None:
             self._rope.reach(int(numbers["reach"]))
@@ -371,19 +354,6 @@ class QuantizedStore:
         """The host's books are new: what the kernels see of them is made again when it is asked for."""
         _ = self.n_evicted  # what the kernels have done to theirs is not lost
         self._view = None
-
-    def _decide(self, sequence: int) -> None:
-        """Fix the channels and the balance of a sequence by what its prompt has shown."""
-        if (self._channels is None and self._balance is None) or sequence in self._decided:
-            return
-        self._decided[sequence] = True
-        traits = self._traits.pop(sequence)
-        rows, channels, balance = self.rows(sequence), traits.channels(self.codec), traits.balance(self.codec)
-        if self._channels is not None and channels is not None:
-            self._channels[rows] = channels
-            balance = None if balance is None else balance.gather(1, channels.long())
-        if self._balance is not None and balance is not None:
-            self._balance[rows] = balance
 
     def _reserve(self, rows: npt.NDArray[np.int64], lens: Ints) -> None:
         self._pages.grow(rows, np.maximum(-(-lens // self.slots) - self._pages.owned[rows], 0))

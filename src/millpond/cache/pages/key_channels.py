@@ -1,0 +1,94 @@
+"""Which key channels of every region are stored, and by how much they are divided: chosen once, by the prompt."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.prompt_statistics import PromptStatistics
+from millpond.cache.per_sequence import PerSequence
+from millpond.codec.spec import Codec
+
+
+class KeyChannels:
+    """The channel choice of `n_seq * n_kv_heads` regions, for a codec that prunes or balances channels.
+
+    Args:
+        kept: channels that a stored key has.
+
+    Attributes:
+        channels: (R, kept) int32 the channels that stay; None: all.
+        balance: (R, kept) float32 what keys are divided by, see `query_balance`; None: 1.
+    """
+
+    def __init__(self, codec: Codec, n_seq: int, n_kv_heads: int, kept: int, device: torch.device) -> None:
+        n = n_seq * n_kv_heads
+        self._codec, self._n_seq, self._n_kv_heads = codec, n_seq, n_kv_heads
+        self.channels = torch.zeros(n, kept, dtype=torch.int32, device=device) if codec.prune else None
+        self.balance = torch.ones(n, kept, device=device) if codec.balanced else None
+        self._statistics: PerSequence[PromptStatistics] = PerSequence()
+        self._chosen: PerSequence[bool] = PerSequence()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tables."""
+        return sum(t.numel() * 4 for t in (self.channels, self.balance) if t is not None)
+
+    def collect(self, sequence: int, q: Tensor, k: Tensor) -> None:
+        """Learn from tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until `choose`."""
+        if self._is_settled(sequence):
+            return
+        new, before = PromptStatistics.of(q, k), self._statistics.get(sequence)
+        self._statistics[sequence] = new if before is None else before.merge(new)
+
+    def choose(self, sequence: int) -> None:
+        """Fix the channels and the balance of a sequence by what its prompt has shown."""
+        if self._is_settled(sequence):
+            return
+        self._chosen[sequence] = True
+        shown = self._statistics.pop(sequence)
+        rows = slice(sequence * self._n_kv_heads, (sequence + 1) * self._n_kv_heads)
+        channels, balance = shown.channels(self._codec), shown.balance(self._codec)
+        if self.channels is not None and channels is not None:
+            self.channels[rows] = channels
+            balance = None if balance is None else balance.gather(1, channels.long())
+        if self.balance is not None and balance is not None:
+            self.balance[rows] = balance
+
+    def adopt(self, channels: Tensor | None, balance: Tensor | None) -> None:
+        """Become the choice of one sequence that was made elsewhere."""
+        self.channels, self.balance = channels, balance
+        self._chosen[0] = True
+
+    def select(self, sequences: list[int], regions: npt.NDArray[np.int64]) -> None:
+        """Become the choice of the given sequences, whose `regions` are given too, in this order."""
+        rows = torch.from_numpy(regions)
+        self.channels, self.balance = (
+            None if t is None else t[rows.to(t.device)] for t in (self.channels, self.balance)
+        )
+        self._statistics, self._chosen = self._statistics.copy(sequences), self._chosen.copy(sequences)
+        self._n_seq = len(sequences)
+
+    def copy(self) -> KeyChannels:
+        """The same choice in tensors of its own."""
+        other = copy.copy(self)
+        other.channels, other.balance = (None if t is None else t.clone() for t in (self.channels, self.balance))
+        other._statistics, other._chosen = self._statistics.copy(), self._chosen.copy()
+        return other
+
+    def join(self, other: KeyChannels) -> None:
+        """Take over the choice of the sequences of another batch, behind these."""
+        if self.channels is not None and other.channels is not None:
+            self.channels = torch.cat([self.channels, other.channels])
+        if self.balance is not None and other.balance is not None:
+            self.balance = torch.cat([self.balance, other.balance])
+        self._statistics.join(other._statistics, self._n_seq)
+        self._chosen.join(other._chosen, self._n_seq)
+        self._n_seq += other._n_seq
+
+    def _is_settled(self, sequence: int) -> bool:
+        return (self.channels is None and self.balance is None) or sequence in self._chosen
