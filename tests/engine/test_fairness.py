@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -271,3 +272,18 @@ def test_the_time_of_a_step_is_taken_anew_when_others_decode() -> None:
         line.scheduler.took_seconds(step, seconds_of(step))
         passed += step.contested is False and small in step.decodes
     assert passed > 50
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_is_never_empty_while_requests_run(seed: int) -> None:
+    """Whatever is owed: where nothing but guests is there, nothing is gained by passing for others."""
+    draw, line = random.Random(seed), Line(50_000)
+    for _ in range(150):
+        if draw.random() < 0.3:
+            client, width = draw.choice("abcd"), draw.choice([1, 1, 1, 4, 16, 128])
+            line.come(client, draw.choice([2, 40, 3_000]), draw.randint(1, 60), draw.choice([0, 100, 300]), width=width)
+        if not len(line.scheduler):
+            continue
+        step = line.step()
+        assert not step.empty
+        line.scheduler.took_seconds(step, draw.choice([0.001, 0.01, 5.0]))

@@ -17,6 +17,7 @@ import pytest
 
 from tests.helpers.server.attacker import ADDRESSES
 from tests.helpers.server.attacks import ATTACKS, FINE, LONG
+from tests.helpers.server.hostile import TEXT
 from tests.helpers.server.load import Answer, GoodClient, Pace
 from tests.helpers.server.serving import Serving, serving
 
@@ -26,6 +27,8 @@ WARM = {
     "max_tokens": 4,
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}},
 }
+#: Kept prompts fill what OPTIONS gives to caches: 64 MiB are 10,900 tokens of this model.
+PROMPTS_THAT_FILL, FILLING_TOKENS = 4, 4_000
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,6 +75,8 @@ def run(number: int, quiet: int, rest_s: float, *more: str) -> Course:
         assert others.stdout.readline() == "ready\n"
         if find_spec("xgrammar") is not None:
             assert client.post("/v1/chat/completions", WARM).status_code == 200  # which starts what compiles grammars
+        for first in range(3, 3 + PROMPTS_THAT_FILL):  # the memory for caches is in use, as with clients of any kind
+            assert client.post(TEXT, {"prompt": [first] * FILLING_TOKENS, "max_tokens": 1}).status_code == 200
         course.before = client.wait_for(quiet)
         held = server.resident_bytes()
         begin = len(client.answers)

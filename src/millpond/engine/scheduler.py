@@ -284,9 +284,10 @@ class Scheduler:
             wide = wide or job.apart
         others = {job.account for job in decoding if not job.apart}
         guests = {job for job in self._in((State.READING,)) if job in ahead or others - {job.account}}
-        if guests or wide:
+        for_others = others or any(job not in guests for job in self._in((State.READING,)))
+        if for_others and (guests or wide):  # else nothing but guests is there, and there is nothing to pass for
             step.contested = self._pace.may_go
-        step.decodes = [job for job in decoding if step.contested or not job.apart]
+        step.decodes = [job for job in decoding if step.contested is not False or not job.apart]
         return guests
 
     def _make_way(self, step: Step) -> None:
