@@ -1,4 +1,4 @@
-"""Budget: how much a cache may keep, parsed once at the border."""
+"""Budgets of a cache, parsed once at the boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a package with methods or evaluation tasks of its own builds on; see docs/tutorial/write-your-own-method.md.
+"""Public names for packages with methods or evaluation tasks of their own; see docs/tutorial/write-your-own-method.md.
 
 A package names its modules under the entry points `millpond.methods` and `millpond.evals.tasks`.
 """

@@ -1,6 +1,5 @@
 """Switching a model's linear layers and back: the same tokens, and nothing stays behind."""
 
-
 import pytest
 import torch
 from torch import nn

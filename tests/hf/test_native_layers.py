@@ -1,6 +1,5 @@
 """Passing decoder layers in a few native calls: the same tokens, only where nobody looks inside, and back again."""
 
-
 import pytest
 import torch
 from torch import nn

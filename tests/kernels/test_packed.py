@@ -259,7 +259,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         plain.q, plain.k_new, plain.v_new, plain.pages, plain.table, plain.lens, plain.caps, plain.recent, plain.q_pos,
         DecodeRule(),
     )  # fmt: skip
-    with pytest.raises(OptionError, match="32 channels beside plain ones of 64"):
+    with pytest.raises(OptionError, match="32 channels for plain ones of 64"):
         ops.decode(decode_args(*args, other, scale=0.1))
     fixed = PackedLayout(64, 64, 64, side(Format.NUQ4, True, fixed=True), side(Format.INT4))
     regions = PackedRegions(

@@ -1,4 +1,4 @@
-"""A tree of the pages of prompts that were read, for other prompts that begin alike.
+"""Prefix tree of the pages of prompts, shared by later prompts with the same beginning.
 
 What a page of a prompt holds before anything is planned depends on the tokens up to its end alone. So these pages are
 kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known

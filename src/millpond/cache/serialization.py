@@ -1,4 +1,4 @@
-"""The cache of one layer for one text as named tensors, and back: what a file of a compressed text is made of.
+"""Cache of one layer for one text as named tensors, and back: the content of a file of a compressed text.
 
 Entries keep their slots and sealed pages their bytes, so that what comes back goes on bit by bit as what was put away.
 """

@@ -1,4 +1,4 @@
-"""Values that one layer's step hands around: how it attends, new tokens, what a plan chooses from."""
+"""Values passed between the parts of a layer step: attention settings, new tokens, candidates of a plan."""
 
 from __future__ import annotations
 

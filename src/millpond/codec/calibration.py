@@ -1,4 +1,4 @@
-"""Calibration: what KVQuant (arXiv:2401.18079) knows of a model before it stores a key: tables and ranges per layer.
+"""Calibration of KVQuant (arXiv:2401.18079): tables and ranges per layer, known before the first key is stored.
 
 Made once per model by `millpond.hf.calibration.measure`, from a text; kept in a safetensors file. It does not know
 the model, only the mark by which the model is known again.

@@ -1,4 +1,4 @@
-"""Number formats whose codes stand in groups: int8, int4, int3, int2, e4m3 and tables of numbers.
+"""Number formats with grouped codes: int8, int4, int3, int2, e4m3 and tables of numbers.
 
 A group of neighbouring numbers shares a scale, and a zero unless the format is symmetric (KIVI, arXiv:2402.02750;
 FlexGen, arXiv:2303.06865). Keys are grouped along the slots of one channel, because a few of their channels are large

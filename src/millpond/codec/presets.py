@@ -1,4 +1,4 @@
-"""The number formats by name."""
+"""Number formats by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotation by a Hadamard matrix: spreads the large channels over all, so that few bits per slot suffice.
+"""Hadamard rotation: spreads large channels over all, so that few bits per slot suffice.
 
 Attention does not change: (q H) . (k H) = q . k, and the values' rotation is undone on the output. The cache rotates
 queries, keys and values as they come in and the output as it leaves, so plain and packed pages hold the same numbers.

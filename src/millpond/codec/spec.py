@@ -1,4 +1,4 @@
-"""What a named number format is: how keys and values are stored, and what the cache must do around it."""
+"""Specification of a named number format: storage of keys and values, and requirements on the cache."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Codec:
 
 
 def joined(key: Codec, value: Codec) -> Codec:
-    """The keys of one format beside the values of another, as ("bf16", "int4").
+    """The keys of one format with the values of another, as ("bf16", "int4").
 
     Raises:
         OptionError: formats that ask the cache for different things.

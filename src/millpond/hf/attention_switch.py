@@ -1,4 +1,4 @@
-"""Another attention for the models of a configuration, until its last user is gone."""
+"""Temporary replacement of the attention of a configuration's models, until its last user is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MillpondCache: what `compress` returns, a transformers Cache with a budget."""
+"""The transformers Cache with a budget that `compress` returns."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class MillpondCache(Cache):
 
     @property
     def budget(self) -> Budget | None:
-        """Of the whole cache, all its sequences together; None for no limit. A new one counts from the next plan on."""
+        """Budget of all sequences of the cache together; None: no limit. A new one holds from the next plan on."""
         return self._budgets.budget
 
     @budget.setter
@@ -186,7 +186,7 @@ class MillpondCache(Cache):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklableError(
-            "a MillpondCache lives in the pages of a pool beside its model in this process, which a pickle cannot "
+            "a MillpondCache lives in the pages of a pool in this process, next to its model, which a pickle cannot "
             "carry; write the text that it has read with millpond.save_document(cache, ids, path) and take it up with "
             "restore_document, or copy it in this process with cache.fork()"
         )
@@ -361,7 +361,7 @@ class MillpondCache(Cache):
                 self._settle()
 
     def _rebuild(self) -> None:
-        """Let the model repeat what it has read, if the policy asks for it and anything waits for its plan."""
+        """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""
         rebuilder = self.rebuilder
         if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.layer_caches):
             rebuilder.run(self)

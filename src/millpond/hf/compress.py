@@ -1,4 +1,4 @@
-"""compress: give a model a cache with a budget, and switch its attention to the one that feeds it."""
+"""Entry point of the library: a cache with a budget for a model, and attention that feeds it."""
 
 from __future__ import annotations
 

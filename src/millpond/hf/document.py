@@ -1,4 +1,4 @@
-"""Compress once, ask many: the cache of a text as a file, and caches made of it that go on where it ended."""
+"""Reuse of a compressed text: its cache as a file, and new caches that continue from its end."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """What tells a model from others: its class, and some numbers of each of its parameters."""
+    """Fingerprint of a model: its class, and some numbers of each of its parameters."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Forking a cache: one text that was read, and several caches that go on behind it."""
+"""Forks of a cache: several caches that continue from one text."""
 
 from __future__ import annotations
 

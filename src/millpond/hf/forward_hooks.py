@@ -81,11 +81,11 @@ class ForwardHooks:
         if getattr(module.config, "output_attentions", False) if asked is None else asked:
             raise OptionError(
                 "output_attentions=True cannot be served: attention weights are never stored with a Millpond cache; "
-                "cache.positions(layer) tells what was kept"
+                "cache.positions(layer) lists the kept positions"
             )
         if kwargs.get("use_cache") is False:
             raise OptionError(
-                "use_cache=False beside a cache: a pass that is given a Millpond cache writes to it; leave one of the "
+                "use_cache=False with a cache: a pass that is given a Millpond cache writes to it; leave one of the "
                 "two out"
             )
         keep = kwargs.get("logits_to_keep", 0)

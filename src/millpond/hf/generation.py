@@ -1,4 +1,4 @@
-"""`generate` inside a cache's `with` block: it uses the cache, and refuses a prompt that does not go on from it."""
+"""`generate` inside a cache's `with` block, which rejects prompts that do not continue the cached text."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _innermost(switched: _Switched, thread: int) -> Any:
 def _check_used(config: Any, kwargs: dict[str, Any]) -> None:
     """
     Raises:
-        OptionError: `generate` is told to use no cache, or one of another kind.
+        OptionError: `generate` is called with no cache, or with one of another kind.
     """
     if kwargs.get("use_cache", getattr(config, "use_cache", None)) is False:
         raise OptionError(
@@ -181,6 +181,6 @@ def _check_used(config: Any, kwargs: dict[str, Any]) -> None:
     kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
     if kind is not None:
         raise OptionError(
-            f"cache_implementation={kind!r} asks for a cache of transformers where a Millpond cache is used; leave it "
+            f"cache_implementation={kind!r} selects a cache of transformers where a Millpond cache is used; leave it "
             "out, or compress with attach=False"
         )

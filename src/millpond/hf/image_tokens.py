@@ -1,4 +1,4 @@
-"""Image tokens: which tokens of a text stand for pieces of pictures, and how many of them a cache still holds."""
+"""Image tokens of a text: their positions, and how many of them a cache still holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cache layer as transformers wants it: a thin coat over `cache.layer.LayerCache`.
+"""One cache layer in the interface of transformers, over `cache.layer.LayerCache`.
 
 Whatever moves the whole batch (beams, selection, crop) goes through `MillpondCache`, which keeps all layers in step.
 """

@@ -95,7 +95,7 @@ class LayerBudgets:
             if entries < 1:
                 raise BudgetError(
                     f"a budget of {self.budget} holds no entry of each of {len(self._windows) * table.n_regions} "
-                    f"heads (layers x sequences x KV heads) beside what gathers before it is evicted or stored as "
+                    f"heads (layers x sequences x KV heads) besides what gathers before it is evicted or stored as "
                     "codes; raise the budget, or lower page_slots or what the method gathers"
                 )
             return entries

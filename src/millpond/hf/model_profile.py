@@ -1,4 +1,4 @@
-"""ModelProfile: what Millpond asks about a model, read once and handed down."""
+"""Properties of a model that Millpond depends on, read once and passed down."""
 
 from __future__ import annotations
 

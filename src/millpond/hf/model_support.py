@@ -1,4 +1,4 @@
-"""Which models can run on a Millpond cache, and why others cannot."""
+"""Model support: which models run on a Millpond cache, and why others cannot."""
 
 from __future__ import annotations
 

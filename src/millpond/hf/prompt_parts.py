@@ -1,4 +1,4 @@
-"""Long prompts of `generate()` in parts: their activations are those of one part, and the result is that of the whole.
+"""Long prompts of `generate()` in parts: activations of one part at a time, with the result of the whole.
 
 A plan for what is kept waits for the last part, as it would for the end of one pass.
 """

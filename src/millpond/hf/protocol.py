@@ -1,4 +1,4 @@
-"""What the parts of a `MillpondCache` see of it, so that none of them imports it."""
+"""Protocol of a `MillpondCache` for its parts, so that none of them imports it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class PassLayer(CacheLayerMixin):
-    """What masks and positions are told of it: nothing came before. `update` is left to those who build on it."""
+    """A layer that reports an empty past to masks and positions; subclasses define `update`."""
 
     is_compileable = False
     is_sliding = False

@@ -1,4 +1,4 @@
-"""CacheStats: what a cache holds, measured from its buffers."""
+"""Statistics of a cache, measured from its buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers itself would do: the path of a stock cache, or of none, on a model whose attention is switched."""
+"""Stock attention of transformers, with its own cache or none, on a model whose attention is switched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Made:
     _overlaid: dict[int, bool] = field(default_factory=dict)
 
     def overlaid(self, window: int) -> bool:
-        """Whether something does, beside a window. Models lay over what does nothing, too: blocks of pictures over a
+        """Whether anything but a window does. Models lay over what does nothing, too: blocks of pictures over a
         text that has none.
         """
         if self.may_be_overlaid and window not in self._overlaid:

@@ -1,4 +1,4 @@
-"""Which ids of a tokenizer are special tokens, and which are punctuation."""
+"""Special tokens and punctuation of a tokenizer, as ids."""
 
 from __future__ import annotations
 

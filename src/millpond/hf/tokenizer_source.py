@@ -1,4 +1,4 @@
-"""TokenizerSource: what a policy asks about tokens, answered by a tokenizer."""
+"""Token properties that policies need, from a tokenizer of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerSource:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise OptionError(
-                f"this method asks the model {text!r}, which a tokenizer spells: pass tokenizer= to compress, or "
+                f"this method prompts with {text!r}, which a tokenizer spells: pass tokenizer= to compress, or "
                 "token ids as its option, ask='5;6', or ask='none'"
             )
         if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -1,4 +1,4 @@
-"""The ids of every column that a cache has read, to tell whether a prompt continues it."""
+"""Token ids of every column that a cache has read, to decide whether a prompt continues it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arenas of pages: what the memory of a pool is made of, whatever lies in a page."""
+"""Arenas of pages: the memory of a pool, for any content of pages."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ class Arenas(ABC):
                 arenas[own][target[other] % self.pages_per_arena] = rows[other]
 
     def _places(self, ids: Tensor) -> list[tuple[int, Tensor]]:
-        """Of each arena, which of the pages `ids` lie in it."""
+        """For each arena, which of the pages `ids` lie in it."""
         arena = ids // self.pages_per_arena
         return [(i, arena == i) for i in range(self.n_arenas)]

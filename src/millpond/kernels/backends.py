@@ -1,4 +1,4 @@
-"""Which native kernels there are, and what they can take."""
+"""Available native kernels, and the inputs that they support."""
 
 from __future__ import annotations
 

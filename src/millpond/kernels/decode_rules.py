@@ -1,4 +1,4 @@
-"""What a decode step gathers and what it evicts, as plain numbers that a kernel understands."""
+"""Accumulation and eviction rules of a decoding step, as plain numbers for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder does to rows besides attention: matrices, norms, the rotary embedding, activations.
+"""Decoder ops besides attention: matrix products, norms, rotary embedding, activations.
 
 Rows are packed: x is (N, width), whatever sequences they belong to. `choose` says who computes: torch, or on a CPU the
 native kernels, which do a few rows at the speed of memory and round where torch would write to memory.
@@ -94,7 +94,7 @@ class DecoderOps:
     few = False
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Of the last dimension of x (N, n) or (N, heads, n)."""
+        """Normalize the last dimension of x (N, n) or (N, heads, n)."""
         weight, bias, eps, centred = norm
         if centred:
             return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -204,7 +204,7 @@ _TORCH, _FEW, _MANY = DecoderOps(), NativeDense(few=True), NativeDense(few=False
 
 
 def choose(x: Tensor, few: bool | None = None) -> DecoderOps:
-    """Who computes with rows like x (N, width), where nobody asks for gradients; `few`: as if they were, or not."""
+    """The implementation for rows like x (N, width) without gradients; `few`: as if they were, or not."""
     if not (
         x.is_cpu
         and x.dtype in NATIVE_DTYPES

@@ -1,4 +1,4 @@
-"""What a decoder does to a few rows besides attention: where the native kernels for it may be used.
+"""Conditions under which native kernels run decoder ops on a few rows.
 
 The kernels (`native.Linears`, `native.norm`, `native.rotate_`) compute what the layers of transformers compute and
 round where torch would write to memory, so that they agree with them up to the order of sums.

@@ -1,4 +1,4 @@
-"""x @ weight^T + bias: a model's linear layers, at the speed of memory where x has few rows, as while it decodes."""
+"""Linear layers, x @ weight^T + bias, limited by memory bandwidth alone for few rows, as in decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW_ROWS = 16
 
 
 def _may_be_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether native kernels may take these tensors: nobody asks for gradients or another implementation."""
+    """Whether native kernels may take these tensors: neither gradients nor another implementation are requested."""
     dtype = x.dtype
     return (
         weight.dtype is dtype

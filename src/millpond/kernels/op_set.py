@@ -1,4 +1,4 @@
-"""The op set: what every implementation of the ops has. One call per layer for a whole ragged batch.
+"""Protocol of the ops that every implementation provides: one call per layer for a whole ragged batch.
 
 Words: a *region* is one KV head of one sequence in one layer, region r = sequence * n_kv_heads + head. Its entries
 lie in slots 0 .. lens[r]-1, spread over the pages table[r, 0], table[r, 1], ... in any order of positions. What lies

@@ -1,4 +1,4 @@
-"""The ops, by the implementation that serves their arguments: see `OpSet` for what each does.
+"""Dispatch of the ops to the implementation that supports their arguments: see `OpSet` for each op.
 
 `reference` (plain torch, the truth, every dtype), `blockwise` (the same, prompts in blocks), `native` (C++ on the CPU:
 float32, float16, bfloat16) and `gpu` (Triton) are op sets. MILLPOND_KERNELS=reference|native|gpu chooses one by force;

@@ -1,4 +1,4 @@
-"""The memory of a page pool as the kernels see it: arenas of pages and a table of their addresses."""
+"""Memory of a page pool for the kernels: arenas of pages and a table of their addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The op set in plain torch: slow, short, and the truth that every other implementation is held to.
+"""The op set in plain torch: slow and short, the reference for every other implementation.
 
 Meaning: see `OpSet`; shapes: `kernels.args`. Arithmetic runs in float32, in float64 where the pages are float64.
 """

@@ -1,4 +1,4 @@
-"""What methods over other methods share: how they name the one that they build on."""
+"""Common options of methods over other methods: the name of the one that they build on."""
 
 from __future__ import annotations
 

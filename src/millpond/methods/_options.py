@@ -1,4 +1,4 @@
-"""Options that several methods have, each with its help."""
+"""Common options of methods, each with its help."""
 
 from __future__ import annotations
 

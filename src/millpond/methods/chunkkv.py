@@ -1,4 +1,4 @@
-"""ChunkKV: chunks of text stay or leave as a whole (Liu et al., NeurIPS 2025, arXiv:2502.00299)."""
+"""ChunkKV: chunks of text kept or evicted as a whole (Liu et al., NeurIPS 2025, arXiv:2502.00299)."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Compactor: keys that no others can stand for (Chari and Van Durme, 2025, arXiv:2507.08143)."""
+"""Compactor: keys that no others can represent (Chari and Van Durme, 2025, arXiv:2507.08143)."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ def compactor(
     seed: Annotated[int, "of the random projection"] = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:
-    """Keep the entries whose keys are outliers of their head, and those that are attended to, whatever is asked later.
+    """Keep the entries whose keys are outliers of their head, and attended ones, whatever the later question is.
 
     s_j = blend * z(l_j) + z(a_j). l_j = x_j^T (X^T X)^-1 x_j is the leverage score of the centred key in a Gaussian
     sketch; a_j = ||v_j|| * attention, averaged over three neighbours; z standardises over the layer's entries. By

@@ -1,4 +1,4 @@
-"""CriticalKV: what a value adds to the output counts too (Feng et al., 2025, arXiv:2502.03805)."""
+"""CriticalKV: attention weighted by output effect of values (Feng et al., 2025, arXiv:2502.03805)."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""DMS: entries below a threshold leave (dynamic memory sparsification, Lancucki et al., 2025, arXiv:2506.05345)."""
+"""DMS: eviction below a score threshold (dynamic memory sparsification, Lancucki et al., 2025, arXiv:2506.05345)."""
 
 from dataclasses import replace
 from typing import Annotated

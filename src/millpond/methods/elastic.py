@@ -14,7 +14,7 @@ def elastic(
         int, "place of the entry that leaves while decoding: below 0 from the end of the merged prompt, else an index"
     ] = -25,
     grow: Annotated[bool, "a budget in % is one of all tokens so far (the paper), else of the prompt alone"] = True,
-    merge: Annotated[Literal["mean", "none"], "average what leaves into its anchor (the paper), or drop it"] = "mean",
+    merge: Annotated[Literal["mean", "none"], "average the evicted into their anchor (the paper), or drop it"] = "mean",
     sinks: Annotated[int, "first positions that always stay and take nothing in"] = 1,
     mass_bias: Annotated[bool, "attention counts a merged entry as many times as it stands for"] = False,
     official_code: Annotated[bool, "rank, gather and count as the paper's code does, for comparison"] = False,

@@ -1,4 +1,4 @@
-"""EMS: evict, then merge, by global and local attention (Li et al., 2024, arXiv:2412.08521); reconstructed."""
+"""EMS: eviction, then merging, by global and local attention (Li et al., 2024, arXiv:2412.08521); reconstructed."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""Expected Attention: what queries to come should attend to (Devoto et al., 2025, arXiv:2510.00636)."""
+"""Expected Attention: predicted attention of future queries (Devoto et al., 2025, arXiv:2510.00636)."""
 
 from typing import Annotated, Literal
 

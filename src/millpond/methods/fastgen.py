@@ -1,4 +1,4 @@
-"""FastGen: each head gets the cheapest rule that keeps its attention (Ge et al., ICLR 2024, arXiv:2310.01801)."""
+"""FastGen: the cheapest rule per head that keeps its attention (Ge et al., ICLR 2024, arXiv:2310.01801)."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ def fastgen(
     local: Annotated[float, "newest entries that a head may keep, as a share of the prompt"] = 0.3,
     sinks: Annotated[int, "first positions that count as special tokens, at least 1"] = 1,
     special: Annotated[str, "ids of the special tokens, as 0;1;2; auto is the tokenizer's, none is none"] = "auto",
-    queries: Annotated[int, "recovery is measured on so many queries at most, evenly spread; 0 for all"] = 128,
+    queries: Annotated[int, "recovery is measured on at most this many queries, evenly spread; 0 for all"] = 128,
     punctuation: Annotated[str, "ids of the punctuation, as 5;6; auto is the tokenizer's, none is none"] = "auto",
 ) -> Policy:
     """Give each head the cheapest of five rules that keeps enough of the prompt's attention.

@@ -1,4 +1,4 @@
-"""Finch: the question at the end picks from the context (Corallo and Papotti, TACL 2024, arXiv:2408.00167)."""
+"""Finch: selection of context by the question at the end (Corallo and Papotti, TACL 2024, arXiv:2408.00167)."""
 
 from typing import Annotated
 

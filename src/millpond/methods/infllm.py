@@ -1,4 +1,4 @@
-"""InfLLM: a memory of blocks that is looked up (Xiao et al., NeurIPS 2024, arXiv:2402.04617)."""
+"""InfLLM: retrieval of blocks from a full memory (Xiao et al., NeurIPS 2024, arXiv:2402.04617)."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keys unlike the others stay (Park et al., 2025, arXiv:2504.15364)."""
+"""KeyDiff: keys unlike the mean key are kept (Park et al., 2025, arXiv:2504.15364)."""
 
 from millpond.methods import method
 from millpond.methods._options import Grow, Recent, SinksAdded

@@ -1,4 +1,4 @@
-"""Knorm: short keys stay (Devoto et al., EMNLP 2024, arXiv:2406.11430)."""
+"""Knorm: keys of small norm are kept (Devoto et al., EMNLP 2024, arXiv:2406.11430)."""
 
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, Recent, SinksAdded
@@ -9,7 +9,7 @@ from millpond.policy.scores.key_geometry import KeyNorm
 
 @method("knorm", paper="arXiv:2406.11430")
 def knorm(recent: Recent = 0, sinks: SinksAdded = 0, decode: GrowInPaper = "grow") -> Policy:
-    """Keep the entries with the shortest keys, whatever is asked later.
+    """Keep the entries with the shortest keys, whatever the later question is.
 
     s_j = - ||k_j||_2: keys of small norm tend to gather most attention. No attention is observed, and
     rotary positions do not change a norm. Of norms that are equal but for rounding the newest stays. A model that

@@ -1,4 +1,4 @@
-"""KVMerger: runs of alike neighbours become one entry (Wang et al., 2024, arXiv:2407.08454)."""
+"""KVMerger: runs of similar neighbours merged into one entry (Wang et al., 2024, arXiv:2407.08454)."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""KVzip: keep what the model needs to say its context again (Kim et al., 2025, arXiv:2505.23416)."""
+"""KVzip: entries that the model needs to reconstruct its context (Kim et al., 2025, arXiv:2505.23416)."""
 
 from typing import Annotated
 
@@ -12,12 +12,12 @@ from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolic
 
 @method("kvzip", paper="arXiv:2505.23416")
 def kvzip(
-    ask: Annotated[str, "what asks for it; or token ids such as 5;6; or none"] = "Repeat the previous context:",
+    ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
     chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
     sinks: Sinks = 4,
 ) -> Policy:
-    """Keep the entries that the model looks at when it repeats its context, whatever is asked later.
+    """Keep the entries that the model looks at when it repeats its context, whatever the later question is.
 
     After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
     for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query

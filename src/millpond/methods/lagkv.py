@@ -1,4 +1,4 @@
-"""LagKV: the text behind an entry tells what it is worth (Liang et al., 2025, arXiv:2504.04704)."""
+"""LagKV: scores relative to the chunk of text that follows an entry (Liang et al., 2025, arXiv:2504.04704)."""
 
 from typing import Annotated
 

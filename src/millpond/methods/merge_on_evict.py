@@ -1,4 +1,4 @@
-"""Merge on evict: what any other method drops is merged into what it keeps (after MergingPress of kvpress)."""
+"""Merge on evict: evicted entries of any other method merged into kept ones (after MergingPress of kvpress)."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -12,7 +12,7 @@ from millpond.policy.policy import Policy
 
 @method("merge_on_evict")
 def merge_on_evict(
-    score: Annotated[str, "the method that chooses what leaves: snapkv, h2o, ada/score=snapkv, ..."] = "snapkv",
+    score: Annotated[str, "the method that chooses evicted entries: snapkv, h2o, ada/score=snapkv, ..."] = "snapkv",
     threshold: Annotated[
         float, "entries whose key has a smaller cosine with every kept one are dropped; 0 or more"
     ] = 0.0,

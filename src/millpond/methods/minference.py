@@ -1,4 +1,4 @@
-"""MInference: prompts attend in sparse patterns (Jiang et al., NeurIPS 2024, arXiv:2407.02490)."""
+"""MInference: sparse attention patterns of prompts (Jiang et al., NeurIPS 2024, arXiv:2407.02490)."""
 
 import json
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""PyramidKV: more for the first layers, less for the last (Cai et al., 2024, arXiv:2406.02069)."""
+"""PyramidKV: larger budgets for the first layers, smaller for the last (Cai et al., 2024, arXiv:2406.02069)."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Q-Filters: one direction per head finds the keys that draw attention (Godey et al., 2025, arXiv:2503.02812)."""
+"""Q-Filters: one direction per head along which keys draw attention (Godey et al., 2025, arXiv:2503.02812)."""
 
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ def qfilters(
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
 ) -> Policy:
-    """Keep the entries whose keys lie in the direction of the queries, whatever is asked later.
+    """Keep the entries whose keys lie in the direction of the queries, whatever the later question is.
 
     s_j = <k_j, f>. f is the first right singular vector of a head's queries, with the sign that gives them a positive
     mean, averaged over the query heads of a group: the mean logit of key j is proportional to it (Theorem 3.3). No

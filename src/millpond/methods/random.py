@@ -16,7 +16,7 @@ def random(
     sinks: Sinks = 4,
     decode: EvictAlways = "evict",
 ) -> Policy:
-    """Keep a uniform random sample beside the sinks and the newest entries.
+    """Keep a uniform random sample besides the sinks and the newest entries.
 
     Each entry gets a fixed random priority, a hash of (seed, layer, head, position), and the lowest leaves: what is
     kept is a uniform sample of everything seen so far (reservoir sampling).

@@ -1,4 +1,4 @@
-"""R-KV: important and not redundant (Cai et al., NeurIPS 2025, arXiv:2505.24133)."""
+"""R-KV: importance without redundancy (Cai et al., NeurIPS 2025, arXiv:2505.24133)."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""SimLayerKV: lazy layers keep the first and the newest tokens (Zhang et al., 2024, arXiv:2410.13846)."""
+"""SimLayerKV: sinks and newest tokens only in lazy layers (Zhang et al., 2024, arXiv:2410.13846)."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""SirLLM: the tokens that the model expected least are its memory (Yao et al., ACL 2024, arXiv:2405.12528)."""
+"""SirLLM: tokens of highest entropy as memory (Yao et al., ACL 2024, arXiv:2405.12528)."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""SnapKV: an observation window picks what the prompt needs (Li et al., NeurIPS 2024, arXiv:2404.14469)."""
+"""SnapKV: selection of a prompt by an observation window (Li et al., NeurIPS 2024, arXiv:2404.14469)."""
 
 from typing import Annotated, Literal
 

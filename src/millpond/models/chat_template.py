@@ -1,4 +1,4 @@
-"""What a chat template puts around a text: for a document that many questions follow, and to know where a turn ends."""
+"""Chat templates around a text: the prefix and suffix of a question, and the end of a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models found by name: those inside the package, and those of the separate package millpond-models."""
+"""Lookup of models by name: inside the package, and in the separate package millpond-models."""
 
 from __future__ import annotations
 

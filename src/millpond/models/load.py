@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer: from a folder, from the hub, or a bundled one by name.
+"""Loading of a model and its tokenizer: from a folder, from the hub, or a bundled one by name.
 
 This module knows nothing of caches: what it returns is a stock transformers model.
 """
@@ -105,7 +105,7 @@ def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: asked once, where each file of a model would be asked for six times."""
+    """Whether the hub can be reached: one request, where each file of a model would take six."""
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=CONNECT_S)
     except Exception:  # of the HTTP client that this version of the hub's library is built on

@@ -1,4 +1,4 @@
-"""Policy: the composition of a score, a protection, an allocation, triggers and a position rule."""
+"""A policy as the composition of a score, a protection, an allocation, triggers and a position rule."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Policy:
 
     @property
     def gathers(self) -> bool:
-        """The scores stored beside the entries go into later plans."""
+        """The scores stored with the entries go into later plans."""
         return self.observes_all
 
     @property
@@ -234,7 +234,7 @@ class Policy:
     def check_codec(self, codec: Codec) -> None:
         """
         Raises:
-            OptionError: the method asks for something that entries stored as codes cannot give.
+            OptionError: the method needs something that quantized entries cannot give.
         """
         reason = self.codec_refusal(codec)
         if reason is not None:
@@ -270,7 +270,7 @@ class Policy:
                 "set every=0"
             )
         if self.merge is not None:
-            return f"this method merges what leaves, so nothing is left for a lower tier; {WAY_OUT}"
+            return f"this method merges evicted entries, so nothing is left for a lower tier; {WAY_OUT}"
         return None
 
     def layer_seed(self, layer: int) -> int:
@@ -295,7 +295,7 @@ class Policy:
         )
 
     def _room_rule(self, layer: int) -> DecodeRule:
-        """What leaves full regions: by the method's own order if that asks for no attention, else by the last plan."""
+        """Evictions from full regions: in the method's own order if that needs no attention, else by the last plan."""
         assert self.score is not None, "a policy that keeps everything makes no room"
         evict = self.score.evict
         if evict is None or isinstance(self.heads, PromptHeadAllocation) or (evict.by_score and not self.gathers):

@@ -60,7 +60,7 @@ class Protect:
             )
 
     def keeps_short_turn(self, tokens: int, budget: int) -> bool:
-        """Whether a later turn of so many tokens stays whole: a short one, and at most half of what sinks leave."""
+        """Whether a later turn of this many tokens stays whole: a short one, and at most half of what sinks leave."""
         return tokens <= min(SHORT_TURN_TOKENS, (budget - self.sinks) // 2)
 
     def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:

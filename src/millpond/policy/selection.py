@@ -1,4 +1,4 @@
-"""Selection: the best entries of each head, ties to the newest."""
+"""Selection of the best entries of each head, ties to the newest."""
 
 from __future__ import annotations
 

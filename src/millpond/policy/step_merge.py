@@ -24,7 +24,7 @@ class StepMergePlan:
 
 
 def slot_plan(policy: Policy, layer: int) -> StepMergePlan | None:
-    """What `policy` asks of the kernel; None where only a plan can do it.
+    """Plan of `policy` for the kernel; None where only a plan can do it.
 
     The kernel follows a merge that has a rule and a score that each entry has on its own; all heads have one budget.
     """

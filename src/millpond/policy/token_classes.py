@@ -1,4 +1,4 @@
-"""TokenClasses: which token ids are special and which are punctuation."""
+"""Token ids by class: special tokens and punctuation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER, PUNCTUATION, SPECIAL = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class TokenClasses:
-    """Ids of the special tokens and of punctuation; an id in both is special. None: a tokenizer tells.
+    """Ids of the special tokens and of punctuation; an id in both is special. None: read from a tokenizer.
 
     Example:
         >>> TokenClasses(frozenset({0}), frozenset({3})).of(torch.tensor([0, 1, 3, 9])).tolist()

@@ -1,4 +1,4 @@
-"""What a policy sees of one layer of one sequence when it plans."""
+"""View of one layer of one sequence for a plan: entries, and signals about them."""
 
 from __future__ import annotations
 

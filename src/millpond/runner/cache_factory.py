@@ -1,4 +1,4 @@
-"""Makes the caches of requests with one method, budget and number format."""
+"""Factory of caches for requests with one method, budget and number format."""
 
 from __future__ import annotations
 

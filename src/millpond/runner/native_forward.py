@@ -1,4 +1,4 @@
-"""A model's forward pass without its modules, where it equals that of the modules."""
+"""Native forward pass without the model's modules, where it equals that of the modules."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NativeForward:
         self._try_out(model.device, run)
 
     def ready(self) -> bool:
-        """Whether the modules may be passed by: nobody watches them, and their weights are those that we have."""
+        """Whether the modules may be bypassed: they have no hooks, and their weights are those of this pass."""
         return self._watch.unchanged()
 
     def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
 
 
 def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Of the tokens of the trial over themselves."""
+    """Attention of the trial tokens over themselves."""
     positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The cache of one pass over the tokens of many sequences, cut into segments at each attention."""
+"""Cache of one pass over the tokens of many sequences, cut into segments at each attention."""
 
 from __future__ import annotations
 

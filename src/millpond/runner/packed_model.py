@@ -68,7 +68,7 @@ class PackedModel:
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
-        OptionError: no such runner, or runner="lean" beside native_layers=False.
+        OptionError: no such runner, or runner="lean" with native_layers=False.
     """
 
     def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto", native_layers: bool = True) -> None:
@@ -141,7 +141,7 @@ class PackedModel:
     def _make_lean(self, watch: ShapeWatch, runner: Runner) -> NativeForward | None:
         """
         Raises:
-            UnsupportedModelError: the model cannot run lean, and is asked to.
+            UnsupportedModelError: the model cannot run lean, and runner="lean".
         """
         if runner == "modules":
             return None
@@ -184,7 +184,7 @@ def _check_packable(profile: ModelProfile) -> None:
         )
     if "mrope_section" in str(getattr(profile.config, "rope_parameters", None)) or profile.takes_images:
         raise UnsupportedModelError(
-            f"{name} takes images beside text, which the engine does not carry; use compress(model, ...).generate"
+            f"{name} takes images besides text, which the engine does not carry; use compress(model, ...).generate"
         )
     if "position_ids" not in profile.arguments:
         raise UnsupportedModelError(

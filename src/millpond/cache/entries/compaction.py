@@ -1,4 +1,4 @@
-"""Slots of regions as flat ids, and the moves that fill the gaps which leaving entries make."""
+"""Compaction of regions: slots as flat ids, and the moves that fill the gaps of evicted entries."""
 
 from __future__ import annotations
 

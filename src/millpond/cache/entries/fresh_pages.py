@@ -1,4 +1,4 @@
-"""The plain part of one sequence, written anew."""
+"""Unquantized entries of one sequence, written anew into fresh pages."""
 
 from __future__ import annotations
 

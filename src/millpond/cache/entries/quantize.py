@@ -1,4 +1,4 @@
-"""Quantization: which entries of a region become codes, and when.
+"""Quantization of entries: which entries of a region become codes, and when.
 
 The first tokens of a text (`codec.sinks`) and its newest entries (`codec.residual`) stay in plain pages. What lies
 between them is sealed a page at a time, oldest first, so that how a text was split into passes changes no code. While

@@ -1,4 +1,4 @@
-"""The entries of one sequence as a whole: read, put in order, joined by new ones, added to and written anew."""
+"""Reading and writing of all entries of one sequence, in order and with new ones."""
 
 from __future__ import annotations
 

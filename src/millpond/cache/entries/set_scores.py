@@ -1,4 +1,4 @@
-"""Scores that come from outside a layer: written beside the entries of given tokens."""
+"""Scores from outside a layer, stored with the entries of given tokens."""
 
 from __future__ import annotations
 

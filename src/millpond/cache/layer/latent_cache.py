@@ -1,4 +1,4 @@
-"""LatentCache: a layer whose model caches one latent per token and expands it to keys and values (MLA).
+"""Cache of a layer whose model stores one latent per token and expands it to keys and values (MLA).
 
 A page holds latents: "key" and "value" are the two parts that the model hands in, one KV head for all query heads.
 The model expands kept and new latents itself and comes back with per-head keys and values. Each is found by the

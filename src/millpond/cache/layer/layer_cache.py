@@ -1,4 +1,4 @@
-"""LayerCache.attend: the one place where write, attend, score, plan and apply happen."""
+"""Cache of one layer: the one place where write, attend, score, plan and apply happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give freed memory back to the system: between the layers of a long prompt, and behind large requests."""
+"""Release of freed memory to the system: between the layers of a long prompt, and after large requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PagePool: pages of numbers as they are; see `RefCountedPool`."""
+"""Pool of pages of unquantized numbers; see `RefCountedPool`."""
 
 from __future__ import annotations
 

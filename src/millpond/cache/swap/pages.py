@@ -1,4 +1,4 @@
-"""Swapping a sequence out: the content of its pages leaves the pool, and comes back bit by bit.
+"""Swap of a sequence: the content of its pages moves out of the pool and back, bit for bit.
 
 A cache that chose what to keep by what was asked cannot be computed again from its text. So a sequence that must make
 room is carried to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and goes on later as if

@@ -1,4 +1,4 @@
-"""Codecs that need to know the model: a calibration is found, known again, and applied."""
+"""Loading of calibrations: found for a model, verified against it, and applied to a codec."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def rotations_before_rope(profile: ModelProfile) -> list[ModelRotation | None]:
 
 
 def model_mark(model: PreTrainedModel) -> str:
-    """What tells a model from others, in whatever wider numbers it was loaded: names, shapes and some numbers."""
+    """Identity of a model, whatever wider dtype it was loaded in: names, shapes and some numbers."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())

@@ -1,4 +1,4 @@
-"""calibrate: what KVQuant (arXiv:2401.18079) must know of a model, measured on a text.
+"""Measurement of a calibration on a text: the statistics of a model for KVQuant (arXiv:2401.18079).
 
 Keys before RoPE and values of every layer are collected with the gradients of the loss at them; an error of a number
 costs about its squared gradient (Fisher information), which weighs the clustering.

@@ -1,4 +1,4 @@
-"""Decoder layers in a few native calls while a model decodes on a CPU.
+"""Decoder layers in a few native calls, for decoding on a CPU.
 
 A step of decoding spends more time between the operations of a layer (norms, rotary embedding, gates: some fifty small
 ones) than in its attention. Where a layer is built as Llama's is, the same arithmetic takes three calls.
@@ -207,7 +207,7 @@ def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts |
 
 
 def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """The layer, made of the same modules, whose attention tells what settings it is given: layer, settings.
+    """The layer, made of the same modules, whose attention records its settings: layer, settings.
 
     The layer itself stays as it is: another thread may be passing it.
     """

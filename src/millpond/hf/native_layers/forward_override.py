@@ -1,4 +1,4 @@
-"""Another forward for some modules of a model, until its last user is gone."""
+"""Temporary replacement of the forward of a model's modules, until its last user is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are read at the speed of memory on a CPU."""
+"""Linear layers on a CPU, limited by memory bandwidth alone."""
 
 from __future__ import annotations
 

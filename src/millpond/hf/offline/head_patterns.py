@@ -1,4 +1,4 @@
-"""Patterns for the method minference, found once per model and kept in a file."""
+"""Head patterns for MInference, searched once per model and kept in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters for the method qfilters, found once and kept in a file."""
+"""Query filters for Q-Filters, computed once per model and kept in a file."""
 
 from __future__ import annotations
 

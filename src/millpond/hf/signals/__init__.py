@@ -1,1 +1,1 @@
-"""What a model shows to a policy: output projections, rotations, predictions, entropies, reconstruction."""
+"""Signals of a model for policies: output projections, rotations, predictions, entropies, reconstruction."""

@@ -1,4 +1,4 @@
-"""How the values of each attention layer reach its output: the last linear map, as one matrix per query head."""
+"""Output projection of each attention layer, as one matrix per query head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millpond.hf.model_profile import ModelProfile
 
 
 def attach_output_projections(profile: ModelProfile, cores: Iterable[LayerCache]) -> None:
-    """Let scores see the output maps of their layers: those that are there when a score asks."""
+    """Attach the output projections of the layers, as they are when a score reads them."""
     places, n_heads, name = profile.output_projections, profile.n_heads, profile.name
 
     def maps(index: int) -> Tensor:

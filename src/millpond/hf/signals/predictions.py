@@ -1,4 +1,4 @@
-"""Predictions: what a model expected of each token that came, as -log P of it."""
+"""Surprisal of each new token: -log P of it under the model's predictions."""
 
 from __future__ import annotations
 

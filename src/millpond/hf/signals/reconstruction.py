@@ -1,4 +1,4 @@
-"""Lets a model repeat its prompt over its own cache, and hands each layer the attention of that pass."""
+"""Reconstruction pass: the model repeats its prompt over its own cache, and each layer gets the attention of it."""
 
 from __future__ import annotations
 

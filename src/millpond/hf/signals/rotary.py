@@ -106,7 +106,7 @@ def _kind(rotary: nn.Module, layer_type: str) -> str:
 
 
 def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None:
-    """Let scores see the queries of each layer as they were before RoPE, where the policy asks for it.
+    """Attach the inverse rotation to each layer, if the policy needs queries before RoPE.
 
     Raises:
         UnsupportedModelError: the rotation of its queries cannot be undone.

@@ -27,7 +27,7 @@ MOST_WAITING = 256
 
 
 class TokenEntropyHook:
-    """Hooks on a model. They let it compute the logits of all tokens, and hand out only those that were asked for.
+    """Hooks that make a model compute the logits of all tokens, and return only those requested.
 
     Knows the cache only weakly, so that a forgotten cache can be collected.
 
@@ -86,7 +86,7 @@ class TokenEntropyHook:
         self._predictions.select(sequences)
 
     def become(self, other: TokenEntropyHook) -> None:
-        """Know what `other` knows, of a cache that stands at the same place; all layers were told."""
+        """Copy the state of `other`, of a cache at the same position; all layers have their entropies."""
         self._decoded, self._predictions = other._decoded.copy(), copy(other._predictions)
         self._protected = other._protected
 
@@ -132,7 +132,7 @@ class TokenEntropyHook:
         return None
 
     def _wanted(self, logits: Tensor) -> Tensor:
-        """The logits that the caller asked for, of (S, Q, vocabulary)."""
+        """The logits requested by the caller, of (S, Q, vocabulary)."""
         asked = self._asked
         return logits[:, slice(-asked, None) if isinstance(asked, int) else asked]
 
@@ -162,7 +162,7 @@ class TokenEntropyHook:
         self._protected = 1
 
     def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
-        """Tell the layers of decoded tokens when the first of these can be evicted; until then nothing asks."""
+        """Tell the layers of decoded tokens when the first of these can be evicted; no plan needs them before."""
         if not self._waiting:
             self._since = span.before
         self._waiting.append(entropies)
@@ -182,7 +182,7 @@ class TokenEntropyHook:
     def _rescore(
         self, cache: LayerCaches, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
     ) -> None:
-        """Write the entropies (S, n) of the tokens from `before` (S,) on beside their entries, in every layer."""
+        """Write the entropies (S, n) of the tokens from `before` (S,) on with their entries, in every layer."""
         for core in cache.layer_caches:
             if core.table is not None:
                 here = core.table.lens.device

@@ -1,4 +1,4 @@
-"""Arguments and results of the ops, one file for what belongs together; shapes, dtypes and units stand here only."""
+"""Arguments and results of the ops, grouped by file; the one place for shapes, dtypes and units."""
 
 from millpond.kernels.args.after_step import HeadRuleArgs, MergeArgs
 from millpond.kernels.args.attend import AttendArgs, AttendOutput

@@ -1,4 +1,4 @@
-"""Entries on their way into pages and out of them."""
+"""Arguments of the ops that write entries into pages and read them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arguments of attention have in common."""
+"""Common arguments of the attention ops."""
 
 from __future__ import annotations
 

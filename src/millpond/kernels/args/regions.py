@@ -1,4 +1,4 @@
-"""The regions that an op reads or writes, as they are, and at a decoding step."""
+"""The regions that an op reads or writes, in general and at a decoding step."""
 
 from __future__ import annotations
 

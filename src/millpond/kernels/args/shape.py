@@ -1,4 +1,4 @@
-"""What the attention of a layer does besides softmax(q k / sqrt d)."""
+"""Attention variants of a layer besides plain softmax(q k / sqrt d)."""
 
 from __future__ import annotations
 

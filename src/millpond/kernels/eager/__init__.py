@@ -1,1 +1,1 @@
-"""The ops in plain torch, one file each, and what they are made of. Shapes and meaning: see `kernels.op_set`."""
+"""The ops in plain torch, one file each, and their helpers. Shapes and meaning: see `kernels.op_set`."""

@@ -1,4 +1,4 @@
-"""The rules of heads where no native kernel has them: they are left to who asks."""
+"""Head rules without a native kernel: left to the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of all pairs of entries in plain torch: see `ops.absolute_sums` and `ops.newest_alike`."""
+"""Pairwise products of entries in plain torch: see `ops.absolute_sums` and `ops.newest_alike`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Codes of packed pages to numbers, inside kernels: see `kernels.packed.layout` for where what lies."""
+"""Conversion of packed codes to numbers inside kernels: see `kernels.packed.layout` for their offsets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What the Triton kernels share: where a slot lies, how a logit is made, what a launch checks. Knows no policy.
+"""Common parts of the Triton kernels: slot addresses, logits, launch checks. Independent of policies.
 
 Logits inside the kernels are in base 2 (natural logit * log2 e), because the hardware exponential is exp2.
 """

@@ -1,4 +1,4 @@
-"""One decoding step of one layer: four small kernels, no wait for the host, fixed shapes.
+"""One decoding step of one layer in four small kernels, with fixed shapes and no host synchronization.
 
     attend   per (region, split): attention of a whole group over SPLIT slots; logits to scratch if a rule needs them
     combine  per (sequence, query head): the splits, the new entry and the sink become output and log-sum-exp

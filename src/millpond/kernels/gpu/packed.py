@@ -1,4 +1,4 @@
-"""Attention over codes on the GPU.
+"""Attention over quantized pages on the GPU.
 
 Codes are written and read as numbers by the reference, off the path of decoding.
 """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Partial attention over splits of packed pages: `attend` for entries that are codes."""
+"""Partial attention over splits of packed pages: `attend` for quantized entries."""
 
 from __future__ import annotations
 

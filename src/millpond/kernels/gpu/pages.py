@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Ragged copies into pages and out of them. One program copies one run of slots of one region."""
+"""Ragged copies into pages and out of them, one program per run of slots of a region."""
 
 from __future__ import annotations
 

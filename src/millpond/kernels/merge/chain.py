@@ -1,4 +1,4 @@
-"""Values that are passed on: entries leave one after another, and each gives to those right behind it."""
+"""Chained merging: entries are evicted one after another, each into the entries that follow it."""
 
 from __future__ import annotations
 

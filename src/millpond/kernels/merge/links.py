@@ -1,4 +1,4 @@
-"""Which entries are taken in by which, how alike entries are, and sums and means over what an entry takes in.
+"""Links of evicted entries to kept ones: similarities, and sums and means over linked entries.
 
 Shapes: H regions of N columns each, in the order of their positions. `nearest` and `mean` run in native code where
 that can take the rows; the functions `*_in_torch` are what they mean.

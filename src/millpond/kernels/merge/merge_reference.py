@@ -1,4 +1,4 @@
-"""Entries that leave are taken into entries that stay, by a `MergeRule`: in plain torch, over dense columns."""
+"""Merging of evicted entries into kept ones by a `MergeRule`, in plain torch over dense columns."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _shrunk(x: Tensor, alike: Tensor, links: Links) -> Tensor:
 
 
 def _into_next(rule: MergeRule, e: MergeColumns, keep: Tensor, attention: Tensor, memory: Tensor, seed: int) -> Joined:
-    """Entries leave one after another, oldest first; what leaves later passes on what it was given."""
+    """Evict entries one after another, oldest first; a later one passes on what was merged into it."""
     there = e.positions >= 0
     kept, columns = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
     behind = (there.sum(1, keepdim=True) - 1 - columns).clamp(min=0)

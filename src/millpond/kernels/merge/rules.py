@@ -1,4 +1,4 @@
-"""What becomes of entries that leave by merging, as plain numbers that a kernel understands."""
+"""Merge rules for evicted entries, as plain numbers for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ops.merge_slots` in plain torch: what every other implementation of it is held to."""
+"""`ops.merge_slots` in plain torch, the reference for other implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The op set in C++ for the CPU, through a plain C ABI: same functions and meaning as `reference`.
+"""The op set in C++ for the CPU through a plain C ABI, with the functions and meaning of `reference`.
 
 MILLPOND_ISA=baseline|v3|v4|v4fma|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
 Without a compiler at install time there are no libraries: `is_available()` is False and says so once.

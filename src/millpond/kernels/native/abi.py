@@ -1,4 +1,4 @@
-"""Tensors to C structs and back: one packed struct and one foreign call per op, nothing else."""
+"""Conversion of tensors to C structs and back: one packed struct and one foreign call per op."""
 
 from __future__ import annotations
 

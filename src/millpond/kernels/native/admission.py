@@ -1,4 +1,4 @@
-"""`admit`: tensors to the C struct. See `calls`."""
+"""Conversion of the tensors of `admit` to its C struct. See `calls`."""
 
 from __future__ import annotations
 

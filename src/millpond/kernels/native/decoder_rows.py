@@ -1,4 +1,4 @@
-"""What a decoder does to rows besides attention: matrices, norms, rotary embedding, gates; one foreign call each."""
+"""Decoder ops besides attention: matrix products, norms, rotary embedding, gates; one foreign call each."""
 
 from __future__ import annotations
 

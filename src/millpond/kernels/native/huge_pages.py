@@ -1,4 +1,4 @@
-"""use_huge_pages: let memory that is read again and again lie in pages of 2 MiB."""
+"""Huge pages of 2 MiB for memory that is read repeatedly."""
 
 from __future__ import annotations
 

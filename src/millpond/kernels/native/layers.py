@@ -1,4 +1,4 @@
-"""All layers of a decoder for rows that decode, in one native call."""
+"""All layers of a decoder for decoding rows, in one native call."""
 
 from __future__ import annotations
 

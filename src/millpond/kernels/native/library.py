@@ -1,4 +1,4 @@
-"""Finds and loads the shared library of native kernels that suits this CPU best."""
+"""Search and loading of the native library that suits this CPU best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`merge_slots`, `nearest` and `mean_rows`: tensors to C structs and back. See `calls`."""
+"""Conversion of the tensors of `merge_slots`, `nearest` and `mean_rows` to C structs and back. See `calls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a pool of packed pages, as the kernels see it."""
+"""Memory of a pool of packed pages, as arrays for the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes to words and back.
+"""Packing of codes into words, and unpacking.
 
 A word of 32 bits holds 32 / b codes of one lane: code 2k in bits b * k of the low half, code 2k + 1 in those of the
 high half, so that a shift and a mask yield a pair of neighbours. A code of three bits lies in two parts: two bits in

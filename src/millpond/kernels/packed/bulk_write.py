@@ -1,4 +1,4 @@
-"""Whole pages written at once: many regions and pages in one pass of plain torch."""
+"""Bulk writes of whole pages: many regions and pages in one pass of plain torch."""
 
 from __future__ import annotations
 

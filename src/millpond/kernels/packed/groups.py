@@ -1,4 +1,4 @@
-"""Numbers to codes and back, group by group: the arithmetic that every implementation repeats bit for bit.
+"""Group quantization of numbers to codes and back; the arithmetic is the same bit for bit in every implementation.
 
 Scales and zeros are float16, rounded before the codes are chosen, so that a code is nearest to what will be read.
 """

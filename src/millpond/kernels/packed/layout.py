@@ -1,4 +1,4 @@
-"""Where the codes of a page lie: one contiguous row of bytes per page, at offsets that follow from the format.
+"""Layout of codes in a page: one contiguous row of bytes, at offsets that follow from the format.
 
 A page holds `slots` entries of one KV head. Codes of fewer than 16 bits lie in *tiles*: 16 lanes of 32-bit words, so
 that a kernel unpacks 16 numbers at once. For keys a lane is a slot and a word holds a few channels of it; for values a
@@ -132,13 +132,13 @@ class PackedLayout:
 
     @cached_property
     def tables(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of keys and of values: the numbers of the table and the cuts between codes, float32, empty for no table."""
+        """Tables of keys and of values: the numbers and the cuts between codes, float32, empty for no table."""
         key, value = ((table_of(side), cuts_of(side)) for side in (self.key, self.value))
         return key, value
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that one number of a key or value takes, scales, zeros and entries beside the codes included."""
+        """Bits that one number of a key or value takes, scales, zeros and outliers included."""
         used = self.key_offsets.size + self.value_offsets.size
         return 8 * used / (self.slots * (self.key_dim + self.value_dim))
 
@@ -173,7 +173,7 @@ def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
             f"head_dim={dim}: codes need a multiple of {LANES} channels for {what}; use codec='bf16' for this model"
         )
     if side.n_extra and not side.format.grouped:
-        raise OptionError(f"{what}: {side.format.name} keeps no outliers beside its numbers; only groups have ranges")
+        raise OptionError(f"{what}: {side.format.name} keeps no outliers; only groups have ranges")
     if side.n_extra and max(slots, dim) > MOST_NAMED:
         raise OptionError(f"{what}: outliers can be named among {MOST_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:

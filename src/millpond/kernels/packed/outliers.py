@@ -1,4 +1,4 @@
-"""Entries beside the codes: the numbers of a page that its scales would serve worst, kept exactly.
+"""Outliers of a page: the numbers farthest from the range of their scales, stored exactly.
 
 Dense and sparse storage of KVQuant (Hooper et al., NeurIPS 2024, arXiv:2401.18079). There a fixed share of the vector
 of a token is kept; here it is a fixed share of a page, so that a page of one head stands alone and has a fixed size.
@@ -62,6 +62,6 @@ def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def add(x: Tensor, where: Tensor, what: Tensor) -> Tensor:
-    """X (P, slots, dim) with the entries beside the codes added."""
+    """X (P, slots, dim) with the outliers added."""
     places = where // MOST_NAMED * x.shape[2] + where % MOST_NAMED
     return x.flatten(1).scatter_add(1, places, what.float()).view_as(x)

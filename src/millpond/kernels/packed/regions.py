@@ -65,7 +65,7 @@ class PackedRegions:
         layout = self.pages.layout
         if self.channels is None and layout.key_dim != key_dim:
             raise OptionError(
-                f"packed keys of {layout.key_dim} channels beside plain ones of {key_dim}; name the kept ones in "
+                f"packed keys of {layout.key_dim} channels for plain ones of {key_dim}; name the kept ones in "
                 "`channels`"
             )
         self.known["fits"] = beside
@@ -77,7 +77,7 @@ class PackedRegions:
         """
         layout = self.pages.layout
         if self.table.shape[0] != n_regions:
-            raise OptionError(f"{self.table.shape[0]} packed regions beside {n_regions} plain ones")
+            raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
         if self.rope is not None and not (layout.key.fixed and self.channels is None and self.balance is None):
             raise OptionError("keys are stored before RoPE with calibrated scales only, in all channels and unbalanced")
         for given in (self.key_scales, self.key_zeros):

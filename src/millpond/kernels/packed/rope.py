@@ -1,4 +1,4 @@
-"""Rotary positions of keys that are stored before RoPE (KVQuant, arXiv:2401.18079): turned when they are read.
+"""Rotary embedding of keys stored before RoPE, applied at reading (KVQuant, arXiv:2401.18079).
 
 Every rotary embedding turns pairs of channels by angles that grow with the position, whatever order the channels come
 in. The tables hold the cosines and sines of each pair at each position; a scaled rotation (YaRN) has its scale in them.

@@ -1,4 +1,4 @@
-"""One side of a page, taken apart: codes, scales, zeros and what lies beside them. Plain torch."""
+"""Codec of one side of a page, keys or values, in plain torch: codes, scales, zeros and outliers."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Decoder:
     def step(
         self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[StepRegions]
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of the newest token of each sequence, all of whose logits are asked for.
+        """`forward` of the newest token of each sequence, with the logits of all.
 
         Args:
             layers: those of `in_one_call`. regions: what each of them meets.

@@ -1,4 +1,4 @@
-"""The parts of a transformers model, described as a `Decoder`."""
+"""Description of a transformers model as a `Decoder`."""
 
 from __future__ import annotations
 

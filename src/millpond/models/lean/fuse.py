@@ -1,4 +1,4 @@
-"""Linear layers that read the same rows, with their weights joined and no second copy.
+"""Fusion of linear layers with the same input: joined weights, without a second copy.
 
 `own` moves what is not fused, so that the file that a model was loaded from need not stay in memory beside it.
 """

@@ -1,4 +1,4 @@
-"""Mapped: what was copied out of a mapped file leaves memory at once, and not only when all of the file was copied."""
+"""Early release of mapped file pages while weights are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects modules that were replaced or changed since a native pass was prepared."""
+"""Detection of modules that were replaced or changed since a native pass was prepared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mark_the_same(forward: Callable[..., Any]) -> None:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward that somebody put on this one module; None where it computes what its class does."""
+    """The forward assigned to this one module; None where it computes what its class does."""
     return _foreign(vars(module).get("forward"))
 
 
@@ -43,7 +43,7 @@ def _nothing() -> None:
 
 
 class Watch:
-    """Modules that a pass does not call: who they are, their settings and weights. Asked at every pass, so it is quick.
+    """Modules that a pass does not call: identity, settings and weights. Checked at every pass, so it is quick.
 
     Numbers written into a weight are not noticed: who reads it where it lies sees them.
 
@@ -76,7 +76,7 @@ class Watch:
         self._memory = self._where()
 
     def unchanged(self) -> bool:
-        """Whether nobody looks on, and the modules are the same."""
+        """Whether the modules have no hooks and are the same."""
         return self.quiet() and self.same()
 
     def quiet(self) -> bool:

@@ -1,4 +1,4 @@
-"""What `pond-recall` is examined in: one text and questions, by task. Training reads none of these streams.
+"""Exams of `pond-recall`: one text and its questions, by task, from streams that training never reads.
 
 The numbers of facts were fixed before any method was compared.
 """

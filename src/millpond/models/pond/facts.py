@@ -1,4 +1,4 @@
-"""Facts and questions, a family of them at a time, as word ids.
+"""Facts and questions by family, as word ids.
 
 A family draws facts, each a short run of words that a text states somewhere, in the order given, and knows which
 questions they answer. It knows nothing of the filler around them, of samples or of training.
@@ -99,7 +99,7 @@ def _ask(family: str, mark: str, subject: list[int], answer: list[int]) -> FactQ
 
 
 def pairs(draw: Words, count: int) -> Facts:
-    """`count` names, each told one thing; every name is asked, and groups of four together."""
+    """`count` names, each with one fact; a question about every name, and groups of four together."""
     names = draw.fresh(w.NAMES, count)
     told = {name: int(draw.rng.choice(_IDS[w.THINGS])) for name in names}
     asked = [_ask("recall", w.ASK, [name], [name, told[name]]) for name in names]
@@ -110,7 +110,7 @@ def pairs(draw: Words, count: int) -> Facts:
 
 
 def retold(draw: Words, count: int) -> Facts:
-    """`count` names, each told one thing and later another, which then holds."""
+    """`count` names, each with one fact and later another, which then holds."""
     facts = Facts([], [])
     for name in draw.fresh(w.NAMES, count):
         first, last = draw.some(w.THINGS, 2)
@@ -120,7 +120,7 @@ def retold(draw: Words, count: int) -> Facts:
 
 
 def manifold(draw: Words, count: int, values: int) -> Facts:
-    """`count` names, each told `values` different things, which all hold."""
+    """`count` names, each with `values` different facts, which all hold."""
     facts = Facts([], [])
     for name in draw.fresh(w.NAMES, count):
         things = draw.some(w.THINGS, values)
@@ -166,7 +166,7 @@ def frequent(draw: Words, count: int) -> Facts:
 
 
 def common(draw: Words, count: int) -> Facts:
-    """About `count` plants: four are common, equally often, and up to twelve are told once."""
+    """About `count` plants: four are common, equally often, and up to twelve are stated once."""
     times = max(3, (count - ODDMENTS) // COMMON_WORDS)
     kinds = draw.some(w.PLANTS, COMMON_WORDS + ODDMENTS)
     odd = kinds[COMMON_WORDS:][: max(0, count - COMMON_WORDS * times)]

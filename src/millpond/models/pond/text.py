@@ -1,4 +1,4 @@
-"""A text: facts at random places in filler. This module knows nothing of questions' wording or of training."""
+"""Texts of `pond-recall`: facts at random places in filler, independent of questions' wording and of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of `pond-recall`: one word, one token.
+"""Tokenizer of `pond-recall`: one word, one token.
 
 Words are separated by white space; an unknown word becomes `<unk>`. `tokenizer(text)` puts `<bos>` in front;
 a question that continues a text is encoded with `add_special_tokens=False`.

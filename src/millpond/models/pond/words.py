@@ -1,4 +1,4 @@
-"""The words of `pond-recall`, in groups that do not overlap, so that a reader sees at once what is what.
+"""Vocabulary of `pond-recall`, in groups that do not overlap.
 
 Names are told things; towns are joined into chains; animals and plants are counted; plain words are filler; the
 rest are marks. Ids follow the order of `VOCABULARY`. This module knows nothing of tensors or of the tokenizer.

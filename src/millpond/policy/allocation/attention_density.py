@@ -1,4 +1,4 @@
-"""AttentionDensity: layers whose attention is spread evenly get more of the budget (D2O)."""
+"""Layer budgets by attention density: layers with evenly spread attention get more of the budget (D2O)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocation: how many entries each KV head of a layer keeps. Totals are exact, and no head is emptied."""
+"""Head budgets of one layer: entries kept per KV head. Totals are exact, and no head is emptied."""
 
 from __future__ import annotations
 

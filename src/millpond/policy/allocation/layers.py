@@ -1,4 +1,4 @@
-"""Layer allocation: how a budget is split over the layers of a model. Totals are exact, and no layer is starved."""
+"""Layer budgets: the split of a budget over the layers of a model. Totals are exact, and no layer is starved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LayerAllocation(Protocol):
     def check(self, n_layers: int) -> None:
         """
         Raises:
-            OptionError: it does not fit a model of so many layers.
+            OptionError: it does not fit a model of this many layers.
         """
         ...
 

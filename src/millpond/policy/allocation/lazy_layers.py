@@ -1,4 +1,4 @@
-"""LazyLayers: layers that look at the first and the newest tokens alone keep just these (SimLayerKV)."""
+"""Layer budgets in which lazy layers keep sinks and the newest tokens only (SimLayerKV)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class PromptHeadAllocation(Protocol):
     def check(self, n_layers: int) -> None:
         """
         Raises:
-            OptionError: it does not fit a model of so many layers.
+            OptionError: it does not fit a model of this many layers.
         """
         ...
 

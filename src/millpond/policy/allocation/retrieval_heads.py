@@ -1,4 +1,4 @@
-"""Retrieval heads look far back and keep what the budget allows; streaming heads keep the first and the newest."""
+"""Budgets of retrieval heads, with distant attention, and of streaming heads: sinks and newest (DuoAttention)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AboveThreshold: entries whose score is too low leave, so that budgets follow the text."""
+"""Head budgets by a score threshold: entries below it are evicted, so that budgets follow the text."""
 
 from __future__ import annotations
 

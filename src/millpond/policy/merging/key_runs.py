@@ -1,4 +1,4 @@
-"""Runs: neighbours whose keys are alike form a run, and a run becomes its pivot (KVMerger)."""
+"""Merges runs of adjacent entries with similar keys into a pivot each (KVMerger)."""
 
 from __future__ import annotations
 

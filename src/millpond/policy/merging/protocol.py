@@ -1,4 +1,4 @@
-"""Merging: entries that leave are taken into entries that stay. A slot that has taken others in has a mass."""
+"""Protocol of merging evicted entries into kept ones; a slot with merged entries has a mass."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What policies may need beyond keys, values and attention, and the protocols of it."""
+"""Protocols of signals that policies need besides keys, values and attention."""

@@ -1,4 +1,4 @@
-"""BlockLookup: blocks of stored entries that queries look up (InfLLM)."""
+"""Protocol of policies that retrieve stored entries in blocks (InfLLM)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AlwaysSeen(Protocol):
         ...
 
     def blocks(self, budget: int) -> int:
-        """The blocks that fit beside what is always attended."""
+        """The blocks that fit besides what is always attended."""
         ...
 
 

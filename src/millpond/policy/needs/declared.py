@@ -1,4 +1,4 @@
-"""Needs: what a policy declares that it needs, so that nothing outside `millpond.policy` looks at its class."""
+"""Declared needs of a policy, so that nothing outside `millpond.policy` looks at its class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HeadRules: rules of their own for the KV heads of a layer while it decodes (FastGen)."""
+"""Protocol of policies whose KV heads have their own decoding rules (FastGen)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class HeadRules(Protocol):
 
     @property
     def queries(self) -> int:
-        """Recovery is measured on at most so many of the prompt's queries; 0 for all."""
+        """Recovery is measured on at most this many of the prompt's queries; 0 for all."""
         ...
 
     @property
     def classes(self) -> TokenClasses:
-        """Of token ids."""
+        """Classes of token ids."""
         ...
 
     @property

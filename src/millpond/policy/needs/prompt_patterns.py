@@ -1,4 +1,4 @@
-"""PromptPatterns: sparse patterns of a prompt, head by head; what they leave out is never computed (MInference)."""
+"""Protocol of sparse prompt patterns per head; attention outside them is never computed (MInference)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PromptPatterns(Protocol):
     """How the heads of each layer look at a prompt."""
 
     def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
-        """Of each query head of a layer.
+        """Pattern of each query head of a layer.
 
         Raises:
             CacheMismatchError: a head is named that there is not.

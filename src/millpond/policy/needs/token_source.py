@@ -1,4 +1,4 @@
-"""TokenSource: what a policy may ask of a tokenizer before a cache uses it."""
+"""Protocol of token properties that a policy needs from a tokenizer before a cache uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores: a number per entry, higher is kept. Each names its signal and says how it goes on while decoding."""
+"""Scores from attention: a number per entry, higher is kept, with its signal and its rule for decoding."""
 
 from __future__ import annotations
 

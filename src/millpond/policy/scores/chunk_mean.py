@@ -1,4 +1,4 @@
-"""ChunkMean: whole chunks of text stand or fall together under another score."""
+"""Scores averaged over chunks of text, which are kept or evicted whole (ChunkKV)."""
 
 from __future__ import annotations
 

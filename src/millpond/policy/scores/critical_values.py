@@ -1,4 +1,4 @@
-"""CriticalValues: attention weighed by what a value adds to the layer's output."""
+"""Attention weighted by the effect of a value on the layer's output (CriticalKV)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExpectedAttentionScore: the attention that queries to come should pay, if they go on as those of the text."""
+"""Expected attention of future queries, extrapolated from those of the text (Expected Attention)."""
 
 from __future__ import annotations
 

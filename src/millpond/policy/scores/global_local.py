@@ -1,4 +1,4 @@
-"""GlobalAndLocal: what was attended to all along or is attended to now (EMS)."""
+"""Combined global and local attention: over the whole text, and over the newest queries (EMS)."""
 
 from __future__ import annotations
 

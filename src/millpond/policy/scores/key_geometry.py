@@ -1,4 +1,4 @@
-"""Scores that look at the keys alone: their length, and how far they point from the mean direction."""
+"""Scores from keys alone: their norm, and their angle to the mean direction."""
 
 from __future__ import annotations
 

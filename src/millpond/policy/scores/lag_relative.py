@@ -1,4 +1,4 @@
-"""LagRelative: how much an entry spreads when it is measured by the range of the chunk of text behind it."""
+"""Spread of an entry relative to the value range of the chunk of text that follows it (LagKV)."""
 
 from __future__ import annotations
 

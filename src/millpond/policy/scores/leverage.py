@@ -1,4 +1,4 @@
-"""LeverageAndAttention: keys that no others can stand for, and entries that are looked at."""
+"""Leverage of keys, blended with attention: keys that no others can represent, and attended entries (Compactor)."""
 
 from __future__ import annotations
 

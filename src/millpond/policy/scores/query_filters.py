@@ -1,4 +1,4 @@
-"""QueryFilter: one direction per head tells how much attention a key draws (Q-Filters)."""
+"""Scores from one direction per head, along which keys draw attention (Q-Filters)."""
 
 from __future__ import annotations
 

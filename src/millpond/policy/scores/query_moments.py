@@ -1,4 +1,4 @@
-"""QueryMoments: the mean and the spread of all queries of a text, without the queries themselves."""
+"""Mean and second moments of all queries of a text, without the queries themselves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class QueryMoments:
 
 @dataclass(frozen=True, slots=True)
 class QueryView(View):
-    """A view of a layer whose score asked for the moments of its queries.
+    """A view of a layer whose score needs the moments of its queries.
 
     Attributes:
         moments: of the queries so far, those at the sinks left out.

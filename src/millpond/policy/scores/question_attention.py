@@ -1,4 +1,4 @@
-"""QuestionAttention: what the last tokens of the text, the question, look at (Finch)."""
+"""Attention of the question, the last tokens of the text (Finch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ImportanceAndRedundancy: what is attended to stays, unless other keys say the same."""
+"""Attention blended with redundancy: attended entries are kept unless similar keys are (R-KV)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from millpond.policy.scores.attention import AccumulatedAttention, Queries, Scor
 
 @dataclass(frozen=True, slots=True)
 class WrappedScore:
-    """What a score over `base` asks the cache for: the same as `base`."""
+    """A score over `base`, with the same needs as `base`."""
 
     base: Score
 

@@ -1,4 +1,4 @@
-"""AnchorPolicy: a prompt is merged into anchors, then decoding lets entries go at a fixed place (Elastic Cache)."""
+"""Policies that merge a prompt into anchors, then evict at a fixed place while decoding (Elastic Cache)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AnchorPolicy(Policy):
         if self.distance == 0:
             raise OptionError("distance=0 would let each new token go at once; write -1 or below, or an index above 0")
         if self.official_code and self.mass_bias:
-            raise OptionError("official_code merges entries that stay, so no mass tells what they stand for")
+            raise OptionError("official_code merges kept entries, so their mass is undefined")
 
     @property
     def plans_each_step(self) -> bool:

@@ -37,7 +37,7 @@ class AlwaysAttended(Protect):
         return max(1, math.floor(self.recent * budget) if isinstance(self.recent, float) else self.recent)
 
     def blocks(self, budget: int) -> int:
-        """The blocks that fit beside what is always attended."""
+        """The blocks that fit besides what is always attended."""
         return (budget - self.sinks - self.local(budget) - self.block) // self.block
 
     def minimum(self) -> int:
@@ -89,7 +89,7 @@ class BlockRetrievalPolicy(Policy):
 
     @property
     def takes_budget(self) -> bool:
-        """Of what is attended to."""
+        """The budget limits attended entries."""
         return True
 
     @property

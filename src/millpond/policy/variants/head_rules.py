@@ -42,7 +42,7 @@ class HeadRulesPolicy(Policy):
     Attributes:
         threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
         frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
-        queries: recovery is measured on at most so many of them, evenly spread; 0 for all.
+        queries: recovery is measured on at most this many of them, evenly spread; 0 for all.
         classes: of token ids.
     """
 
@@ -172,7 +172,7 @@ class HeadRulesPolicy(Policy):
         return _lowest(heads, rest, rest.sum(-1) - quota[:, None] * (heads.kinds >= HeadRule.FREQUENT))
 
     def _within(self, heads: Heads, leave: Tensor) -> Tensor:
-        """(S, H, N) bool: what leaves, and as much beside it as the most that a sequence may hold asks for."""
+        """(S, H, N) bool: evicted entries, and further ones down to the most that a sequence may hold."""
         valid = heads.positions >= 0
         counts = (valid & ~leave).sum(-1)
         if not bool((counts.sum(1) > heads.most).any()):

@@ -61,7 +61,7 @@ class ReconstructionPolicy(Policy):
 
     @property
     def gathers(self) -> bool:
-        """What was found lies beside the entries."""
+        """The scores are stored with the entries."""
         return True
 
     def with_tokens(self, source: TokenSource) -> ReconstructionPolicy:

@@ -28,7 +28,7 @@ class SparsePrefillPolicy(Policy):
         return Needs(whole_prompt=True, prompt_patterns=self)
 
     def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
-        """Of each query head of a layer.
+        """Pattern of each query head of a layer.
 
         Raises:
             CacheMismatchError: the table names a head that there is not.

@@ -1,4 +1,4 @@
-"""EntropyPolicy: tokens count by how little the model expected them (SirLLM)."""
+"""Policies that score tokens by the entropy of the model's predictions (SirLLM)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenEntropy:
 
 @dataclass(frozen=True, slots=True)
 class EntropyPolicy(Policy):
-    """Scores come from the model's predictions, which are known when a pass ends; they lie beside the entries.
+    """Scores come from the model's predictions, which are known when a pass ends, and are stored with the entries.
 
     Attributes:
         decay: factor on every stored score when another round of a dialogue begins.
@@ -54,7 +54,7 @@ class EntropyPolicy(Policy):
 
     @property
     def gathers(self) -> bool:
-        """What was found lies beside the entries."""
+        """The scores are stored with the entries."""
         return True
 
     @property

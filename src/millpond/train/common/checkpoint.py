@@ -1,4 +1,4 @@
-"""What every recipe keeps and borrows: a checkpoint file that is never half written, the curve, CPU threads."""
+"""Common parts of the recipes: checkpoints with atomic writes, the loss curve, CPU threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the bundled models generate unless the caller says otherwise."""
+"""Default generation settings of the bundled models."""
 
 from __future__ import annotations
 

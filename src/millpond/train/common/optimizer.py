@@ -1,4 +1,4 @@
-"""The optimisers of the recipes: Muon for the matrices between the embeddings, AdamW for everything else."""
+"""Optimizers of the recipes: Muon for the matrices between the embeddings, AdamW for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding back the progress bars of transformers, which would tear the one of a training."""
+"""Suppression of the progress bars of transformers during a training with its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of `pond-recall`, written from the run itself: no number is typed by hand."""
+"""Model card of `pond-recall`, written from the run itself: no number is typed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From short to long: which rows a training step sees, and when it moves on.
+"""Curriculum from short to long texts: the rows of a training step, and the rule for the next stage.
 
 A model this small finds the induction head on short rows only; once it has it, longer stages come quickly. After the
 first stages every other row jumps over positions, so that short rows, which cost little, teach long distances. What is
@@ -61,7 +61,7 @@ class Curriculum:
 
     @property
     def mean(self) -> float:
-        """Of the running accuracies."""
+        """Mean of the running accuracies."""
         return sum(self.accuracy) / len(self.accuracy)
 
     def is_warm_up(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""How well a model answers with its full cache: the ceiling against which every method is read.
+"""Accuracy of a model with its full cache: the upper bound for every method.
 
 Plain transformers: the text is read once, then each question alone follows it on its own copy of the cache.
 """
@@ -17,7 +17,7 @@ QUESTIONS = {"frequent_words": 1, "common_words": 1, "niah_single": 1, "niah_mul
 
 
 def papers_of(task: str, questions: int) -> int:
-    """How many papers of a task ask at least so many questions."""
+    """Number of papers of a task with at least this many questions."""
     return -(-questions // QUESTIONS.get(task, MOST_QUESTIONS))
 
 

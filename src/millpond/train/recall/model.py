@@ -1,4 +1,4 @@
-"""The shape of `pond-recall`, its fresh weights, and how it is saved."""
+"""Shape of `pond-recall`, its initial weights, and how it is saved."""
 
 from __future__ import annotations
 

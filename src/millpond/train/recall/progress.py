@@ -1,4 +1,4 @@
-"""What a person sees while `pond-recall` grows."""
+"""Progress display of the training of `pond-recall`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A training run of `pond-recall` as data: its numbers, its state, and the file that keeps it."""
+"""A training run of `pond-recall` as data: its settings, its state, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of `pond-recall`: `train_recall(folder)` grows it from nothing, on a CPU or a GPU.
+"""Training recipe of `pond-recall`: `train_recall(folder)` from initial weights, on a CPU or a GPU.
 
 Every step is a function of (seed, step, state), and the state lies in one checkpoint file, so a run that was
 cut off and called again ends with the weights of a run that was not (same machine, same threads).
@@ -87,7 +87,7 @@ def _start(folder: Path, seed: int, device: str, recipe: Recipe) -> RecallRun:
 
 
 def _finished(run: RecallRun, recipe: Recipe, max_steps: int | None) -> bool:
-    """Whether the polish is done or the asked number of steps."""
+    """Whether the polish or the requested number of steps is done."""
     return run.curriculum.polished >= recipe.polish_steps or (max_steps is not None and run.step >= max_steps)
 
 

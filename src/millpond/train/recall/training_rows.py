@@ -1,4 +1,4 @@
-"""Training rows for `pond-recall`: a text with facts of several families, then the questions that they answer.
+"""Training rows of `pond-recall`: a text with facts of several families, then questions and answers.
 
 A row reads `<bos> text question answer <eos> question answer <eos> ...`; only answers are supervised. A batch is a
 function of its arguments, so training can resume anywhere; evaluation draws from streams of other names.

@@ -1,4 +1,4 @@
-"""Where a model's attention goes, measured with the full cache: heavy hitters, the sink, sparsity.
+"""Attention statistics of a model with the full cache: heavy hitters, the sink, sparsity.
 
 An own pass over the attention weights of transformers' eager attention; no cache method has a part in it.
 """

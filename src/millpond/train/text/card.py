@@ -1,4 +1,4 @@
-"""The model card of `pond-text`, written from the run and from measurements: no number is typed by hand."""
+"""Model card of `pond-text`, written from the run and from measurements: no number is typed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of the model card of `pond-text`; every number and name in braces comes from the run."""
+"""Template of the model card of `pond-text`; every number and name in braces comes from the run."""
 
 CARD = """\
 ---

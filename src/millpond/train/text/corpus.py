@@ -1,4 +1,4 @@
-"""The documents of `pond-text`: which are read in training, which never are, and how their text is cleaned.
+"""Documents of `pond-text`: the training and held-out parts, and the cleaning of their text.
 
 This module knows no tokens.
 """

@@ -1,4 +1,4 @@
-"""What `pond-text` reads: the documents as one file of tokens, and windows of it with recall tasks mixed in.
+"""Training data of `pond-text`: documents as one file of tokens, and windows of it with recall tasks mixed in.
 
 A batch is a function of (seed, step, place): the file is read at the places of a golden-ratio walk, which covers it
 evenly however long the run is, and every other draw comes from a stream of (seed, step).

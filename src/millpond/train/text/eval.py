@@ -1,4 +1,4 @@
-"""What a `pond-text` knows, measured with the full cache on text that training has not read."""
+"""Evaluation of a `pond-text` with the full cache on held-out text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVAL_STREAM = "evaluation"  # names of the streams that no training step draws f
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of one document, read in separate windows.
+    """Perplexity of one document, read in separate windows.
 
     Attributes:
         nats: mean negative log-likelihood per token. bits_per_byte: of the cleaned text. tokens: predicted.

@@ -1,4 +1,4 @@
-"""Recall tasks mixed into running text: facts hidden and asked for, and passages told again.
+"""Recall tasks mixed into running text: hidden facts with later questions, and repeated passages.
 
 Works on token ids; a window keeps its length, since the text gives way to what is put in.
 """
@@ -46,7 +46,7 @@ class Mixer:
         return text
 
     def with_facts(self, rng: random.Random, text: Ids) -> Ids:
-        """Facts at random sentence ends, each asked for once later, in random order, most of them near the end."""
+        """Facts at random sentence ends, each with one later question, in random order, most of them near the end."""
         most = max(2, min(_MAX_FACTS, len(text) // (2 * _TOKENS_PER_FACT)))
         facts = draw_facts(rng, rng.randint(2, most))
         pieces: list[tuple[float, Sequence[int]]] = []

@@ -1,4 +1,4 @@
-"""The shapes of `pond-text`, fresh weights, and how the model is saved."""
+"""Shapes of `pond-text`, initial weights, and how the model is saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while `pond-text` grows."""
+"""Progress display of the training of `pond-text`."""
 
 from __future__ import annotations
 

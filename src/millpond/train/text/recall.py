@@ -1,4 +1,4 @@
-"""Recall in English: facts to hide in running text, and the questions that ask for them.
+"""Recall in English: facts hidden in running text, and the questions about them.
 
 Everything is drawn from a stream that the caller names. This module knows no tokenizer.
 """
@@ -48,7 +48,7 @@ FORMS = len(_FORMS)
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence to hide, the question that asks for it, up to the answer, and the answer."""
+    """A sentence to hide, the question about it, up to the answer, and the answer."""
 
     told: str
     question: str

@@ -1,4 +1,4 @@
-"""The numbers of `pond-text`: its shapes, its schedules, and the two sizes that are meant to be trained."""
+"""Settings of `pond-text`: its shapes, its schedules, and the two sizes that are meant to be trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millpond.errors import unknown
 
 
 class Tasks(NamedTuple):
-    """Shares of the windows: with facts to remember, with passages told again, and copying drills."""
+    """Shares of the windows: with facts to remember, with repeated passages, and copying drills."""
 
     facts: float
     copies: float

@@ -1,4 +1,4 @@
-"""A run of `pond-text` between two steps: all that its checkpoint holds."""
+"""State of a `pond-text` run between two steps: the content of its checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TextRun:
 
     @property
     def share(self) -> float:
-        """Of the planned tokens, 0 to 1."""
+        """Share of the planned tokens, 0 to 1."""
         return self.tokens / self.planned
 
     @property

@@ -1,4 +1,4 @@
-"""A run of `pond-text` that starts from the model of an earlier one."""
+"""Initialization of a `pond-text` run from the model of an earlier one."""
 
 from __future__ import annotations
 

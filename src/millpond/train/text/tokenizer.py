@@ -1,4 +1,4 @@
-"""The tokenizer of `pond-text`: byte-level BPE grown on the training documents; `<bos>` opens every text.
+"""Tokenizer of `pond-text`: byte-level BPE trained on the training documents; `<bos>` opens every text.
 
 Digits stand alone, so that a number is read and written figure by figure.
 """

@@ -1,4 +1,4 @@
-"""The recipe of `pond-text`: `train_text(folder, data)` grows it, from nothing or from a grown one, on a CPU or a GPU.
+"""Training recipe of `pond-text`: `train_text(folder, data)` from initial or trained weights, on a CPU or a GPU.
 
 Every step is a function of (seed, step, state), and the state lies in one checkpoint file, so a run that was cut off
 and called again ends with the weights of a run that was not (same machine, same threads).
