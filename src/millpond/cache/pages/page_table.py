@@ -216,7 +216,7 @@ class PageTable:
         self._slack -= 1
         if self.sealed is not None:
             self.sealed.stepped(not grows_always)
-            self._lengths.behind = not grows_always and self.lens.device.type != "cpu"
+            self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"
         if self._lengths.behind:
             return  # which regions grew depends on where their victims lay, which the host asks for when it must
         if self.lens.device.type != "cpu":
