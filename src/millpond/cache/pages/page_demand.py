@@ -1,4 +1,4 @@
-"""How many pages a write takes: for entries that come, and for copies of pages that others hold too."""
+"""Pages that a write takes, for new entries and for copies of shared pages."""
 
 from __future__ import annotations
 
