@@ -72,18 +72,18 @@ def test_it_is_rendered_by_the_server_and_bounded() -> None:
 def test_no_text_takes_long(piece: str) -> None:
     """What parses by the square, or has thousands of parts, is refused, and then shown as it is.
 
-    CPU seconds: 0.4 to 1.2 on busy machines; what parses by the square takes minutes.
+    CPU seconds of this thread: other threads of the process have nothing to do with it.
     """
     head = "|a|b|\n|-|-|\n" if "|x" in piece else ""
     text = (head + piece * MOST_CHARACTERS)[:MOST_CHARACTERS]
-    began = time.process_time()
+    began = time.thread_time()
     with suppress(OptionError):
         render_markdown(text)
-    assert time.process_time() - began < 3
+    assert time.thread_time() - began < 1
     few = text.split("\n")[: MOST_LINES // (1 + piece.count("|"))]  # as many as are rendered
-    began = time.process_time()
+    began = time.thread_time()
     with suppress(OptionError):
         render_markdown("\n".join(few))
-    assert time.process_time() - began < 3
+    assert time.thread_time() - began < 1
     with pytest.raises(OptionError, match="show the text as it is"):
         render_markdown("*" * (MOST_MARKS + 1))

@@ -164,9 +164,8 @@ def _unrotated(modules: Sequence[nn.Module], config: PreTrainedConfig, types: tu
 
 def _layer(module: nn.Module) -> int | None:
     """The number that the modules of an attention layer have."""
-    index = vars(module).get(
-        "layer_idx"
-    )  # getattr looks for it in parameters and modules too, and takes 20 times as long
+    # getattr looks for it in parameters and modules too, and takes 20 times as long
+    index = vars(module).get("layer_idx")
     return index if isinstance(index, int) else None
 
 
