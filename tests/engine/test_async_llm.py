@@ -54,6 +54,12 @@ def test_outputs_grow_and_end() -> None:
     served(body)
 
 
+async def begun(llm: mp.AsyncLLM) -> None:
+    """Wait until the first tokens were chosen."""
+    while llm.stats().generated_tokens < 2:
+        await asyncio.sleep(0.001)
+
+
 def test_closing_a_stream_frees_its_pages() -> None:
     async def body(llm: mp.AsyncLLM) -> None:
         stream = llm.stream(ask(40, greedy(200)))
@@ -87,7 +93,7 @@ def test_cancelling_a_task_and_by_name() -> None:
     async def body(llm: mp.AsyncLLM) -> None:
         task = asyncio.create_task(last(llm, ask(40, greedy(200), name="task")))
         other = asyncio.create_task(last(llm, ask(31, greedy(200), name="name")))
-        await asyncio.sleep(0.1)
+        await begun(llm)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -145,7 +151,7 @@ def test_close_drains_or_returns_what_runs() -> None:
     async def run(drain: bool) -> RequestOutput:
         llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
         task = asyncio.create_task(last(llm, ask(40, greedy(30))))
-        await asyncio.sleep(0.05)
+        await begun(llm)
         await llm.close(drain=drain)
         with pytest.raises(MillpondError, match="clos"):
             await last(llm, ask(31))
@@ -214,7 +220,7 @@ def test_an_engine_that_ends_tells_everybody(caplog: Any) -> None:
     async def run() -> None:
         llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
         task = asyncio.create_task(last(llm, ask(40, greedy(200))))
-        await asyncio.sleep(0.05)
+        await begun(llm)
         llm._post(lambda: (_ for _ in ()).throw(SystemExit("secret of somebody")))
         with pytest.raises(MillpondError, match="the engine ended"):
             await task

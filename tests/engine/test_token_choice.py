@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,18 +19,25 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from millpond.engine.sampling.token_choice import CANDIDATES, TokenChoice, choose, uniform
+from millpond.engine.sampling import token_choice
+from millpond.engine.sampling.token_choice import CANDIDATES, TokenChoice, choose, draw_key
 
 POINTS = 1000
 
 
 def choice_of(
-    rows: int, temperature: float, top_k: int, top_p: float, min_p: float, draws: Tensor, typical_p: float = 1.0
+    rows: int, temperature: float, top_k: int, top_p: float, min_p: float, keys: Tensor, typical_p: float = 1.0
 ) -> TokenChoice:
     return TokenChoice(
         torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
-        torch.full((rows,), min_p), torch.full((rows,), typical_p, dtype=torch.float64), draws,
+        torch.full((rows,), min_p), torch.full((rows,), typical_p, dtype=torch.float64), keys,
     )  # fmt: skip
+
+
+def evenly(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
+    """In place of a race: the token in which a share (key + 1/2) / POINTS of the row's weight is reached."""
+    ends = weights.double().cumsum(-1)
+    return torch.searchsorted(ends, (keys[:, None] + 0.5) / POINTS * ends[:, -1:], right=True)[:, 0]
 
 
 def shares(
@@ -37,8 +45,9 @@ def shares(
     typical_p: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The distribution (V,) that draws follow: drawn at evenly spaced points, so right to 1 / POINTS per token."""
-    points = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
-    tokens = choose(logits.expand(POINTS, -1), choice_of(POINTS, temperature, top_k, top_p, min_p, points, typical_p))
+    with patch.object(token_choice, "race", evenly):
+        choice = choice_of(POINTS, temperature, top_k, top_p, min_p, torch.arange(POINTS), typical_p)
+        tokens = choose(logits.expand(POINTS, -1), choice)
     return tokens.bincount(minlength=len(logits)).double() / POINTS
 
 
@@ -138,7 +147,7 @@ def test_a_row_does_not_depend_on_the_others(seed: int, rows: int, size: int) ->
         torch.rand(rows, generator=g) + 0.1, torch.randint(0, 400, (rows,), generator=g),
         torch.rand(rows, generator=g, dtype=torch.float64).clamp(0.05), torch.rand(rows, generator=g) ** 8,
         (2 * torch.rand(rows, generator=g, dtype=torch.float64)).clamp(0.05, 1.0),
-        torch.rand(rows, generator=g, dtype=torch.float64),
+        torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
     )  # fmt: skip
     together = choose(logits, choice)
     alone = [choose(logits[i : i + 1], choice[torch.tensor([i])]).item() for i in range(rows)]
@@ -150,27 +159,27 @@ def test_the_coldest_temperature_takes_the_likeliest() -> None:
     assert shares(logits, temperature=1e-45).tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-53])
-def test_a_token_without_probability_is_never_drawn(draw: float) -> None:
-    logits = torch.full((1, 50), float("-inf"))
-    logits[0, 20:30] = 0.0
-    drawn = torch.tensor([draw], dtype=torch.float64)
-    for top_k in (0, 10, 40):
-        expected = {0.0: {20}, 1 - 2.0**-53: {29}}[draw] if top_k == 0 else set(range(20, 30))
-        assert choose(logits, choice_of(1, 1.0, top_k, 1.0, 0.0, drawn)).item() in expected
+@pytest.mark.parametrize("top_k", [0, 10, 40])
+def test_a_token_without_probability_is_never_drawn(top_k: int) -> None:
+    logits = torch.full((50,), float("-inf"))
+    logits[20:30] = 0.0
+    keys = torch.tensor([draw_key(0, 0, step) for step in range(200)])
+    assert set(choose(logits.expand(200, -1), choice_of(200, 1.0, top_k, 1.0, 0.0, keys)).tolist()) == {*range(20, 30)}
 
 
-def test_uniform_numbers_fill_the_interval_evenly() -> None:
-    """Chi-square over 64 bins, 63 degrees of freedom: mean 63, deviation 11.2; over seeds, indices and steps alike."""
-    for numbers in (
-        [uniform(s, 0, 0) for s in range(8000)], [uniform(7, i, 3) for i in range(8000)],
-        [uniform(-1, 0, t) for t in range(8000)],
-    ):  # fmt: skip
-        counts = torch.histc(torch.tensor(numbers, dtype=torch.float64), 64, 0, 1)
-        assert 30 < float(((counts - 125) ** 2 / 125).sum()) < 110
-        assert max(numbers) < 1
+@pytest.mark.parametrize("limits", [(5, 1.0, 0.0), (0, 0.9, 0.0), (300, 1.0, 0.0), (0, 1.0, 0.05), (300, 0.7, 0.01)])
+def test_limits_take_no_draw_from_a_token_that_stays(limits: tuple[int, float, float]) -> None:
+    """Where the token drawn without limits is one that stays, it is drawn with them: each has a number of its own."""
+    logits = 2 * torch.randn(700, generator=torch.Generator().manual_seed(1)).expand(300, -1)
+    keys = torch.tensor([draw_key(seed, 0, 0) for seed in range(300)])
+    free, limited = (choose(logits, choice_of(300, 1.0, *some, keys)) for some in ((0, 1.0, 0.0), limits))
+    stays = shares(logits[0], 1.0, *limits) > 0
+    assert 50 < int(stays[free].sum()) < 300
+    assert torch.equal(limited[stays[free]], free[stays[free]])
 
 
-def test_uniform_numbers_of_neighbours_are_unrelated() -> None:
-    numbers = torch.tensor([uniform(1, 0, t) for t in range(8000)], dtype=torch.float64) - 0.5
-    assert abs(float((numbers[1:] * numbers[:-1]).mean() * 12)) < 4 / 8000**0.5
+def test_keys_depend_on_seed_completion_and_step() -> None:
+    keys = [draw_key(seed, index, step) for seed in (-1, 0, 2**80) for index in range(9) for step in range(99)]
+    assert len(set(keys)) == len(keys)
+    assert min(keys) >= -(2**63)
+    assert max(keys) < 2**63

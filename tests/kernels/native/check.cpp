@@ -6,6 +6,7 @@
 #include "merging.hpp"
 #include "packed.hpp"
 #include "prefill.hpp"
+#include "sampling.hpp"
 #include "shared_prefix.hpp"
 
 int main(int argc, char** argv) {
@@ -22,6 +23,7 @@ int main(int argc, char** argv) {
   check::packed(kernels, report);
   check::linear(kernels, report);
   check::merging(kernels, report);
+  check::sampling(kernels, report);
   check::head_rules(kernels, report);
   return report.wrong() > 0;
 }

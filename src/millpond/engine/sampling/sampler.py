@@ -21,7 +21,7 @@ from millpond.engine.sampling.banned_tokens import Bans, Forbidden
 from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.penalties import Penalties
-from millpond.engine.sampling.token_choice import TokenChoice, choose, uniform
+from millpond.engine.sampling.token_choice import TokenChoice, choose, draw_key
 from millpond.errors import MillpondError, NumericsError, OptionError
 from millpond.kernels.decoder_rows import largest
 
@@ -72,8 +72,9 @@ class _State:
 class Sampler:
     """Chooses tokens for an engine's completions, each by its own parameters.
 
-    Each draw takes one number that depends on the completion's seed, its index and its step alone, so the same seed
-    gives the same tokens whatever else is in the batch.
+    A draw takes one random number per token, which depends on the completion's seed, its index, its step and the
+    token's id alone. So the same seed gives the same tokens whatever else is in the batch, and logits that differ
+    little, as those of a cache that evicts, mostly draw the same token.
 
     Args:
         tokenizer: needed for answers that follow a grammar, and for bad words. ends: ids that end a text; none: the
@@ -241,20 +242,20 @@ def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
 
 
 def _choice(states: Iterable[_State], device: torch.device) -> TokenChoice:
-    """The parameters of the rows as tensors, with this step's number of each."""
+    """The parameters of the rows as tensors, with the key of this step's draw."""
     rows = [
         (
             s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.params.typical_p,
-            uniform(s.seed, s.index, s.step),
+            draw_key(s.seed, s.index, s.step),
         )
         for s in states
     ]  # fmt: skip
-    temperature, top_k, top_p, min_p, typical_p, draws = zip(*rows, strict=True)
+    temperature, top_k, top_p, min_p, typical_p, keys = zip(*rows, strict=True)
     return TokenChoice(
         torch.tensor(temperature, dtype=torch.float32, device=device),
         torch.tensor(top_k, dtype=torch.long, device=device),
         torch.tensor(top_p, dtype=torch.float64, device=device),
         torch.tensor(min_p, dtype=torch.float32, device=device),
         torch.tensor(typical_p, dtype=torch.float64, device=device),
-        torch.tensor(draws, dtype=torch.float64, device=device),
+        torch.tensor(keys, dtype=torch.long, device=device),
     )

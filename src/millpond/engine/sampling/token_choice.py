@@ -1,6 +1,6 @@
 """Choosing a token from each row: top-k, top-p, min-p and typical-p over the whole batch, then one draw per row.
 
-A row's result depends on that row alone, bit for bit on the CPU: rows are sorted, summed and searched one by one, and
+A row's result depends on that row alone, bit for bit on the CPU: rows are sorted, summed and drawn from one by one, and
 whether the short cut over the likeliest tokens is enough is settled per row.
 """
 
@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from millpond.kernels.race import race
+
 #: The short cut looks at so many of the likeliest tokens; a row that may keep more is sorted whole.
 CANDIDATES = 256
 #: Lower temperatures count as this one: only tokens as likely as the likeliest are left.
 COLDEST = 1e-6
-#: Columns that are summed together when a draw looks for its place.
-BLOCK = 256
 #: Rows that are looked at in float64 together.
 ROWS_AT_ONCE = 16
-BELOW_ONE = 1 - 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class TokenChoice:
 
     Attributes:
         temperature: above 0. top_k: 0 keeps all. top_p, min_p, typical_p: shares of probability; 1, 0 and 1 keep all.
-        uniform: float64 in [0, 1), where in the cumulative distribution the draw falls.
+        keys: int64, random bits of this draw; see `draw_key`.
     """
 
     temperature: Tensor
@@ -38,24 +37,24 @@ class TokenChoice:
     top_p: Tensor
     min_p: Tensor
     typical_p: Tensor
-    uniform: Tensor
+    keys: Tensor
 
     def __getitem__(self, rows: Tensor) -> TokenChoice:
         return TokenChoice(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.typical_p[rows],
-            self.uniform[rows],
+            self.keys[rows],
         )  # fmt: skip
 
 
-def uniform(seed: int, index: int, step: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on the three numbers and on nothing else.
+def draw_key(seed: int, index: int, step: int) -> int:
+    """64 random bits, as a signed number, that depend on the three numbers and on nothing else.
 
     Example:
-        >>> uniform(1, 0, 0) == uniform(1, 0, 0) != uniform(1, 0, 1)
+        >>> draw_key(1, 0, 0) == draw_key(1, 0, 0) != draw_key(1, 0, 1)
         True
     """
     digest = hashlib.blake2b(f"{seed}/{index}/{step}".encode(), digest_size=8).digest()
-    return float((int.from_bytes(digest, "big") >> 11) * 2.0**-53)
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def choose(logits: Tensor, choice: TokenChoice) -> Tensor:
@@ -75,12 +74,12 @@ def choose(logits: Tensor, choice: TokenChoice) -> Tensor:
     ordered = (((choice.top_k > 0) & (choice.top_k < size)) | (choice.top_p < 1)) & ~typical
     for rows in (some for whole in _where(typical) for some in torch.split(whole, ROWS_AT_ONCE)):
         own = choice[rows]
-        tokens[rows] = _draw(_typical(_kept(probs[rows], own), own.typical_p), own.uniform)
+        tokens[rows] = race(_typical(_kept(probs[rows], own), own.typical_p), own.keys)
     for rows in _where(~(ordered | typical)):
         kept = probs if len(rows) == len(probs) else probs[rows]
         if choice.min_p[rows].any():
             kept = kept.where(kept >= choice.min_p[rows, None] * kept.amax(-1, keepdim=True), 0)
-        tokens[rows] = _draw(kept, choice.uniform[rows])
+        tokens[rows] = race(kept, choice.keys[rows])
     for rows in _where(ordered):
         some = probs if len(rows) == len(probs) else probs[rows]
         values, ids = some.topk(min(CANDIDATES, size))  # (R, C)
@@ -98,7 +97,7 @@ def _choose_sorted(values: Tensor, ids: Tensor, choice: TokenChoice) -> tuple[Te
     And where these are enough (R,): no token beyond them could have been kept.
     """
     by_rank, least = _least(values, choice)
-    drawn = _draw(values.where(values >= least, 0), choice.uniform)
+    drawn = race(values.where(values >= least, 0), choice.keys, ids)
     settled = (least > values[:, -1:]) & ((choice.top_k[:, None] == 0) | (by_rank > values[:, -1:]))
     return ids.gather(1, drawn[:, None])[:, 0], settled[:, 0]
 
@@ -130,7 +129,7 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     Locally typical sampling (Meister et al. 2022, eq. 8): with H = -sum_j p_j log p_j, the fewest tokens of the least
     |-log p_j - H| whose probabilities sum to `mass`. What comes in need not sum to 1.
     """
-    share = probs.double() / probs.cumsum(-1, dtype=torch.float64)[:, -1:]  # not sum(), see `_draw`
+    share = probs.double() / probs.cumsum(-1, dtype=torch.float64)[:, -1:]  # not sum(), whose order may vary with R
     entropy = torch.special.entr(share).cumsum(-1)[:, -1:]
     distance = (-share.log() - entropy).abs()  # (R, V), infinite where p is 0
     limit = torch.empty_like(entropy)
@@ -144,22 +143,6 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
         if not len(left):
             break
     return probs.where(distance <= limit, 0)
-
-
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The column (R,) of each row in which `uniform` of the row's weight is reached; never one without weight.
-
-    In two steps, block and column: sums in float64 over whole rows would take longer than all the rest.
-    """
-    parts = pad(weights, (0, -weights.shape[-1] % BLOCK)).view(len(weights), -1, BLOCK)  # (R, N, BLOCK)
-    ends = parts.cumsum(-1)[..., -1].cumsum(-1, dtype=torch.float64)  # not sum(), whose order may vary with R
-    target = uniform[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, target, right=True)  # (R, 1)
-    starts = pad(ends, (1, 0))
-    share = (target - starts.gather(1, block)) / (ends - starts[:, :-1]).gather(1, block)
-    inside = parts.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
-    column = torch.searchsorted(inside, share.clamp(0, BELOW_ONE) * inside[:, -1:], right=True)
-    return (block * BLOCK + column)[:, 0]
 
 
 def _where(mask: Tensor) -> tuple[Tensor, ...]:

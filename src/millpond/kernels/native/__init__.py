@@ -22,6 +22,7 @@ from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
 from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
 from millpond.kernels.native.packed import write_packed
+from millpond.kernels.native.race import race
 
 __all__ = [
     "Behind",
@@ -45,6 +46,7 @@ __all__ = [
     "newest_alike",
     "norm",
     "prefill",
+    "race",
     "read",
     "read_bandwidth",
     "read_packed",

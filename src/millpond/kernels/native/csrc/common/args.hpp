@@ -198,6 +198,15 @@ struct LargestArgs {
   int64_t m, n, x_row, dtype, n_threads;
 };
 
+// The column that each row draws, by its weights.
+struct RaceArgs {
+  const float* weights;  // (m, n), at least 0 and finite, contiguous rows
+  const int64_t* ids;    // (m, n), what each column is called in the draw; null: its number
+  const int64_t* keys;   // (m,)
+  int64_t* drawn;        // (m,)
+  int64_t m, n, weight_row, id_row, n_threads;
+};
+
 // out = act(first half of x) * second half.
 struct GateArgs {
   const void* x;  // (m, 2 n), contiguous rows
