@@ -78,7 +78,7 @@ class Ada:
             raise OptionError(f"every={self.every} must not be negative; 0 never lets the heads compete again")
 
     def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
-        return (protected + (self.alpha * (budget - protected).clamp(min=0)).long()).clamp(min=1)
+        return (protected + (self.alpha * (budget - protected).clamp(min=0).double()).long()).clamp(min=1)
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         if self.blend:
@@ -101,7 +101,7 @@ class Ada:
         if total == int(stored.sum()):
             return won
         protected = (pinned & valid).sum(1)
-        even = (self.alpha * (budget - protected).clamp(min=0)).long()
+        even = (self.alpha * (budget - protected).clamp(min=0).double()).long()
         shares = (1 - self.alpha) * (won - protected).double() + even
         counts = torch.minimum(protected + shares.round().long(), stored)
         if int(counts.min()) > 0 and int(counts.sum()) <= total:

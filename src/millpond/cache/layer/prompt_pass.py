@@ -1,0 +1,107 @@
+"""Passes of many tokens through one layer: prompts, chunks of prompts, and later turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.attention.paged import PagedAttention
+from millpond.cache.entries import read_write
+from millpond.cache.layer.decode_step import DecodeStep
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.planning.planner import Planner
+from millpond.cache.state.positions import ForwardSpan
+from millpond.cache.state.reconstruction import ReconstructionProbe
+from millpond.cache.state.sequence_state import SequenceState
+from millpond.cache.types import PromptChunk
+from millpond.policy.policy import REDUCE, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPass:
+    """The multi-token passes of one layer.
+
+    Attributes:
+        policy: what is kept. The others are the layer's own parts.
+    """
+
+    policy: Policy
+    attention: PagedAttention
+    planner: Planner
+    companions: SequenceState
+    stepper: DecodeStep
+
+    def token_by_token(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int
+    ) -> Tensor:
+        """A pass whose tokens are decoded one after another. Arguments and result: as for `read`."""
+        for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
+            self.planner.set_budget(table, sequence, self.planner.budget(table, sequence, int(span.after[sequence])))
+            if table.sealed is not None:
+                own = span.columns(sequence)
+                table.sealed.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
+        steps = [
+            self.stepper.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
+            for i in range(span.length)
+        ]
+        return torch.stack(steps, 2)
+
+    def read(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int, *,
+        waits: bool, peek: ReconstructionProbe | None,
+    ) -> Tensor:  # fmt: skip
+        """A pass of many tokens. q: (S, Hq, Q, D), k: (S, Hkv, Q, D), v: (S, Hkv, Q, V) -> (S, Hq, Q, value_dim).
+
+        Args:
+            columns: that the layer has seen before. waits: the plan of the prompt comes later than this pass.
+            peek: observes the pass, whose tokens are then not stored.
+        """
+        out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
+        # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
+        decoding = np.zeros(table.n_seq, dtype=bool) if waits else span.decoding
+        if decoding.any():
+            self._decode_some(table, q, k, v, span, columns, decoding, out)
+        for sequence in np.flatnonzero(~decoding).tolist():
+            own, positions = span.columns(sequence), span.positions(sequence)
+            if len(positions):
+                q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
+                out[sequence, :, own] = self._read_one(table, sequence, q_own, k_own, v_own, positions, waits, peek)
+        return out
+
+    def _decode_some(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int,
+        decoding: np.ndarray, out: Tensor,
+    ) -> None:  # fmt: skip
+        """One decoding step of the sequences in `decoding` (S,) bool, whose only token may lie in any column."""
+        rows = torch.arange(table.n_seq, device=q.device)
+        first = torch.from_numpy(span.first_columns()).to(q.device)
+        q_own, k_own, v_own = (t[rows, :, first] for t in (q, k, v))
+        step = self.stepper.step(table, q_own, k_own, v_own, np.where(decoding, span.before, -1), columns)
+        chosen = torch.from_numpy(decoding).to(q.device)
+        out[rows[chosen], :, first[chosen]] = step[chosen]
+
+    def _read_one(
+        self, table: PageTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, waits: bool,
+        peek: ReconstructionProbe | None,
+    ) -> Tensor:  # fmt: skip
+        """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
+        if self.companions.rolling is not None:
+            q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
+        if table.sealed is not None and peek is None:
+            table.sealed.collect_statistics(sequence, q, k)
+        found = read_write.join(read_write.read(table, sequence), k, v, q_pos)
+        chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
+        reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
+        out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
+        if peek is not None:
+            met = self.attention.keys(sequence, found)
+            positions = found.positions.expand(len(met), -1)
+            peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
+        elif self.policy.keeps_all and not self.attention.shape.window:
+            read_write.keep_all(table, sequence, k, v, q_pos, found, last=not waits)
+        else:
+            self.planner.add_chunk(table, chunk, lse, sums, defer=waits)
+        return out
