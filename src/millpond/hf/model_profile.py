@@ -127,7 +127,7 @@ def _windows(config: PreTrainedConfig, n_layers: int) -> tuple[int, ...]:
 
 
 def _latent(config: PreTrainedConfig) -> LatentShape | None:
-    if getattr(config, "kv_lora_rank", None) is None:
+    if named(config, "kv_lora_rank") is None:
         return None
     return LatentShape(int(config.kv_lora_rank), int(config.qk_rope_head_dim))
 
