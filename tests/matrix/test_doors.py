@@ -6,7 +6,6 @@ that are saved and restored. Each codec meets one method here, those that rotate
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -30,6 +29,7 @@ from millpond.models.load import load_model, load_tokenizer
 from millpond.presets import PRESETS
 from tests.cli.test_cli import right
 from tests.helpers.engine.helpers import tokens
+from tests.helpers.models import REAL, needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.matrix.test_codecs import llama as wide
 
@@ -284,11 +284,10 @@ def test_presets_on_the_command_line(name: str, tmp_path: Path) -> None:
     assert out.split() == answer.split()
 
 
-REAL = os.environ.get("MILLPOND_REAL_MODEL")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason="MILLPOND_REAL_MODEL names no model's folder")
+@needs_real_model
 @pytest.mark.parametrize("codec", ["int8", "int4", "kivi4", "rotated4", "rotated2"])
 @pytest.mark.parametrize("method", ["full", "ada"])
 def test_a_real_model(method: str, codec: str, tmp_path: Path) -> None:

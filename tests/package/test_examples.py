@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import runpy
 import sys
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.models import REAL, needs_real_model
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "inspector.ipynb"
 SCRIPTS = ("batch_engine", "compare_methods", "long_document", "openai_client", "quickstart")
 LINES = 60
-#: A model of another kind, to be tried by hand: a folder.
-REAL_MODEL = os.environ.get("MILLPOND_REAL_MODEL")
 
 
 def run(name: str, patch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -85,14 +84,14 @@ REAL_LINES = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL_MODEL is None, reason="MILLPOND_REAL_MODEL names no folder of a model")
+@needs_real_model
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_real_model_runs_too(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = ("--kv-memory", "256MiB") if script == "batch_engine" else ()
     few = ("--methods", "snapkv", "--budgets", "30%") if script == "compare_methods" else ()
-    run(script, monkeypatch, "--model", str(REAL_MODEL), *memory, *few)
+    run(script, monkeypatch, "--model", str(REAL), *memory, *few)
     pattern, lines = REAL_LINES[script]
     assert len(re.findall(pattern, capsys.readouterr().out, re.MULTILINE)) == lines
 

@@ -36,7 +36,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 OUTSIDE = {
     "transformers": {"models", "hf", "runner", "evals", "train", "bench", "cli"},
     "matplotlib": {"cli", "evals", "bench"},
-    "rich": {"cli", "bench", "engine", "train"},
+    "rich": {"cli", "bench", "engine", "models", "train"},
     "typer": {"cli"},
     "triton": {"kernels"},
     "ray": {"cluster"},

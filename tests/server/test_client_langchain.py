@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.helpers.models import needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import ScriptedLLM
-from tests.helpers.server.tools_model import ARGUMENTS, CALL, NO_REAL, QUESTION, REAL, TOOL, random_engine, real_engine
+from tests.helpers.server.tools_model import ARGUMENTS, CALL, QUESTION, TOOL, random_engine, real_engine
 
 langchain = pytest.importorskip("langchain_openai", reason="needs LangChain's client: pip install langchain-openai")
 messages = pytest.importorskip("langchain_core.messages", reason="comes with langchain-openai")
@@ -86,7 +87,7 @@ def test_a_random_model_that_must_call_calls(choice: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason=NO_REAL)
+@needs_real_model
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_a_real_model_gives_structured_answers(method: str) -> None:
     with live(real_engine) as server:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.models import needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import ScriptedLLM
 from tests.helpers.server.tools_model import (
     ARGUMENTS,
     CALL,
-    NO_REAL,
     QUESTION,
-    REAL,
     TOOL,
     check_arguments,
     random_engine,
@@ -80,7 +79,7 @@ def test_a_random_model_that_must_call_calls(litellm: Any, stream: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason=NO_REAL)
+@needs_real_model
 def test_a_real_model_that_must_call_calls(litellm: Any) -> None:
     with live(real_engine) as server:
         found = ask(litellm, server, [USER], tool_choice="required", max_tokens=100, temperature=0)

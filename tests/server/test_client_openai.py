@@ -10,14 +10,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.models import needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import ScriptedLLM
 from tests.helpers.server.tools_model import (
     ARGUMENTS,
     CALL,
-    NO_REAL,
     QUESTION,
-    REAL,
     TOOL,
     WEATHER,
     check_arguments,
@@ -145,7 +144,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(random: Live) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason=NO_REAL)
+@needs_real_model
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_real_model_that_must_call_calls(real: Live, choice: Any) -> None:
     with client(real) as asks:

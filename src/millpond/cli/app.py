@@ -18,6 +18,7 @@ from millpond.cli import (
     leaderboard,
     list_registry,
     lm_eval,
+    models,
     plot,
     serve,
 )
@@ -90,5 +91,6 @@ for name, command in COMMANDS.items():
     app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("serve")(bench_serve.serve)
+app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")

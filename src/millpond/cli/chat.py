@@ -31,7 +31,11 @@ def chat(
     *,
     url: Annotated[str | None, optional(help="Address of a server. Default: the model runs here.")] = None,
     model: Annotated[
-        str | None, optional(help="A folder, a hub id, a bundled model. Default: pond-recall, or the server's first.")
+        str | None,
+        optional(
+            help="A name of `millpond models`, a folder, a GGUF file, or a hub id. Default: pond-recall, or the "
+            "server's first."
+        ),
     ] = None,
     system: Annotated[str | None, optional(help="A system message before everything.")] = None,
     cache: CacheChoice,

@@ -14,7 +14,7 @@ from millpond.errors import OptionError
 #: A `typer.Option` whose default, None, needs no showing.
 optional = partial(typer.Option, show_default=False)
 
-ModelName = Annotated[str, typer.Option(help="A folder, a hub id, or a bundled model.")]
+ModelName = Annotated[str, typer.Option(help="A name of `millpond models`, a folder, a GGUF file, or a hub id.")]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
 CodecName = Annotated[str, typer.Option(help="Number format of the entries: see 'millpond codecs'.")]
 CalibrationFile = Annotated[

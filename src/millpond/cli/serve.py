@@ -61,10 +61,13 @@ def serve(
 
 
 def name_of(model: str) -> str:
-    """A model's name for clients: a hub id or a bundled name as it is, a folder by its last part.
+    """A model's name for clients: a hub id or a name as it is, a folder by its last part, a GGUF file by its stem.
 
     Example:
         >>> name_of("pond-recall")
         'pond-recall'
     """
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    path = Path(model)
+    if path.suffix.lower() == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else model

@@ -147,8 +147,8 @@ def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> 
     if threads is not None:
         torch.set_num_threads(threads)
     if isinstance(model, str | PathLike):
-        tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
-        return load_model(model, "auto" if dtype is None else dtype), tokenizer
+        loaded = load_model(model, "auto" if dtype is None else dtype)
+        return loaded, find_tokenizer(model) if tokenizer is None else tokenizer
     if dtype is not None:
         raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")
     return model, tokenizer

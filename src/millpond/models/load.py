@@ -1,4 +1,4 @@
-"""Loading of a model and its tokenizer: from a folder, from the hub, or a bundled one by name.
+"""Loading of a model and its tokenizer: from a folder, a GGUF file, the hub, or by the name of one that is at hand.
 
 This module knows nothing of caches: what it returns is a stock transformers model.
 """
@@ -21,6 +21,8 @@ from transformers.utils import logging
 
 from millpond.codec import DTYPES
 from millpond.errors import OptionError, unknown
+from millpond.models.downloads import downloadable_models, downloaded_gguf
+from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.installed import installed_folder, installed_models
 
 T = TypeVar("T")
@@ -32,30 +34,42 @@ CONNECT_S = 5.0
 _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)$", re.IGNORECASE)
 
 
-def resolve(name: str | os.PathLike[str]) -> str:
-    """What transformers should load: a folder that exists, a bundled model's folder, or the hub id as it is.
+def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
+    """What transformers should load: a folder that exists, that of a model at hand, or the hub id as it is.
 
-    A folder of the working directory comes before a bundled model of the same name.
+    A folder of the working directory comes before a model of the same name. A GGUF file, or a folder with one and
+    without a config.json, is converted to a folder in the user's cache at its first use.
+
+    Args:
+        dtype: that a GGUF file is converted to, as for `load_model`; None: one that it was converted to before.
 
     Raises:
-        OptionError: the name of a model whose package is not installed.
+        OptionError: the name of a model whose package is not installed, or that was not downloaded; a GGUF file that
+            cannot be converted.
+        DataError: a damaged GGUF file.
 
     Example:
         >>> resolve("pond-recall").endswith("pond-recall")
         True
     """
     text = os.fspath(name)
-    if Path(text).is_dir():
+    path = Path(text)
+    if path.suffix.lower() == ".gguf" and not path.is_file():
+        raise OptionError(f"{text}: there is no such GGUF file")
+    gguf = find_gguf(path) if path.exists() else None
+    if gguf is None and path.is_dir():
         return text
-    return str(installed_folder(text) or text)
+    folder = None if gguf else installed_folder(text)
+    gguf = gguf or (None if folder else downloaded_gguf(text))
+    return str(converted_folder(gguf, dtype) if gguf else folder or text)
 
 
 def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedModel:
     """A causal language model, ready to generate.
 
     Args:
-        name: a local folder, a bundled model's name, or a hub id.
-        dtype: "auto" (as the weights were saved), "f32", "bf16" or "f16".
+        name: a local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
+        dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16".
 
     Raises:
         OptionError: no such dtype, or nothing that can be loaded under that name.
@@ -63,7 +77,9 @@ def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedM
     if dtype != "auto" and dtype not in DTYPES:
         raise unknown("dtype", dtype, ["auto", *DTYPES])
     chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
-    model: PreTrainedModel = _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen))
+    model: PreTrainedModel = _load(
+        name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen), dtype
+    )
     model.train(False)
     return model
 
@@ -74,7 +90,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     Raises:
         OptionError: nothing that can be loaded under that name.
     """
-    tokenizer: PreTrainedTokenizerBase = _load(name, AutoTokenizer.from_pretrained)
+    tokenizer: PreTrainedTokenizerBase = _load(name, AutoTokenizer.from_pretrained, None)
     return tokenizer
 
 
@@ -86,22 +102,27 @@ def find_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
     Raises:
         OptionError: there is one that cannot be loaded.
     """
-    folder = Path(resolve(name))
+    folder = Path(resolve(name, None))
     if folder.is_dir() and not any(_OF_TOKENIZERS.search(file.name) for file in folder.iterdir()):
         return None
     return load_tokenizer(name)
 
 
-def _load(name: str | os.PathLike[str], load: Callable[[str], T]) -> T:
-    path = resolve(name)
+def _load(name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None) -> T:
+    path = resolve(name, dtype)
     is_local = Path(path).exists()
-    if not is_local and difflib.get_close_matches(path, installed_models(), cutoff=0.85):
-        raise unknown("bundled model", path, installed_models())  # a typing mistake, not worth asking the hub
+    if not is_local and difflib.get_close_matches(path, known_models(), cutoff=0.85):
+        raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars():
             return load(path if is_local or _hub_answers() else _downloaded(path))
     except (OSError, ValueError) as error:
         raise OptionError(_not_found(os.fspath(name), error)) from error
+
+
+def known_models() -> list[str]:
+    """Names of models that are at hand or can be downloaded, sorted."""
+    return sorted({*installed_models(), *downloadable_models()})
 
 
 def _hub_answers() -> bool:
@@ -126,12 +147,12 @@ def _downloaded(name: str) -> str:
 
 
 def _not_found(name: str, error: Exception) -> str:
-    close = difflib.get_close_matches(name, installed_models(), n=1)
+    close = difflib.get_close_matches(name, known_models(), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     reason = str(error).strip().split("\n")[0]
     return (
-        f"model {name!r} is neither a folder with a model, nor bundled ({', '.join(installed_models()) or 'none'}), "
-        f"nor could it be loaded from the hub{hint} ({reason})"
+        f"model {name!r} is neither a folder with a model, nor a GGUF file, nor bundled "
+        f"({', '.join(installed_models()) or 'none'}), nor could it be loaded from the hub{hint} ({reason})"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,10 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from millpond.engine.async_llm import AsyncLLM
 from tests.engine.test_constraint import byte_tokenizer
+from tests.helpers.models import REAL
 from tests.helpers.server.scripted import HERMES
 
-REAL = os.environ.get("MILLPOND_REAL_MODEL")
-NO_REAL = "MILLPOND_REAL_MODEL names no model's folder"
 WEATHER: dict[str, Any] = {
     "name": "get_weather", "description": "The weather in a city.",
     "parameters": {
@@ -41,7 +39,7 @@ def random_engine() -> AsyncLLM:
 
 
 def real_engine() -> AsyncLLM:
-    """The model in the folder that MILLPOND_REAL_MODEL names."""
+    """An engine of a real model."""
     assert REAL is not None
     return AsyncLLM(REAL, model_name="real", method="full", kv_memory="512MiB")
 

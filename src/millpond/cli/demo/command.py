@@ -9,6 +9,8 @@ import typer
 from rich.table import Table
 
 from millpond.cli.console import notes, output, size
+from millpond.cli.options import optional
+from millpond.errors import OptionError
 from millpond.optional import require
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ USES = {
     "streaming": "endless text",
 }
 PICTURE = "kept-positions.png"
+QUESTION = "What is this text about? Answer in one sentence."
 PROTOCOL = (
     "The text is compressed before any question is seen; each question then goes on from its own copy of the cache."
 )
@@ -33,11 +36,19 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("millpond-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the text, which the model was not trained on.")] = 0,
     budget: Annotated[str, typer.Option(help="Budget of every method but full.")] = "20%",
-    length: Annotated[int, typer.Option(min=64, max=4000, help="Words of the text.")] = 2048,
+    length: Annotated[int, typer.Option(min=64, max=4000, help="Words of the text; with --model, tokens.")] = 2048,
     questions: Annotated[int, typer.Option(help="Questions, one for each of the first N of 32 pairs.")] = 32,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = METHODS,
+    model_name: Annotated[
+        str, typer.Option("--model", help="A real model, as in `millpond chat`: the demo on a text of yours.")
+    ] = "pond-recall",
+    text: Annotated[Path | None, optional(help="With --model: a file of UTF-8 text.")] = None,
+    question: Annotated[str, typer.Option(help="With --model: the question about the text.")] = QUESTION,
 ) -> None:
-    """Compare methods at one small budget on the bundled model, and draw what each head kept."""
+    """Compare methods at one small budget on the bundled model, and draw what each head kept; or on a real model."""
+    if model_name != "pond-recall" or text is not None:
+        _on_real_text(model_name, text, length, budget, question)
+        return
     require("matplotlib", "plot", "the picture")
     from millpond.cli.demo.picture import draw
     from millpond.cli.demo.task import PAIRS, DemoTask, run_method
@@ -64,6 +75,15 @@ def demo(
     screen.print(_lesson(outcomes))
     draw(outcomes, task.pairs, task.length, out / PICTURE, f"What is kept of {task.length:,} tokens at {budget}")
     screen.print(f"Which positions each head kept: {out / PICTURE}", soft_wrap=True)
+
+
+def _on_real_text(name: str, text: Path | None, length: int, budget: str, question: str) -> None:
+    if name == "pond-recall" or text is None:
+        raise OptionError("--model and --text go together: a real model, and a file for it to read")
+    from millpond.cli.demo.real_text import show
+    from millpond.models.load import load_model, load_tokenizer
+
+    show(load_model(name), load_tokenizer(name), name, text, length, budget, question)
 
 
 def _lesson(outcomes: list[DemoOutcome]) -> str:

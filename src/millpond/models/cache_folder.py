@@ -1,0 +1,41 @@
+"""Folder of the user in which downloaded and converted models are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from millpond.errors import OptionError
+
+
+def cache_folder() -> Path:
+    """`$MILLPOND_CACHE`, else the platform's folder for caches; it need not exist yet."""
+    chosen = os.environ.get("MILLPOND_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "millpond"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millpond"
+
+
+def make_room(folder: Path, n_bytes: int, purpose: str) -> None:
+    """Create `folder`, and check that its disk has room for `n_bytes`.
+
+    Args:
+        purpose: what needs the room, as the subject of the error's sentence.
+
+    Raises:
+        OptionError: the folder cannot be written, or the disk has too little room.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise OptionError(f"{purpose} needs a folder that can be written: {error}; set MILLPOND_CACHE") from error
+    if free < n_bytes:
+        raise OptionError(
+            f"{purpose} needs {n_bytes / 1e6:,.0f} MB, and {folder} has {free / 1e6:,.0f} MB free; make room, or set "
+            "MILLPOND_CACHE to a folder on another disk"
+        )

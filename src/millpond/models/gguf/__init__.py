@@ -1,0 +1,1 @@
+"""Models in GGUF files: their headers, and their conversion to a folder that transformers loads."""

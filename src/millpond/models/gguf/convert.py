@@ -1,0 +1,224 @@
+"""Conversion of GGUF files to folders of safetensors, each once, in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from millpond.codec import DTYPES
+from millpond.errors import DataError, OptionError
+from millpond.models.cache_folder import cache_folder, make_room
+from millpond.models.gguf.header import GGUFHeader, read_header
+from millpond.models.progress import progress
+from millpond.optional import require
+
+#: transformers types these too loosely for a checker.
+_AUTO: Any = AutoModelForCausalLM
+#: Written into each converted folder.
+NOTE = "millpond-gguf.json"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+#: One at a time in a process: while transformers loads a model, functions of torch are replaced for all threads.
+_CONVERTING = threading.Lock()
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that a path names: itself, or the only one of a folder without a config.json; None: none.
+
+    Raises:
+        OptionError: a folder with several, none of them chosen.
+    """
+    if path.suffix.lower() == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise OptionError(f"{path} holds {len(files)} GGUF files ({names}); name one of them, as {files[0]}")
+    return files[0] if files else None
+
+
+def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
+    """The folder with config, safetensors and tokenizer of a GGUF file, converted now if it was not before.
+
+    Args:
+        dtype: "auto" (the file's own float type, and bf16 for quantized matrices), "f32", "bf16" or "f16"; None: any
+            that was made before, else "auto".
+
+    Raises:
+        DataError: the file is damaged, or says things of itself that do not go together.
+        OptionError: its architecture is not one that transformers reads, it is a part of a split file, a package is
+            missing, or there is no room.
+    """
+    for library in ("gguf", "accelerate"):
+        require(library, "gguf", "a GGUF file")
+    header = read_header(path)
+    _check_whole(path, header)
+    with progress(f"Reading {path.name}"):
+        digest = _digest(path)
+    folder = cache_folder() / "gguf" / f"{path.stem[:64]}-{digest[:16]}"
+    made = [known for known in DTYPES if dtype is None and (folder / known / NOTE).exists()]
+    stored = made[0] if made else header.dtype if dtype in (None, "auto") else str(dtype)
+    with _CONVERTING:
+        if not (folder / stored / NOTE).exists():
+            _convert(path, header, stored, digest, folder / stored)
+    return folder / stored
+
+
+def _check_whole(path: Path, header: GGUFHeader) -> None:
+    """Refuse a part of a split file, and an architecture that transformers does not read."""
+    part = _PART.search(path.name)
+    if part or int(header.metadata.get("split.count", 1) or 1) > 1:
+        raise OptionError(
+            f"{path.name} is a part of a GGUF file that was split; join the parts with llama.cpp's "
+            "'llama-gguf-split --merge' and name the result"
+        )
+    known = supported_architectures()
+    if header.architecture not in known:
+        raise OptionError(
+            f"{path.name} is of the architecture {header.architecture or '(none named)'!r}, which transformers "
+            f"{transformers.__version__} does not read from GGUF; it reads {', '.join(known)}. Use the model's "
+            "safetensors instead, or a newer transformers"
+        )
+    blocks = header.metadata.get(f"{header.architecture}.block_count", 0)
+    if not isinstance(blocks, int) or blocks > len(header.tensors):
+        _contradicts(path, f"it names {blocks} layers and holds {len(header.tensors)} tensors")
+
+
+def supported_architectures() -> list[str]:
+    """llama.cpp's names of the architectures that the installed transformers reads from GGUF, sorted."""
+    found = {*import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES}
+    with suppress(ImportError, AttributeError):  # older versions have one list only
+        found |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
+    # transformers writes some with underscores that llama.cpp writes with hyphens, or in one word
+    spelled = {form for name in found for form in (name, name.replace("_", "-"), name.replace("_moe", "moe"))}
+    return sorted(spelled - {"general", "tokenizer"})
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Path) -> None:
+    make_room(target.parent, header.size * _BYTES[dtype] + 2**26, f"converting {path.name} to {dtype}")
+    made = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        with _quiet():
+            config = _config(path)
+            _check_size(path, header, config)
+            with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
+                model = _load(path, dtype)
+            with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
+                model.save_pretrained(made)
+            if header.has_tokenizer:
+                _tokenizer(path).save_pretrained(made)
+        note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture}
+        (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        made.chmod(0o755)
+        try:
+            made.rename(target)
+        except OSError:
+            if not (target / NOTE).exists():  # else another process was faster
+                raise
+    except OSError as error:
+        raise OptionError(f"{path.name} could not be converted in {target.parent}: {error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _config(path: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # transformers raises whatever a damaged value leads to
+        _contradicts(path, f"transformers cannot make a configuration of its metadata ({_first_line(error)})")
+    return config
+
+
+def _check_size(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:
+    """Refuse metadata that describe more parameters than the tensors hold, before any is allocated."""
+    try:
+        with torch.device("meta"):
+            needed = sum(p.numel() for p in _AUTO.from_config(config).parameters())
+    except Exception as error:
+        raise OptionError(f"{path.name}: transformers builds no decoder of it ({_first_line(error)})") from error
+    if needed > header.size:
+        _contradicts(path, f"its metadata describe {needed:,} parameters, and its tensors hold {header.size:,}")
+
+
+def _load(path: Path, dtype: str) -> PreTrainedModel:
+    """The model without the marks of a quantized one, which cannot be saved; its tensors are shared, not copied."""
+    try:
+        given, info = _AUTO.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True, **_dequantized()
+        )
+    except Exception as error:
+        _contradicts(path, f"transformers cannot load its tensors ({_first_line(error)})")
+    if info["missing_keys"]:
+        _contradicts(path, f"there is no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
+    config = given.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model: PreTrainedModel = _AUTO.from_config(config, dtype=DTYPES[dtype])
+    model.load_state_dict(given.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = given.generation_config
+    return model
+
+
+def _dequantized() -> dict[str, Any]:
+    """The argument by which transformers dequantizes all tensors; older versions always do."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:
+        raise OptionError(
+            f"{path.name}: transformers cannot convert its tokenizer ({_first_line(error)}); use the model's "
+            "safetensors and tokenizer files instead"
+        ) from error
+
+
+def _contradicts(path: Path, why: str) -> NoReturn:
+    raise DataError(f"{path.name} is damaged or no complete model: {why}; fetch it again, or use another file")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and warnings of transformers; its settings come back."""
+    legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    tools: Any = transformers.utils.logging
+    shown, level, bar = tools.is_progress_bar_enabled(), tools.get_verbosity(), legacy.tqdm
+    tools.disable_progress_bar()
+    tools.set_verbosity_error()
+    legacy.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        legacy.tqdm = bar
+        tools.set_verbosity(level)
+        if shown:
+            tools.enable_progress_bar()

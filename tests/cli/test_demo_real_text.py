@@ -1,0 +1,35 @@
+"""The demo on a model of the user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import right, wrong
+from tests.helpers.gguf.files import write_gguf
+
+
+def test_a_text_is_read_under_every_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "120")
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "book.txt").write_text("the rain in the garden, and then the other thing. " * 20, encoding="utf-8")
+    given = ("demo", "--model", str(tmp_path / "tiny.gguf"), "--text", str(tmp_path / "book.txt"))
+    out = right(*given, "--length", "256", "--budget", "25%", "--question", "Is it [wet]?").output
+    rows = dict(re.findall(r"^([a-z0-9]+(?: \d+%)?(?: int4)?) {2,}\d+\.\d\d +\S+ +\S+ \S+ +(\d+)% ", out, re.MULTILINE))
+    assert [*rows] == ["full", "h2o 25%", "snapkv 25%", "h2o 50% int4", "streaming 25%", "window 25%"]
+    assert int(rows["window 25%"]) < 50 <= int(rows["full"])
+    assert "Is it [wet]?" in out
+    assert "than the full cache in" in " ".join(out.split())
+    assert "512 tokens, and 4,128 are needed; name a longer text, or lower --length to" in wrong(
+        *given[:-1], str(short(tmp_path)), "--length", "4000"
+    )
+    assert "--model and --text go together" in wrong("demo", "--text", str(tmp_path / "book.txt"))
+    assert "cannot be read as UTF-8" in wrong(*given[:-1], str(tmp_path / "tiny.gguf"), "--length", "64")
+
+
+def short(folder: Path) -> Path:
+    (folder / "short.txt").write_text("x" * 512, encoding="utf-8")
+    return folder / "short.txt"

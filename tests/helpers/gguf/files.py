@@ -1,0 +1,113 @@
+"""Tiny GGUF files with random weights, of several architectures and number types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+
+WIDTH, HEADS, KV_HEADS, INNER, LAYERS, VOCAB = 256, 2, 1, 512, 2, 300
+HEAD = WIDTH // HEADS
+#: One message after the other.
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
+#: Types of which the package gguf makes no blocks: their bytes are drawn instead.
+DRAWN = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *DRAWN)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+
+
+def matrix(shape: tuple[int, int], kind: str, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """Rows as they lie in the file, and the numbers that they stand for (float32)."""
+    named = GGMLQuantizationType[kind]
+    if kind in DRAWN:
+        block, n_bytes = GGML_QUANT_SIZES[named]
+        # without these bits no scale, a float16 among the bytes, is larger than 1
+        raw = rng.integers(0, 256, (shape[0], shape[1] // block * n_bytes), dtype=np.uint8) & 0x2B
+        return raw, dequantize(raw, named)
+    raw = quantize((0.05 * rng.standard_normal(shape)).astype(np.float32), named)
+    return raw, dequantize(raw, named)
+
+
+def write_gguf(
+    path: Path, architecture: str = "llama", kind: str = "F32", *, tokenizer: bool = True, seed: int = 0,
+    leave_out: str = "", **metadata: int,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Write a model of two layers; returns its matrices, by their names in the file.
+
+    Args:
+        kind: of the matrices; norms are in float32.
+        leave_out: name of a tensor that is not written. metadata: numbers that replace those of the architecture.
+    """
+    rng = np.random.default_rng(seed)
+    writer = GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    numbers = {
+        "context_length": 512, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
+        "attention.value_length": HEAD, "rope.dimension_count": HEAD, "vocab_size": VOCAB,
+    } | metadata  # fmt: skip
+    for key, value in numbers.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10_000.0)
+    if tokenizer:
+        _add_tokenizer(writer)
+    outer = (VOCAB, WIDTH)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": outer, "output": outer, "output_norm": (WIDTH,)}
+    for layer in range(LAYERS):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in _layer(architecture).items()}
+    matrices = {}
+    for name, shape in shapes.items():
+        full = name if name.endswith(".bias") else f"{name}.weight"
+        if full == leave_out:
+            continue
+        if len(shape) == 1:
+            writer.add_tensor(full, (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32))
+        else:
+            raw, matrices[full] = matrix((shape[0], shape[1]), kind, rng)
+            writer.add_tensor(full, raw, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return matrices
+
+
+def _layer(architecture: str) -> dict[str, tuple[int, ...]]:
+    kv = KV_HEADS * HEAD
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,), "attn_output": (WIDTH, WIDTH), "ffn_down": (WIDTH, INNER)
+    }
+    if architecture == "phi3":
+        return shapes | {"attn_qkv": (WIDTH + 2 * kv, WIDTH), "ffn_up": (2 * INNER, WIDTH)}
+    shapes |= {
+        "attn_q": (WIDTH, WIDTH), "attn_k": (kv, WIDTH), "attn_v": (kv, WIDTH), "ffn_gate": (INNER, WIDTH),
+        "ffn_up": (INNER, WIDTH),
+    }  # fmt: skip
+    if architecture == "qwen2":
+        shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if architecture == "qwen3":
+        shapes |= {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
+    return shapes
+
+
+def _add_tokenizer(writer: GGUFWriter) -> None:
+    """Bytes and a few pairs of them, as GPT-2 spells them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    spelled = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    pairs = ["t h", "th e", "\u0120 the", "i n", "e r", "a n"]
+    tokens = [spelled[b] for b in range(256)] + [pair.replace(" ", "") for pair in pairs]
+    tokens += [f"<|extra_{i}|>" for i in range(VOCAB - len(tokens) - 1)] + ["<|end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (256 + len(pairs)) + [3] * (VOCAB - 256 - len(pairs)))
+    writer.add_token_merges(pairs)
+    writer.add_bos_token_id(VOCAB - 1)
+    writer.add_eos_token_id(VOCAB - 1)
+    writer.add_pad_token_id(VOCAB - 1)
+    writer.add_chat_template(TEMPLATE)
