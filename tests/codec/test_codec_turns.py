@@ -1,4 +1,4 @@
-"""The turns of benchmarks/codec_turns.py, small."""
+"""The turns of benchmarks/performance/codec_turns.py, small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "codec_turns.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "performance" / "codec_turns.py"
 
 
 def test_codecs_go_on_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

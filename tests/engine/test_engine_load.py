@@ -1,4 +1,4 @@
-"""The load of benchmarks/engine_load.py, small: what a budget saves of the pool is room for more requests."""
+"""The load of benchmarks/performance/engine_load.py, small: pages that a budget saves let more requests run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engine_load.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "performance" / "engine_load.py"
 
 
 def test_a_budget_lets_more_requests_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

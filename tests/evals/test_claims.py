@@ -178,7 +178,8 @@ def test_the_page_has_a_heading_for_every_claim() -> None:
 
 def test_the_script_writes_what_was_found(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", {"h2o": [1.0, 1.0], "window": [0.0, 0.0]})
-    script = [sys.executable, str(ROOT / "benchmarks" / "orderings.py"), str(folder), "--out", str(tmp_path / "o.json")]
+    orderings = ROOT / "benchmarks" / "quality" / "orderings.py"
+    script = [sys.executable, str(orderings), str(folder), "--out", str(tmp_path / "o.json")]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     assert "3 comparisons" in done.stdout
     assert [item["mean"] for item in json.loads((tmp_path / "o.json").read_text())] == [1.0] * 3

@@ -247,7 +247,7 @@ def call(*arguments: str) -> Result:
     ("arguments", "match"),
     [
         (["--peer", "kvpres"], "did you mean 'kvpress'"),
-        (["--python", "no/such/python"], "benchmarks/kvpress_env.sh"),
+        (["--python", "no/such/python"], "benchmarks/peers/kvpress_env.sh"),
         (["--export", "a", "--answers", "b"], "name one of them"),
         (["--protocol", "turns"], "not in 'turns'"),
     ],
@@ -258,7 +258,7 @@ def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], match: s
     assert match in " ".join(result.stderr.split())
 
 
-@pytest.mark.skipif(not KVPRESS.exists(), reason="no environment with kvpress (benchmarks/kvpress_env.sh makes it)")
+@pytest.mark.skipif(not KVPRESS.exists(), reason="needs kvpress: run benchmarks/peers/kvpress_env.sh")
 def test_kvpress_answers_as_we_do_with_the_full_cache(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     both = ["--model", folder, "--tasks", "tiny_long", "--samples", "2", "--protocol", "aware,agnostic",

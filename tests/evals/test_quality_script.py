@@ -1,4 +1,4 @@
-"""benchmarks/quality.sh: what it asks for, with programs in the place of ours that only write down their arguments."""
+"""benchmarks/quality/quality.sh: its commands, with programs that only write down their arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def called(programs: Path, *parts: str, **variables: str) -> list[list[str]]:
     log = programs / "log"
     log.unlink(missing_ok=True)
     known = {"PATH": os.environ["PATH"], "BIN": str(programs), "LOG": str(log), "OUT": str(programs / "out")}
-    script = str(ROOT / "benchmarks" / "quality.sh")
+    script = str(ROOT / "benchmarks" / "quality" / "quality.sh")
     subprocess.run([script, *parts], env={**known, **variables}, check=True, capture_output=True, text=True)
     return [call.splitlines() for call in log.read_text(encoding="utf-8").strip().split("\n\n")]
 
@@ -149,6 +149,6 @@ def test_the_orderings_are_made_of_curves_needles_and_text(programs: Path) -> No
     (call,) = called(programs, "orderings")
     out = f"{programs}/out"
     assert call == [
-        "python", "benchmarks/orderings.py", f"{out}/curves-aware", f"{out}/needles-aware", f"{out}/curves-agnostic",
-        f"{out}/needles-agnostic", f"{out}/pairs-text", "--out", f"{out}/orderings.json",
+        "python", "benchmarks/quality/orderings.py", f"{out}/curves-aware", f"{out}/needles-aware",
+        f"{out}/curves-agnostic", f"{out}/needles-agnostic", f"{out}/pairs-text", "--out", f"{out}/orderings.json",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "prompt_memory.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "performance" / "prompt_memory.py"
 
 
 def peaks(folder: Path, *options: str, runs: int = 1) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Attention over codes in Triton against the reference, in the interpreter (on a GPU: benchmarks/gpu_codes.py)."""
+"""Attention over codes in Triton against the reference, in the interpreter (on a GPU: benchmarks/gpu/gpu_codes.py)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millpond.evals.peers.plan import PeerPlan
     from millpond.evals.peers.process import Peer
 
-#: Peers, and their side of the line, in the repository's benchmarks/.
+#: Peers, and their side of the line, in the repository's benchmarks/peers/.
 SCRIPTS = {"kvpress": "kvpress_eval.py"}
 
 
@@ -43,7 +43,7 @@ def eval_peer(
     threads: Annotated[int | None, optional(min=1, help="CPU threads of the peer. Default: torch's.")] = None,
     peer: Annotated[str, typer.Option(help="Name of the peer: kvpress.")] = "kvpress",
     python: Annotated[
-        Path, typer.Option(help="Python of the peer's environment (benchmarks/kvpress_env.sh makes one).")
+        Path, typer.Option(help="Python of the peer's environment (benchmarks/peers/kvpress_env.sh makes one).")
     ] = Path("build/kvpress/bin/python"),
     export: Annotated[
         Path | None, optional(help="Write the prompts as requests, one a line, and run nothing.")
@@ -88,7 +88,8 @@ def _peer(
     if answers is not None:
         return ReplyFile(answers)
     if not python.exists():
-        raise OptionError(f"{python} does not exist; make an environment for {name} with benchmarks/{name}_env.sh")
+        maker = f"benchmarks/peers/{name}_env.sh"
+        raise OptionError(f"{python} does not exist; make an environment for {name} with {maker}")
     command = [
         str(python), "-W", "ignore", str(_script(name)), "--model", resolve(plan.model), "--dtype", plan.dtype,
         "--device", device, *([] if threads is None else ["--threads", str(threads)]),
@@ -98,7 +99,7 @@ def _peer(
 
 def _script(name: str) -> Path:
     """The peer's side of the line: in the working directory's checkout, or in the one that this package lies in."""
-    places = [folder / "benchmarks" / SCRIPTS[name] for folder in (Path(), Path(__file__).parents[3])]
+    places = [folder / "benchmarks" / "peers" / SCRIPTS[name] for folder in (Path(), Path(__file__).parents[3])]
     for place in places:
         if place.exists():
             return place

@@ -22,7 +22,7 @@ from millpond.bench.generate.candidates import ModelShape
 from millpond.cli.app import app
 from millpond.peer_process import PeerError
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "engines"
 SHAPE = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
 PLAN = EnginesPlan(shape=SHAPE, cells=((2, 40), (1, 30)), new_tokens=3, repeats=2, threads=1)
 
@@ -233,7 +233,7 @@ def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch
     assert [row["name"] for row in data["results"]] == ["millpond", *["OpenVINO GenAI"] * 3, "llama.cpp"]
     text = (tmp_path / "engines-quick.md").read_text()
     assert "## Batch 1, prompt 16" in text
-    assert "make one with benchmarks/llamacpp_env.sh" in text
+    assert "make one with benchmarks/engines/llamacpp_env.sh" in text
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,12 @@ class EngineCandidate:
 
 
 def engine(name: str, python: Path, script: str, converter: str) -> Kind:
-    """Another engine, whose environment `benchmarks/<script>_env.sh` makes."""
+    """Another engine, whose environment `benchmarks/engines/<script>_env.sh` makes."""
 
     def model(weights: Weights) -> Path:
         return weights.converted(script, python, SCRIPTS / converter)
 
-    return Kind(name, python, SCRIPTS / f"{script}_engine.py", f"benchmarks/{script}_env.sh", model)
+    return Kind(name, python, SCRIPTS / f"{script}_engine.py", f"benchmarks/engines/{script}_env.sh", model)
 
 
 def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[EngineCandidate]:

@@ -14,7 +14,7 @@ from millpond.bench.common.optional_peer import TIMEOUT_S
 from millpond.bench.generate.candidates import ModelShape
 from millpond.errors import MillpondError
 
-SCRIPTS = Path("benchmarks")  #: of the repository, as seen from its root
+SCRIPTS = Path("benchmarks/engines")  #: of the repository, as seen from its root
 
 
 class ConversionError(MillpondError):

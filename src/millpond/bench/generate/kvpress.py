@@ -1,6 +1,6 @@
 """kvpress in `bench generate`: its presses, each a candidate that a child process answers for.
 
-`benchmarks/kvpress_env.sh` makes the environment, `benchmarks/kvpress_generate.py` is the child.
+`benchmarks/peers/kvpress_env.sh` makes the environment, `benchmarks/peers/kvpress_generate.py` is the child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KVPress(OptionalPeer):
     """A running child with kvpress, or the reason why there is none."""
 
     def __init__(self, python: Path, script: Path) -> None:
-        super().__init__("kvpress", python, script, made_by="benchmarks/kvpress_env.sh")
+        super().__init__("kvpress", python, script, made_by="benchmarks/peers/kvpress_env.sh")
 
     def candidates(self, plan: GeneratePlan) -> list[GenerateCandidate]:
         """Its presses at the plan's budget, and its own full cache; none if it does not run."""

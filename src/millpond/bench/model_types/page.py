@@ -36,7 +36,7 @@ refused in every type.
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of what `benchmarks/model_types.py` wrote."""
+    """The page of what `benchmarks/models/model_types.py` wrote."""
     alone, beside = ([Finding.of(row) for row in data[part]] for part in ("text", "composite"))
     text = _INTRO.format(
         transformers=data["transformers"], torch=data["torch"], command=data["command"], counts=_counts(alone + beside),

@@ -65,7 +65,7 @@ def generate(
     threads: Threads = None,
     seed: WeightSeed = 0,
     kvpress: Annotated[
-        Path | None, optional(help="Python of an environment with kvpress (benchmarks/kvpress_env.sh).")
+        Path | None, optional(help="Python of an environment with kvpress (benchmarks/peers/kvpress_env.sh).")
     ] = None,
     out: Report = None,
 ) -> None:
@@ -82,7 +82,7 @@ def generate(
         budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     candidates = coded_candidates(codec.split(",")) if codec else None
-    child = KVPress(kvpress, Path("benchmarks/kvpress_generate.py")) if kvpress else nullcontext()
+    child = KVPress(kvpress, Path("benchmarks/peers/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
         data = run(plan, candidates, peer=peer, progress=status.update)
     if candidates:

@@ -27,10 +27,10 @@ def engines(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
     seed: WeightSeed = 0,
     openvino: Annotated[
-        Path, typer.Option(help="Python of an environment with OpenVINO GenAI (benchmarks/openvino_env.sh).")
+        Path, typer.Option(help="Python of an environment with OpenVINO GenAI (benchmarks/engines/openvino_env.sh).")
     ] = OPENVINO,
     llamacpp: Annotated[
-        Path, typer.Option(help="Python of an environment with llama.cpp (benchmarks/llamacpp_env.sh).")
+        Path, typer.Option(help="Python of an environment with llama.cpp (benchmarks/engines/llamacpp_env.sh).")
     ] = LLAMACPP,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that an engine may take to start, to convert or load, or for a run.")

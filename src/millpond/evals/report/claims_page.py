@@ -12,7 +12,7 @@ from millpond.evals.report.claims import AT_BYTES, CLAIMS, PEERS, Claim
 from millpond.evals.report.kvpress_equivalents import pool
 from millpond.evals.report.leaderboard import MASKED, markdown_table, span
 
-MISSING = "No results yet: `benchmarks/quality.sh curves curve-peers needles text-pairs orderings` makes them."
+MISSING = "No results yet: `benchmarks/quality/quality.sh curves curve-peers needles text-pairs orderings` makes them."
 #: The verdicts in the words that fit a comparison with a peer.
 AGAINST_PEERS: dict[Verdict, str] = {"holds": "ahead", "no difference seen": "no difference seen", "reversed": "below"}
 SUMMARY = "summary"

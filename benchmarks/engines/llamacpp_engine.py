@@ -1,6 +1,6 @@
 """llama.cpp for `millpond bench engines`: its own C functions, one batch a step. See engine_child.py.
 
-Runs in an environment of its own (benchmarks/llamacpp_env.sh).
+Runs in an environment of its own (benchmarks/engines/llamacpp_env.sh).
 """
 
 from __future__ import annotations

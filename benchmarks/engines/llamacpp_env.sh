@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make an environment for llama.cpp, built for this machine's processor: about ten minutes on two cores.
-# Usage: benchmarks/llamacpp_env.sh [FOLDER]     then: millpond bench engines --llamacpp FOLDER/bin/python
+# Usage: benchmarks/engines/llamacpp_env.sh [FOLDER]     then: millpond bench engines --llamacpp FOLDER/bin/python
 set -euo pipefail
 folder=${1:-build/llamacpp}
 python=${PYTHON:-python3}

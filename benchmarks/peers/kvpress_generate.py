@@ -1,7 +1,7 @@
 """The kvpress side of `millpond bench generate`: one JSON request per line in, one JSON answer per line out.
 
-Runs in an environment of its own (benchmarks/kvpress_env.sh) and therefore imports nothing of Millpond. The parent
-sends the shape of the model, the prompts and the press; the answer holds what the parent measures of everyone else:
+Runs in an environment of its own (benchmarks/peers/kvpress_env.sh) and therefore imports nothing of Millpond. The
+parent sends the shape of the model, the prompts and the press; the answer holds what the parent measures of every peer:
 prefill_s, decode_ms (the median step), kv_bytes (of the buffers that the cache holds) and peak_bytes.
 """
 

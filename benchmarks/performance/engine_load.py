@@ -1,6 +1,6 @@
 """A closed load on the engine under several methods, with the same bytes for all caches together.
 
-    python benchmarks/engine_load.py --prompt 2048 --answer 128 --requests 12 --methods full h2o streaming
+    python benchmarks/performance/engine_load.py --prompt 2048 --answer 128 --requests 12 --methods full h2o streaming
 
 All requests are there at the start, and the pool holds `--whole` of them with a full cache. Each line tells how many
 were in flight, tokens per second, and where the time went: steps that read prompts (beside the answers that go on),

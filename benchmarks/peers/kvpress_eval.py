@@ -1,8 +1,8 @@
 """kvpress answers: one JSON request per line in, one JSON reply per line out. The other side of `millpond eval-peer`.
 
-Runs in an environment of its own (benchmarks/kvpress_env.sh) and therefore imports nothing of Millpond. A request holds
-tokens: what is read and compressed (`opening`), and questions, each of which goes on from a copy of what was kept. By
-itself it is a filter: kvpress_eval.py --model FOLDER < requests.jsonl > replies.jsonl
+Runs in an environment of its own (benchmarks/peers/kvpress_env.sh) and therefore imports nothing of Millpond. A request
+holds tokens: what is read and compressed (`opening`), and questions, each answered from a copy of the compressed cache.
+By itself it is a filter: kvpress_eval.py --model FOLDER < requests.jsonl > replies.jsonl
 """
 
 from __future__ import annotations

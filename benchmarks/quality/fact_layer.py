@@ -5,7 +5,7 @@ to it, the share of the entries that may leave whose sum of attention is smaller
 same questions with the fact forced to stay in one layer, in all, and in all but the one that looks it up. Scores are
 of decoded answers, differences are paired. Writes FILE and a table beside it.
 
-  benchmarks/fact_layer.py --out benchmarks/results/fact-layer.json
+  benchmarks/quality/fact_layer.py --out benchmarks/results/fact-layer.json
 """
 
 from __future__ import annotations

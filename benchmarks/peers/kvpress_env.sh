@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make an environment for kvpress, which needs an older transformers than Millpond does.
-# Usage: benchmarks/kvpress_env.sh [FOLDER]     then: millpond bench generate --kvpress FOLDER/bin/python
+# Usage: benchmarks/peers/kvpress_env.sh [FOLDER]     then: millpond bench generate --kvpress FOLDER/bin/python
 set -euo pipefail
 folder=${1:-build/kvpress}
 python=${PYTHON:-python3}

@@ -1,6 +1,6 @@
 """OpenVINO GenAI for `millpond bench engines`: its continuous batching, step by step. See engine_child.py.
 
-Runs in an environment of its own (benchmarks/openvino_env.sh).
+Runs in an environment of its own (benchmarks/engines/openvino_env.sh).
 """
 
 from __future__ import annotations

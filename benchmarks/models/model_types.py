@@ -1,6 +1,6 @@
 """Every type of language model of the installed transformers, in tiny form, under our caches and under its own.
 
-    python benchmarks/model_types.py [TYPE ...] [--json benchmarks/results/model-types.json]
+    python benchmarks/models/model_types.py [TYPE ...] [--json benchmarks/results/model-types.json]
 
 Random weights, float32, a padded batch of two, each type in a process of its own. Some types given by name are put into
 a file that is there already; all types make it anew. `millpond.bench.model_types` says what equal means.
@@ -40,7 +40,7 @@ def main() -> None:
         before = json.loads(args.json.read_text(encoding="utf-8"))
         findings = {row["model_type"]: row for part in parts for row in before[part]} | findings
     data = {
-        "command": "python benchmarks/model_types.py", "torch": torch.__version__,
+        "command": "python benchmarks/models/model_types.py", "torch": torch.__version__,
         "transformers": transformers.__version__,
         **{part: [findings[kind] for kind in kinds if kind in findings] for part, kinds in parts.items()},
     }  # fmt: skip

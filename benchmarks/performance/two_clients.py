@@ -1,6 +1,6 @@
 """How long a short request waits behind many long ones of another client, and of its own.
 
-    python benchmarks/two_clients.py --prompts 40 --length 3500 --short 20 --answer 20
+    python benchmarks/performance/two_clients.py --prompts 40 --length 3500 --short 20 --answer 20
 
 Each line is one run: the short request alone; of another client than the long ones, while there is memory for all of
 them, for four, and for one; and of the same client, where it goes behind them. `first_s` and `all_s` count from the

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make an environment for OpenVINO GenAI, with what converts a model for it.
-# Usage: benchmarks/openvino_env.sh [FOLDER]     then: millpond bench engines --openvino FOLDER/bin/python
+# Usage: benchmarks/engines/openvino_env.sh [FOLDER]     then: millpond bench engines --openvino FOLDER/bin/python
 set -euo pipefail
 folder=${1:-build/openvino}
 python=${PYTHON:-python3}

@@ -5,7 +5,7 @@ score and selection; then all choices decode side by side in transformers' own a
 questions, at a fraction of what runs of their own would cost. Sums up in FILE beside the answers, which go into
 FILE with .jsonl; goes on where it stopped.
 
-  benchmarks/pool_widths.py --model FOLDER --out benchmarks/results/pool-widths.json [--text FILE]
+  benchmarks/quality/pool_widths.py --model FOLDER --out benchmarks/results/pool-widths.json [--text FILE]
 """
 
 from __future__ import annotations

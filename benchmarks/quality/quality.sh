@@ -1,6 +1,6 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality.sh PART ...    of: aware agnostic parts picture text text-long codecs codecs-text peers curves
+#   benchmarks/quality/quality.sh PART ...    of: aware agnostic parts picture text text-long codecs codecs-text peers curves
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text bytes orderings-bytes pools; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
@@ -9,12 +9,12 @@
 # CURVE_SAMPLES, CURVE_METHODS, VARIANTS, BUDGETS, PRESSES, PROTOCOLS, TASKS: what curves and curve-peers cross.
 #
 # Two processes share the work by tasks, each in a folder of its own; curve-merge puts them together and summarises:
-#   OUT=out/one TASKS=recall:length=1024,copy:length=1024 benchmarks/quality.sh curves curve-peers &
-#   OUT=out/two TASKS=niah_multiquery:length=1024,tracking:length=1024 benchmarks/quality.sh curves curve-peers & wait
-#   PARTS="out/one out/two" benchmarks/quality.sh curve-merge orderings
+#   OUT=out/one TASKS=recall:length=1024,copy:length=1024 benchmarks/quality/quality.sh curves curve-peers &
+#   OUT=out/two TASKS=niah_multiquery:length=1024,tracking:length=1024 benchmarks/quality/quality.sh curves curve-peers & wait
+#   PARTS="out/one out/two" benchmarks/quality/quality.sh curve-merge orderings
 # curves and curve-peers write into the same folders: run them in one folder one after the other.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 bin=${BIN:-.venv/bin}
 out=${OUT:-benchmarks/results/quality}
 samples=${SAMPLES:-200}
@@ -161,14 +161,14 @@ MergingPress(SnapKVPress):$snapkv"
       folders=""
       for protocol in $protocols; do folders="$folders $out/bytes-$protocol"; done
       # shellcheck disable=SC2086  # one word for each folder
-      "$bin/python" benchmarks/orderings.py $folders --renew --out "$out/orderings.json"
+      "$bin/python" benchmarks/quality/orderings.py $folders --renew --out "$out/orderings.json"
       ;;
     pools)
       # how wide SnapKV's pool should be, on a real model: MODEL names its folder
-      "$bin/python" benchmarks/pool_widths.py --model "${MODEL:?names a folder with a real model}" --samples 40 \
+      "$bin/python" benchmarks/quality/pool_widths.py --model "${MODEL:?names a folder with a real model}" --samples 40 \
         --text "${DATA:?names a folder with wikitext2_test.txt}/wikitext2_test.txt" --out "$out/../pool-widths.json"
       # the leading ones again on other samples, and both kinds of pool on pond-recall
-      "$bin/python" benchmarks/pool_widths.py --model "$MODEL" --samples 60 --seed 11 \
+      "$bin/python" benchmarks/quality/pool_widths.py --model "$MODEL" --samples 60 --seed 11 \
         --pools "max 7,max 21,avg 13,avg 21" --text "$DATA/grimms_fairy_tales.txt" --out "$out/../pool-widths-seed-11.json"
       evaluate --samples 40 --budget 64,224 --out "$out/../pool-kinds" \
         --tasks recall:length=1024,tracking:length=1024,niah_multivalue:length=1024,copy:length=1024 \
@@ -184,7 +184,7 @@ MergingPress(SnapKVPress):$snapkv"
           cat "$folder/curves-$protocol/samples.jsonl" >> "$into/samples.jsonl"
         done
       done
-      PARTS="" OUT="$out" benchmarks/quality.sh curves curve-peers
+      PARTS="" OUT="$out" benchmarks/quality/quality.sh curves curve-peers
       ;;
     text-pairs)
       # what the claims compare, on text
@@ -222,10 +222,10 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       for protocol in $protocols; do folders="$folders $out/curves-$protocol $out/needles-$protocol"; done
       folders="$folders $out/pairs-text"
       # shellcheck disable=SC2086  # one word for each folder
-      "$bin/python" benchmarks/orderings.py $folders --out "$out/orderings.json"
+      "$bin/python" benchmarks/quality/orderings.py $folders --out "$out/orderings.json"
       ;;
     orderings-text)
-      "$bin/python" benchmarks/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
+      "$bin/python" benchmarks/quality/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
       ;;
     *)
       echo "no part called $part; there are: aware agnostic parts picture text text-long codecs codecs-text peers curves" \

@@ -1,6 +1,6 @@
 """Check and time the Triton kernels on a CUDA GPU.
 
-    PYTHONPATH=src python benchmarks/gpu_check.py --out DIR
+    PYTHONPATH=src python benchmarks/gpu/gpu_check.py --out DIR
 
 Sections (--only takes a comma-separated choice):
     check    every op against the reference on the device; a mismatch makes the exit status 1

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a CUDA GPU on a machine that has none.
 
-    PYTHONPATH=src python benchmarks/gpu_compile.py [--tiny]
+    PYTHONPATH=src python benchmarks/gpu/gpu_compile.py [--tiny]
 
 The calls are those of gpu_check.py, with all its shapes, formats and rules; nothing is launched, so no number is
 computed. It shows what the interpreter of Triton cannot: that each variant passes Triton's compiler and NVIDIA's

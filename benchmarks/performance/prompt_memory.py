@@ -1,6 +1,7 @@
 """Peak memory of generate() on a long prompt: our caches and transformers' own, each in a fresh process.
 
-    python benchmarks/prompt_memory.py [--prompt 4096] [--chunk 512] [--runs 3] [--model FOLDER] [--json FILE]
+    python benchmarks/performance/prompt_memory.py [--prompt 4096] [--chunk 512] [--runs 3]
+        [--model FOLDER] [--json FILE]
 
 A process builds the model, makes the cache, and generates two tokens; what counts is the highest resident memory
 above what it held once model and cache were there. Medians over the runs, which take turns. Memory does not depend on

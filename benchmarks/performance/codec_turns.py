@@ -1,6 +1,6 @@
 """Decoding through generate() over codes, beside bf16: a few tokens at a time, on caches that stay, in turns.
 
-    python benchmarks/codec_turns.py --codec int4 int8 kivi2 --prompt 4096 --rounds 24
+    python benchmarks/performance/codec_turns.py --codec int4 int8 kivi2 --prompt 4096 --rounds 24
 
 A machine that others use too is faster now and slower a second later, by more than codecs differ. So the prompt is
 read once for each codec, and then every one goes on for `--tokens` tokens with its own cache, in shuffled order, round
