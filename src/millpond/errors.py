@@ -42,7 +42,7 @@ class CacheMismatchError(MillpondError):
 
 
 class NotPicklableError(MillpondError, TypeError):
-    """A cache lives in the pages of a pool beside a model in this process, which a pickle cannot carry."""
+    """A cache lives in the pages of a pool in this process, which a pickle cannot carry."""
 
 
 class PoolFullError(MillpondError, MemoryError):

@@ -58,7 +58,7 @@ def test_everyone_runs_and_holds_what_is_expected() -> None:
     assert full == 2 * 2 * 203 * 16 * 2  # sequences x (key, value) x entries (but the last token's) x head_dim x bytes
     assert full <= rows["millpond full", ""]["kv_bytes"] < 1.2 * full
     assert rows["millpond h2o", "20%"]["kv_bytes"] < 0.35 * full
-    assert data["peer"] == "kvpress was not asked for"
+    assert data["peer"] == "kvpress was not requested"
     json.dumps(data)
 
 

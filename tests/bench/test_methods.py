@@ -270,7 +270,7 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     assert data["command"].startswith("millpond")
     assert data["hardware"] in text
     assert "here they check the machinery" in text
-    assert "snapkv beside itself is " in text
+    assert "snapkv compared with itself is " in text
     assert "| `snapkv` | noise: the same once more |" in text
     assert "| `h2o:recent=0.25` | evicts |" in text
     assert "the prompt is repeated: 1 extra pass; 5 ids ask for the repetition |" in text

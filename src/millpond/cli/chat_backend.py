@@ -30,7 +30,7 @@ _USERS_TURN = "\nUser:"
 
 
 class ChatBackend(Protocol):
-    """Somebody who answers."""
+    """A source of answers: a local model or a server."""
 
     name: str
 
@@ -111,7 +111,7 @@ class LocalBackend:
         )
 
     def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:
-        """The answer until it ends or somebody presses Ctrl-C; never in the middle of a step."""
+        """The answer until it ends or the user presses Ctrl-C; never in the middle of a step."""
         engine, shown = self._llm.engine, 0
         while engine.busy and not interrupts:
             for output in engine.step():

@@ -35,7 +35,7 @@ def notes() -> Iterator[None]:
 
 
 def held_of(kv_bytes: int, unused_bytes: int, full_kv_bytes: int) -> str:
-    """What a cache holds beside a full one in the model's dtype, and what of it pages take beyond their entries.
+    """Bytes of a cache relative to a full one in the model's dtype, and the part that pages take beyond entries.
 
     Example:
         >>> held_of(327680, 17920, 309760)
@@ -46,7 +46,7 @@ def held_of(kv_bytes: int, unused_bytes: int, full_kv_bytes: int) -> str:
     return f"KV {size(kv_bytes)} held,{rounding} full cache {size(full_kv_bytes)} ({share:.0%})"
 
 
-#: Seconds from one line to the next that say that work goes on, where nobody looks at a terminal.
+#: Seconds between lines of progress where the output is no terminal.
 LINE_EVERY_S = 10.0
 
 

@@ -54,7 +54,7 @@ def serve(
     )  # fmt: skip
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
-            f"[yellow]note:[/] anybody who reaches {escape(host)} may use the model; --api-key limits that to holders "
+            f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
             "of a key"
         )
     run(llm, settings, host=host, port=port)

@@ -51,7 +51,7 @@ class Calibration:
 
     Attributes:
         model: the mark of the model. name: its class, for people.
-        outliers: share of the numbers that lie outside the ranges, and are kept beside the codes.
+        outliers: share of the numbers that lie outside the ranges, and are stored as outliers.
         sinks: first entries of a text that were left out, and stay plain.
     """
 

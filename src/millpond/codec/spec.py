@@ -49,8 +49,8 @@ class Codec:
         prune: share of key channels dropped after the prompt, see `channels`.
         tiered: entries that a method would evict are demoted to this format instead (MiKV).
         calibrated: needs a calibration file of the same model.
-        key_outliers, value_outliers: share of the numbers of a page that are kept beside the codes.
-        calibration: what was calibrated, where it is `calibrated` and has been told.
+        key_outliers, value_outliers: share of the numbers of a page that are stored as outliers.
+        calibration: the result of calibration, where `calibrated` and given.
         paper: where it comes from.
     """
 

@@ -159,8 +159,8 @@ class MillpondCache(Cache):
     def fork(self) -> MillpondCache:
         """Another cache that stands where this one stands, for one context and many questions.
 
-        The two share pages until one of them writes, and the memory limit; each is closed on its own. What is asked of
-        one, the other never sees. One at a time is in a pass. `copy.deepcopy` does the same.
+        The two share pages until one of them writes, and the memory limit; each is closed on its own. Tokens given to
+        one are never seen by the other. One at a time is in a pass. `copy.deepcopy` does the same.
 
         Raises:
             CacheMismatchError: this cache is closed, or in a pass, or its model is gone.

@@ -80,7 +80,7 @@ def compress(
 
     Raises:
         UnsupportedModelError: the model bypasses the attention interface.
-        OptionError: an unknown method, option or codec, a value out of range, or options beside a policy.
+        OptionError: an unknown method, option or codec, a value out of range, or options given with a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
     """

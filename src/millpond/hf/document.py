@@ -22,7 +22,7 @@ from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.prompt_parts import part_size
 
-#: What a file begins with, so that another one is told at once.
+#: First bytes of a file, so that another file is refused at once.
 FORMAT = "millpond-document-2"
 #: Numbers of each parameter that tell one model from another.
 LOOKED_AT = 64

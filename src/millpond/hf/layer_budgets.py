@@ -158,7 +158,7 @@ class LayerBudgets:
     def _uneven_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> tuple[int, int]:
         """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
 
-        An entry takes what it costs as a number, or twice what it costs as a code, for the tombstones beside it.
+        An entry takes what it costs as a number, or twice what it costs as a code, because of tombstones.
         """
         plain_page, packed_page = table.pool.page_bytes + 4, sealed.pool.page_bytes + 4
         room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
@@ -170,7 +170,7 @@ class LayerBudgets:
     def _entries_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> int:
         """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
 
-        What leaves while decoding leaves tombstones, as many as entries before their pages are given back.
+        Evictions while decoding leave tombstones, at most as many as entries before their pages are freed.
         """
         most = quantize.max_unquantized(sealed)
         plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)

@@ -19,9 +19,9 @@ from millpond.policy.policy import Policy
 
 #: Tokens of a part, at the most.
 PART = 512
-#: Prompts of so many tokens are read as a whole: parts of 1,536 tokens took 5 % longer (bf16, a CPU), of 4,096 none.
+#: Prompts up to this length are read as a whole: parts of 1,536 tokens took 5 % longer (bf16, a CPU), of 4,096 none.
 WHOLE = 2048
-#: What generate() may be given beside settings: tensors that can be cut where the ids are.
+#: Tensor arguments of generate() that can be cut where the ids are.
 _CUT = {"input_ids", "inputs", "attention_mask", "past_key_values"}
 #: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
 _OWN = ("generate", "_prefill")

@@ -32,7 +32,7 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 def fits(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
     """Whether the native kernels take x (..., n) with these weights.
 
-    They do where x has few rows and all lies on a CPU in one dtype, with contiguous rows, and nobody asks for
+    They do where x has few rows and all lies on a CPU in one dtype, with contiguous rows, and the caller needs no
     gradients, autocast or another implementation.
     """
     from millpond.kernels import native

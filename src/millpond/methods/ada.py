@@ -37,7 +37,7 @@ def ada(
     step, and no head falls below its floor.
 
     Departs from the paper: there budgets are shared out once, at the end of the prompt (every=0). With b entries per
-    head beside the protected ones, the authors' code gives head h round((1 - alpha) b*_h + floor(alpha b)), where b*_h
+    head besides the protected ones, the authors' code gives head h round((1 - alpha) b*_h + floor(alpha b)), where b*_h
     is what it wins in one top-k without a floor, and so holds up to one entry per head less, or more, than the budget;
     allocation="official" does the same, but never more. Here each head keeps its best floor(alpha b) before the rest is
     competed for, so that alpha is what no head falls below, and the total is the budget.

@@ -14,7 +14,7 @@ from millpond.policy.scores.leverage import LeverageAndAttention
 def compactor(
     blend: Annotated[
         float | str,
-        "weight of the leverage scores beside attention, 0 is attention alone; auto: the share of the text that leaves",
+        "weight of the leverage scores; 0 is attention alone; auto: the evicted share of the text",
     ] = "auto",
     sketch: Annotated[int, "dimensions that keys are projected to at random first; 0: as they are"] = 48,
     sinks: Sinks = 8,

@@ -22,12 +22,12 @@ def criticalkv(
 ) -> Policy:
     """Keep what is attended to, then what is attended to and changes the layer's output most.
 
-    First stage: the entries of highest attention a_j, `first` of what the budget leaves beside the protected ones.
+    First stage: the entries of highest attention a_j, `first` of the budget after the protected ones.
     Second stage: the highest (a_j + eps) * ||v_j W_O||_1 among the rest (Algorithm 1), which lowers the paper's bound
     on the change of the output. W_O is the part of the output projection of each query head, averaged over a group.
 
     Departs from the paper: under head budgets (ada, with this as its score) heads compete by the two-stage number and
-    not by attention. Of an output of more than `numbers` numbers so many make the norm. decode="evict" keeps the budget
+    not by attention. The norm takes at most `numbers` numbers of an output. decode="evict" keeps the budget
     while decoding: each step ends with a plan, and is slow.
     """
     base = based_on("criticalkv", score)

@@ -27,7 +27,7 @@ def ems(
     """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
 
     s_j = max(g_j, l_j mean(g) / mean(l)), with g the attention from all queries and l that of the last `window`. Each
-    KV head keeps its best as centres. What leaves but belongs to the `cover` share of the score joins the centre c of
+    KV head keeps its best as centres. An evicted entry in the `cover` share of the score joins the centre c of
     highest cos(k, k_c) cos(v, v_c), or the class of zero, which is dropped, if that is at most the threshold. A centre
     becomes the mean of its class by score: of the values, and of the directions and the lengths of the keys. It has
     the attention of all its members.

@@ -38,7 +38,7 @@ class EvictionPlan:
         keep: (H, N) bool over the view's columns.
         caps: (H,) int64: most entries each head may hold from now on.
         merged: the view's columns after those that leave were taken into those that stay; None: they are dropped.
-        standing: (H, N) float32, what is stored beside the entries as their scores; None: what they were chosen by.
+        standing: (H, N) float32, stored with the entries as their scores; None: the scores they were chosen by.
     """
 
     keep: Tensor
@@ -59,7 +59,7 @@ class Policy:
         reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
         shared: all KV heads of a layer keep the same positions (the score is averaged over them).
         every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
-            whole (`Protect.keeps_short_turn`), as what is asked about a text that was compressed.
+            whole (`Protect.keeps_short_turn`), such as a question about a compressed text.
         once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
             token of the prompt, as if it had been decoded.

@@ -30,16 +30,16 @@ class View:
 
     Attributes:
         positions: (H, N) int32, ascending along N; -1 where a head has no entry (all of these come last).
-        signal: (H, N) float32, the attention that the score asked for; None if it asked for none.
+        signal: (H, N) float32, the attention that the score needs; None if it needs none.
         seen: tokens of this sequence so far; the newest has position seen - 1.
         turn: of them, those of the newest turn, where it is not the first; else 0.
         layer: index of the layer.
         sequence: which sequence of the batch that was first read; copies keep the number of their original.
-        budget: entries per head on average that the plan may keep; 0 where nobody plans.
-        pinned: (H, N) bool, the entries that no score can evict; None where nobody plans.
+        budget: entries per head on average that the plan may keep; 0 outside a plan.
+        pinned: (H, N) bool, the entries that no score can evict; None outside a plan.
         read_entries: hands over keys and values when a score asks for them; None where there are none to see.
         outputs: hands over the maps from values to the layer's output; None where no model is there.
-        tokens: hands over the token ids of the entries; None where nobody knows them.
+        tokens: hands over the token ids of the entries; None where they are not known.
         head_attention: hands over attention by query head, see `received`; None where no queries are kept.
         recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
@@ -102,7 +102,7 @@ class View:
 
         The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
         at least `begin` and less than `end` positions behind the entry count; end=0: all from `begin` on. Of many
-        queries a policy may have asked for some.
+        queries a policy may request some.
         """
         assert self.head_attention is not None, "the cache keeps the queries for a policy that looks at them"
         return self.head_attention(begin, end)

@@ -45,7 +45,7 @@ class CacheFactory:
         whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
 
     Raises:
-        OptionError: as `compress`, or the method cannot run beside others in one pass; the message says why.
+        OptionError: as `compress`, or the method cannot run with others in one pass; the message says why.
     """
 
     def __init__(

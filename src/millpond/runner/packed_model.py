@@ -57,7 +57,7 @@ class PackedModel:
 
     Args:
         runner: "lean": without the model's modules, whose weights are fused (`NativeForward`); "modules": through them;
-            "auto": lean where that gives what the modules give. Passes that somebody watches go through the modules.
+            "auto": lean where that gives what the modules give. Passes with hooks go through the modules.
         native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
 
     Attributes:
@@ -115,7 +115,7 @@ class PackedModel:
         """Run tokens `ids` (T,) at `positions` (T,) of their own texts through the model.
 
         Args:
-            segments: cut all T rows. rows: (n,) int64, ascending: those whose next token is asked for.
+            segments: cut all T rows. rows: (n,) int64, ascending: those whose next token is needed.
 
         Returns:
             (n, vocabulary): the logits of these rows.

@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from millpond.server.errors import ApiError
 from millpond.server.llm_protocol import ServedLLM
 
-#: Seconds that a refused client is asked to wait, at least and at most.
+#: Seconds that a refused client has to wait, at least and at most.
 _LEAST_WAIT, _MOST_WAIT = 1, 60
-#: One in so many places of the queue is for clients who have nothing under way.
+#: One of this many places in the queue is reserved for clients without requests in flight.
 _FOR_OTHERS = 8
-#: Seconds that requests have to end when the server goes down, after they were told to.
+#: Seconds that requests have to end after the server stopped them on shutdown.
 LEAVE_S = 2.5
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class AdmissionControl:
     """In front of the engine.
 
     Attributes:
-        under_way: ids of the prompts that came in and are not answered. draining: nobody comes in any more.
+        under_way: ids of the prompts that came in and are not answered. draining: new requests are refused.
     """
 
     def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
@@ -42,10 +42,10 @@ class AdmissionControl:
 
     @contextmanager
     def admit(self, ids: Sequence[str], client: str = "") -> Iterator[None]:
-        """Come in with some prompts, all or none of them. Who has some under way leaves the end of the queue to others.
+        """Admit some prompts, all or none. A client with prompts in flight cannot take the last places of the queue.
 
         Raises:
-            ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, so many
+            ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, the
                 prompts never fit.
         """
         if self.draining:
@@ -78,7 +78,7 @@ class AdmissionControl:
 
     def check_number(self, prompts: int) -> None:
         """Raises:
-        ApiError: 400, so many prompts never fit.
+        ApiError: 400, more prompts than the queue holds.
         """
         if prompts > self._max_queue:
             rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
@@ -86,7 +86,7 @@ class AdmissionControl:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine answers nobody now, if it does not."""
+        """Why the engine does not answer at the moment; None: it does."""
         return self._llm.trouble(self._step_limit_s)
 
     async def watch(self) -> None:
@@ -114,7 +114,7 @@ class AdmissionControl:
         return min(_MOST_WAIT, max(_LEAST_WAIT, math.ceil(gap * waiting / 2)))
 
     async def drain(self, within_s: float) -> None:
-        """Let nobody in, give what runs `within_s` seconds from the first call on, then end it with what it has.
+        """Refuse new requests, give running ones `within_s` seconds from the first call, then end them as they are.
 
         An engine that hangs ends nothing: it is waited for `LEAVE_S` seconds more.
         """

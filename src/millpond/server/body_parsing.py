@@ -20,7 +20,7 @@ from millpond.server.front_pace import in_thread
 
 M = TypeVar("M", bound=BaseModel)
 
-#: Bodies of so many bytes and values are parsed at once: that takes less than handing them to a thread.
+#: Bodies of at most this many bytes and values are parsed in place: that takes less than handing them to a thread.
 _SHORT, _FEW = 2**15, 500
 #: Most backslashes: each makes a string longer to read.
 _ESCAPES = 2**20

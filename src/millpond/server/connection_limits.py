@@ -1,9 +1,9 @@
 """Limits of connections: how many there are, and how long one may keep the server waiting.
 
-uvicorn limits the time between two requests, and neither that of a header nor that of an answer that nobody reads. So
-its protocol for HTTP is extended: a connection that sends no whole header in time, or stops reading its answer, is
-closed, and where there are too many the one goes that has kept the server waiting longest. Bodies are limited where
-they are read, in `doors`.
+uvicorn limits the time between two requests, and neither that of a header nor that of an unread answer. So its
+protocol for HTTP is extended: a connection that sends no whole header in time, or stops reading its answer, is closed;
+with too many connections, the one that has kept the server waiting longest is closed. Bodies are limited where they
+are read, in `middleware`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many came."""
+        """Receive `nbytes` bytes."""
         self.data_received(bytes(self._buffer[:nbytes]))
 
     def on_response_complete(self) -> None:

@@ -59,7 +59,7 @@ class FrontPace:
         self._clients.leave(client)
 
     def charge(self, name: str, client: ClientService, seconds: float) -> None:
-        """A request took so many CPU seconds."""
+        """Charge a client with the CPU seconds of a request."""
         client.served += round(1e6 * seconds)
         if self._others(name):
             now = time.monotonic()
@@ -87,7 +87,7 @@ class FrontPace:
         self._look = asyncio.get_running_loop().call_later(wait, self._let_one_go)
 
     def _let_one_go(self) -> None:
-        """The next of those who wait and still want to; one at a time, since nobody knows what it will take."""
+        """Admit the next waiting request; one at a time, since its cost is not known beforehand."""
         self._look = None
         self._waiting = [one for one in self._waiting if not one[1].done()]
         if self._waiting and time.monotonic() >= self._free_at:
@@ -107,7 +107,7 @@ class Visit:
         self._client = client
 
     def charge(self, seconds: float) -> None:
-        """It took so many CPU seconds."""
+        """Charge the request's client with CPU seconds."""
         self._pace.charge(self._name, self._client, seconds)
 
     async def turn(self) -> None:

@@ -26,7 +26,7 @@ class Client:
 
     Attributes:
         name: of a key its keyed hash, else the address. best_priority: the lowest that it may ask for.
-        salt: what its shared prompts are salted with; empty where it shares with everybody.
+        salt: what its shared prompts are salted with; empty where it shares with all clients.
     """
 
     name: str

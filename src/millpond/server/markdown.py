@@ -22,7 +22,7 @@ def render_markdown(text: str) -> str:
     """HTML of a text.
 
     Raises:
-        OptionError: it is too long, or has too many marks, to be parsed beside other work.
+        OptionError: it is too long, or has too many marks, to be parsed while other requests run.
 
     Example:
         >>> render_markdown("**yes** <script>")

@@ -77,7 +77,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat, as the template gets it; what an answer of ours has beside that may come back empty."""
+    """One message of a chat, as the template gets it; other fields of our answers are accepted if empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

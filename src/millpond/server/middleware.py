@@ -45,7 +45,7 @@ class Hosts:
     asks for, but names the page's site as the host.
 
     Args:
-        allowed: hosts beside those of loopback; where there are some, they are asked for at any address.
+        allowed: hosts besides loopback; if there are any, the Host header is checked at every address.
         keyed: whether the server has keys, which no page knows.
     """
 

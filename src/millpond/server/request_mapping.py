@@ -41,7 +41,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
     """How the cache is kept.
 
     Raises:
-        OptionError: no such preset. ApiError: a preset beside what it decides.
+        OptionError: no such preset. ApiError: a preset together with an option that it sets.
     """
     if fields.preset is not None:
         for name in ("method", "budget", "codec"):
@@ -79,7 +79,7 @@ def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[s
 
 
 def most_tokens(asked: int | None, limit: int | None, param: str = "max_tokens") -> int | None:
-    """New tokens at most: as asked, where nothing was asked the server's limit; None: what the context holds.
+    """Most new tokens: the request's number, else the server's limit; None: what the context holds.
 
     Args:
         param: the field that asks.

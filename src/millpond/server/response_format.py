@@ -35,7 +35,7 @@ class ResponseFormat(Protocol):
     """Words of one of OpenAI's two interfaces.
 
     Attributes:
-        kind, chunk_kind: the `object` of an answer and of a piece of it. new_tokens: off where none were asked for.
+        kind, chunk_kind: the `object` of an answer and of a piece of it. new_tokens: off where none were requested.
     """
 
     @property
@@ -69,7 +69,7 @@ class CompletionVoice:
     """POST /v1/completions.
 
     Attributes:
-        n: answers per prompt. logprobs: whether they are told. new_tokens: whether more than the echo is.
+        n: answers per prompt. logprobs: whether they are sent. new_tokens: whether more than the echo is.
         echo: per prompt its text and the text of its first token, which has no log probability; empty: no echo.
         token_ids: tell the ids of new tokens; for models without a tokenizer, whose answers have no text.
     """
@@ -130,7 +130,7 @@ class ChatVoice:
     """POST /v1/chat/completions.
 
     Attributes:
-        logprobs: whether they are told.
+        logprobs: whether they are sent.
     """
 
     logprobs: bool = False

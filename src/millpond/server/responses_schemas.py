@@ -23,7 +23,7 @@ def _kind(value: Any) -> str:
 
 
 class InputPart(Body):
-    """A piece of a message, of an answer of ours too: what that has beside its text says nothing to the model."""
+    """A piece of a message; fields of our own answers other than the text are ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -33,7 +33,7 @@ class InputPart(Body):
 
 
 class InputMessage(Body):
-    """One message; what an answer of ours has beside role and content may come back."""
+    """One message; other fields of our own answers are accepted."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]

@@ -32,7 +32,7 @@ from millpond.server.tools.tool_choice import format_of
 _LONG = 2**14
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
-#: nginx's status for a client that closed its connection; it reaches nobody but logs and metrics.
+#: nginx's status for a client that closed its connection; it appears only in logs and metrics.
 _CLIENT_GONE = 499
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody waits for an answer."""
+    """The client closed its connection before its answer was complete."""
 
 
 async def merge_streams(llm: ServedLLM, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -104,7 +104,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._source), aclosing(self._events):
                 await while_connected(receive, self._send(send))
-        except (ClientGone, OSError):  # nobody is there to be told
+        except (ClientGone, OSError):  # the client is gone
             self._left()
 
     async def _send(self, send: Send) -> None:

@@ -169,7 +169,7 @@ class TokenizerWorker:
             raise ApiError(400, message, "context_length_exceeded", param)
 
     async def _run(self, work: Callable[[Any], T], size: int) -> T:
-        """What `work` makes with a tokenizer of so many characters."""
+        """Run `work` with a tokenizer, for a text of `size` characters."""
         loop, long = asyncio.get_running_loop(), size > _LONG
         if long not in self._tokenizers:
             copied = loop.run_in_executor(self._threads[False], copy.deepcopy, self._tokenizer)

@@ -9,7 +9,7 @@ from millpond.engine.outputs import Completion, KVStats, RequestOutput
 
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str, Any]:
-    """Of a whole answer; `new_tokens` off: none were asked for."""
+    """The token counts of a whole answer; `new_tokens` off: none were requested."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
     held = [c.kv for output in outputs for c in output.completions if c.kv is not None]

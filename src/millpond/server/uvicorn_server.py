@@ -22,7 +22,7 @@ _TURN_S = 2e-4
 
 
 class DrainingServer(uvicorn.Server):
-    """At the first signal nobody comes in any more, and what runs may finish or returns what it has.
+    """At the first signal new requests are refused; running ones finish or return what they have.
 
     It ends within `drain_s` + 5 seconds, whatever the engine does. The second Ctrl-C ends the process at once.
     """

@@ -106,7 +106,7 @@ def methods_markdown(data: dict[str, Any]) -> str:
     model, anchor, bound = data["model"], data["anchor"], data["plan_bound"]
     head = (
         "method", "while decoding", "prefill s", f"of {anchor}", "plan", f"<= {bound:.0%}",
-        "decode ms/step", f"of {anchor}", "at most", "holds", "KV MB held", "beside the prompt",
+        "decode ms/step", f"of {anchor}", "at most", "holds", "KV MB held", "extra input",
     )  # fmt: skip
     note = (
         f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
@@ -132,8 +132,8 @@ def _noise(data: dict[str, Any]) -> str:
         if row["again"] and row["decode_ratio"] is not None:
             low, high = row["decode_ratio_range"]
             return (
-                f"{data['anchor']} beside itself is {row['decode_ratio']:.3f} x, {low:.3f} to {high:.3f} over the "
-                "repetitions: the noise. "
+                f"{data['anchor']} compared with itself is {row['decode_ratio']:.3f} x, {low:.3f} to {high:.3f} over "
+                "the repetitions: the noise. "
             )
     return ""
 

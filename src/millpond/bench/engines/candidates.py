@@ -41,7 +41,7 @@ class EngineCandidate:
     """An engine in one setting.
 
     Attributes:
-        settings: what its process is told beside model and threads, by (batch, prompt, new tokens).
+        settings: settings of its process besides model and threads, by (batch, prompt, new tokens).
         against: the label of ours that its numbers are compared with.
     """
 

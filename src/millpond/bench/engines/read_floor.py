@@ -14,7 +14,7 @@ READINGS = 5  #: of which the median counts
 
 
 class Floor:
-    """Memory that is read, and as many threads as the engines have. It grows to the most bytes asked for."""
+    """A buffer to read with as many threads as the engines have. It grows to the largest read."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

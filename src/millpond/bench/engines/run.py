@@ -23,7 +23,7 @@ from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
 from millpond.peer_process import PeerError
 
-#: Milliseconds in which weights and so many bytes of entries are read once; None where nothing can measure it.
+#: Milliseconds to read the weights and the given bytes of entries once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]
 
 WARM_UP, WARM_UP_TOKENS = 256, 4  #: tokens of the prompts and of the answers before the clock runs

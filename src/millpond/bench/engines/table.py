@@ -25,7 +25,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{data['threads']} threads in each engine; {data['new_tokens']} steps; medians of {data['repeats']} "
         "repetitions in turns, ratios within a turn: above 1.00 x ours is faster. Prefill lasts until every sequence "
         "has its first token, in the engine's own order of work. Of reading once: a step "
-        "beside reading the weights and the engine's KV bytes once with as many threads, measured right behind it. KV: "
+        "over reading the weights and the engine's KV bytes once with as many threads, measured right behind it. KV: "
         "in use at the end, as the engine counts it. RSS: the most while it answered, beyond what its process held "
         "before it loaded the model.\n",
         *(f"* {name}: {note}" for name, note in data["engines"].items()),

@@ -23,7 +23,7 @@ class ConversionError(MillpondError):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's files below `folder`: made when they are asked for, and kept for later runs.
+    """A model's files below `folder`: made on first use, and kept for later runs.
 
     timeout_s: that a conversion may take.
     """
@@ -73,7 +73,7 @@ class Weights:
 
 
 def _fresh(target: Path) -> Path:
-    """A place beside `target` for what is not whole yet, with nothing there."""
+    """An empty path next to `target` for a partial file."""
     part = target.with_name(target.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     if part.is_dir():

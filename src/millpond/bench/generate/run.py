@@ -74,7 +74,7 @@ def run(
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
         "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget, "seed": plan.seed,
         "anchor": ANCHOR,
-        "peer": peer.note if peer is not None else "kvpress was not asked for",
+        "peer": peer.note if peer is not None else "kvpress was not requested",
         "results": [result.as_dict() for result in results],
     }  # fmt: skip
 

@@ -42,7 +42,7 @@ class MethodCandidate:
     """A method that takes part, and its readings.
 
     Attributes:
-        given: what it needs beside a prompt, and was given.
+        given: what it needs in addition to a prompt, and was given.
         again: it is the anchor once more: what differs is noise.
     """
 
@@ -125,7 +125,7 @@ def _within(value: float | None, bound: float | None) -> bool | None:
 
 
 class _RandomTokens:
-    """Tokens of a random model (see `millpond.policy.needs.token_source.TokenSource`); `given`: what was asked."""
+    """Tokens of a random model (see `millpond.policy.needs.token_source.TokenSource`); `given`: what was requested."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab

@@ -31,7 +31,7 @@ ANCHOR = "snapkv"
 WARM_UP = 512  #: tokens of the prompt before the clock runs
 TURN = 4  #: decoding steps of one method before the next has its turn
 TURNS = 3  #: at least, of a method whose turns are long
-HEAT = 6  #: methods that decode in turns beside the anchor
+HEAT = 6  #: methods that decode in turns with the anchor
 GROUP = 3  #: of these, between two turns of the anchor
 #: Settings of methods that by default do what another does: one weight is the same budget for every layer.
 SETTINGS: dict[str, dict[str, str]] = {"layer_table": {"table": "3;1"}}
@@ -68,7 +68,7 @@ def candidates_of(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[s
     """Who takes part, the anchor always and twice; and who is left out, with the reason.
 
     Raises:
-        OptionError: a method that was asked for by name cannot be built.
+        OptionError: a method given by name cannot be built.
     """
     vocab = plan.shape.vocab
     if plan.methods is not None:
@@ -97,7 +97,7 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
     """Measure every method; returns what `report` writes.
 
     Raises:
-        OptionError: a method that was asked for by name cannot be built.
+        OptionError: a method given by name cannot be built.
     """
     candidates, left_out = candidates_of(plan)
     with torch_threads(plan.threads):

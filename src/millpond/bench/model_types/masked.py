@@ -24,7 +24,7 @@ class Masked:
     """Attention over all keys and values, of which each KV head shows what is held and what is new.
 
     Attributes:
-        held: positions that may be seen beside the new ones; None shows all.
+        held: positions that are visible besides the new ones; None shows all.
         pads: columns of padding before each sequence, (B,).
     """
 

@@ -121,7 +121,7 @@ def _evict(model: PreTrainedModel, setting: Setting) -> None:
         if most > SMALL + grows * step:
             raise Wrong(f"{most} entries of a KV head after step {step}, where {SMALL} may be held")
     if setting.hides:
-        compare(runs[0], masked_run(model, runs[0]), "beside stock that hides what left")
+        compare(runs[0], masked_run(model, runs[0]), "compared with stock that masks evicted entries")
 
 
 def _native_layers(model: PreTrainedModel) -> tuple[int, int]:

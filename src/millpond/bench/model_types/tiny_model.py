@@ -25,7 +25,7 @@ def causal_types() -> dict[str, str]:
 
 
 def composite_types() -> dict[str, str]:
-    """The same of models that take pictures or sound beside text."""
+    """The same for models that take pictures or sound as well as text."""
     found: Mapping[str, str] = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     return {kind: name for kind, name in found.items() if kind not in causal_types()}
 

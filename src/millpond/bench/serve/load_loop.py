@@ -38,7 +38,7 @@ async def open_loop(
 async def closed_loop(
     asks: Sequence[LoadRequest], users: int, send: Send, now: Callable[[], float]
 ) -> list[RequestOutcome]:
-    """So many users, each with one unanswered ask at a time; a session is one user's, one ask after another."""
+    """Users with one unanswered request each; a session is one user's, one request after another."""
     sessions: dict[str | int, deque[int]] = {}
     for i, ask in enumerate(asks):
         sessions.setdefault(i if ask.session is None else ask.session, deque()).append(i)

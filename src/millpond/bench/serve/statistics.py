@@ -11,7 +11,7 @@ import numpy as np
 from millpond.bench.serve.client import RequestOutcome
 from millpond.errors import OptionError
 
-#: What a service level may be asked of, by its name.
+#: Latencies that a service level may name.
 LEVELS = ("ttft", "tpot", "e2e")
 PERCENTILES = (50, 90, 99)
 

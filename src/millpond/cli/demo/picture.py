@@ -18,7 +18,7 @@ from millpond.cli.demo.task import DemoOutcome
 
 WATER = LinearSegmentedColormap.from_list("water", ["#f4f7f9", "#9ec9de", "#2878a8"])
 KEPT, LOST, INK = "#e2711d", "#b9c0c7", "#22313f"
-COLUMNS = 512  #: at most so many cells over the width; a cell shows the share of its positions that is kept
+COLUMNS = 512  #: at most 512 cells over the width; a cell shows the share of its positions that is kept
 ROW_INCHES, HEAD_INCHES = 0.15, 0.42
 
 

@@ -24,7 +24,7 @@ from millpond.hf.model_support import supported
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.single_pass_layer import PassLayer
 
-#: Told: steps done, steps in all.
+#: Called with the number of steps done and of all steps.
 Progress = Callable[[int, int], None]
 #: Fewest tokens that say something of ranges whose outer 1 % is left out.
 FEWEST = 256
@@ -50,7 +50,7 @@ def calibrate(
 
     Args:
         ids: (n,) the tokens of a text, of which `windows` runs of `length` tokens are read, spread over it.
-        bits: of the codes: 2, 3 or 4. outliers: share of the numbers that is kept beside the codes.
+        bits: of the codes: 2, 3 or 4. outliers: share of the numbers that is stored as outliers.
         sinks: first entries of a text that stay plain, and say nothing here.
         fisher: weigh by squared gradients; False: every number alike.
         by_range: weigh by the squared range of a number's channel or token too: the codes stand for numbers divided by

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
 
 
-#: Decoded tokens that layers are told of late, at the most.
+#: Most decoded tokens whose entropies layers get late.
 MOST_WAITING = 256
 
 
@@ -45,12 +45,12 @@ class TokenEntropyHook:
         self._cache = weakref.ref(cache)
         self._decay = entropies.decay
         self._settles = settles
-        self._asked: int | Tensor = 0  # which logits the running pass was asked for
+        self._asked: int | Tensor = 0  # which logits the running pass computes
         self._ids: Tensor | None = None
         self._start = -1  # columns before the running pass; -1 while there is none
         self._decoded: np.ndarray = np.zeros(0, dtype=bool)  # (S,) whether tokens were decoded since the last prompt
         self._predictions = Predictions()
-        self._waiting: list[Tensor] = []  # (S, 1) entropies of decoded tokens that no layer was told of yet
+        self._waiting: list[Tensor] = []  # (S, 1) entropies of decoded tokens that no layer has yet
         self._since: np.ndarray = np.zeros(0, dtype=np.int64)  # (S,) position of the first of these
         self._protected = 1  # how many newest tokens no layer can evict
         self._hooks = [

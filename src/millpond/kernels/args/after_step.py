@@ -20,7 +20,7 @@ class MergeArgs:
         caps, recent: (R,) int32, see `StepRegions`.
         q_pos: (S,) int32, the newest position of each sequence; -1: it takes no part.
         memory: (S,) float64, the threshold of each sequence that a rule moves, NaN for none; written.
-        leave: what leaves. Its signal, reduce, decay and shared mean nothing here.
+        leave: the eviction rule. Its signal, reduce, decay and shared mean nothing here.
         rule: what becomes of it.
         local: (R, n) float32 or None, by slot: the attention of the latest queries. The value of an entry is then
             max(acc, local * sum acc / sum local), with the sums over the region, whatever `leave` says.

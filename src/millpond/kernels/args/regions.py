@@ -48,7 +48,7 @@ class StepRegions:
         recent: (R,) int32, how many of the newest positions are protected.
         q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output
             is zero, its lse -inf, nothing is stored).
-        rule: what is scored and what leaves.
+        rule: what is scored and what is evicted.
         shape: of the attention.
         packed: what lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
     """

@@ -15,7 +15,7 @@ ROWS = tl.constexpr(int(Format.ROWS))
 FIRST_TABLE = tl.constexpr(int(Format.NUQ2))
 LANES = tl.constexpr(TILE_LANES)
 NAMED = tl.constexpr(MOST_NAMED)
-EXTRA_STEP = tl.constexpr(64)  #: entries beside the codes that are put in place at once
+EXTRA_STEP = tl.constexpr(64)  #: outliers that are written at once
 
 
 def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, int]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from millpond.kernels.native import library
 
-#: Tensors that lie this close to one another share a page, so their memory is asked for as one.
+#: Tensors that lie this close to one another share a page, so their memory is requested as one.
 NEAR = 2**16
-#: Bytes that are asked for at once, between two looks at the clock: whole pages.
+#: Bytes per call, between two checks of the time limit: whole pages.
 STRIDE = 2**26
 PAGE = 2**21
 
@@ -24,7 +24,7 @@ def use_huge_pages(tensors: Iterable[Tensor], seconds: float = 5.0) -> int:
 
     Args:
         tensors: read as a whole, contiguous.
-        seconds: after which no more is asked for.
+        seconds: after which no more pages are requested.
 
     Returns:
         Bytes in huge pages now.

@@ -18,7 +18,7 @@ from millpond.errors import OptionError
 
 #: Lanes of a tile; slots that a kernel works on at once.
 LANES, RUN = 16, 32
-#: Most slots and channels that an entry beside the codes can name: 8 bits each.
+#: Most slots and channels that an outlier can name: 8 bits each.
 MOST_NAMED = 256
 
 
@@ -60,7 +60,7 @@ class Side:
         group: numbers that share a scale and a zero; 0: all channels of a slot.
         symmetric: no zero is stored: codes stand around 0.
         fixed: keys only: scales and zeros per channel come from calibration and lie outside the page.
-        n_extra: entries beside the codes per page, 4 bytes each, that make the worst numbers exact.
+        n_extra: outliers per page, 4 bytes each, for the numbers with the largest error.
         table: of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
         cuts: of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
             numbers.

@@ -22,7 +22,7 @@ class Parts:
     Attributes:
         codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
         scales, zeros: by channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
-        where, what: (P, n_extra) the entries beside the codes: slot * 256 + channel, and the remainder in float16.
+        where, what: (P, n_extra) the outliers: slot * 256 + channel, and the remainder in float16.
     """
 
     codes: Tensor

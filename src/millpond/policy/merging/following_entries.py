@@ -31,7 +31,7 @@ class NewestStay(WrappedScore):
 class SpreadOverNext:
     """V_j += p_i V_i / n for each j of the n entries right behind entry i, at most `targets`; keys stay.
 
-    Entries leave one after another, the oldest first: what leaves later passes on what it was given.
+    Entries are evicted one after another, the oldest first; a later one passes on what it received.
     p_i = clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets'
     attention, the mean of the kept entries behind the sinks, or the largest of all kept entries. With `draw` a value
     is merged whole with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With

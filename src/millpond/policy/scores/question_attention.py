@@ -17,7 +17,7 @@ from millpond.policy.view import View
 class QuestionAttention:
     """s_j = sum_i A_ij / n_j over the last `window` queries i, n_j how many of them come at or after j.
 
-    With `chunk` every chunk of so many positions keeps the same share of its free entries, its best.
+    With `chunk` every chunk of `chunk` positions keeps the same share of its free entries, its best.
     """
 
     window: int

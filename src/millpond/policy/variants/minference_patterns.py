@@ -67,7 +67,7 @@ class VerticalSlash:
 
     Attributes:
         vertical, slash: how many columns and diagonals. last: queries that choose.
-        first, nearest: columns and diagonals that are always among them, as far as there are so many.
+        first, nearest: columns and diagonals that are always chosen, as far as they exist.
     """
 
     vertical: int = 1000

@@ -27,7 +27,7 @@ class TokenEntropy:
     evict: Evict = Evict.ACC
 
     def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache hands over the entropies that lie beside the entries"
+        assert view.signal is not None, "the cache passes the entropies stored with the entries"
         return view.signal
 
 

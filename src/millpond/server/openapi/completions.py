@@ -57,7 +57,7 @@ class Completion(Described):
 
 
 class CompletionChunk(Described):
-    """A piece of one text; the last chunk has numbers and no choice, where they were asked for."""
+    """A piece of one text; the last chunk has numbers and no choice, where they were requested."""
 
     id: str
     object: Literal["text_completion"]
@@ -154,7 +154,7 @@ class ChatChunkChoice(Described):
 
 
 class ChatChunk(Described):
-    """A piece of one message; the last chunk has numbers and no choice, where they were asked for."""
+    """A piece of one message; the last chunk has numbers and no choice, where they were requested."""
 
     id: str
     object: Literal["chat.completion.chunk"]

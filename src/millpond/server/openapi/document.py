@@ -37,7 +37,7 @@ _REASONS = {
     411: "The length of the body must be known.",
     413: "The body is too long, or has too many values.",
     421: "The request names another host.",
-    422: "What is asked for can be understood, and never be done: a budget, more memory than there is.",
+    422: "The request is valid but can never be served: its budget, or more memory than there is.",
     429: "Too many prompts wait.",
     500: "The server or its engine failed.",
     503: "Nothing new is let in now: the server goes down, its engine hangs, or too many bytes are under way.",
@@ -53,7 +53,7 @@ class _Sent:
 
     Attributes:
         whole: its answer; None: a text. events: what each event of a stream may be, but an error. done: streams end
-            with "[DONE]". errors: statuses beside those of every route. empty: a status without a body, and why.
+            with "[DONE]". errors: statuses besides those of every route. empty: a status without a body, and why.
         others: answers of other statuses that are no errors.
     """
 

@@ -24,7 +24,7 @@ _FILES = {
     "/page/main.js": ("main.js", "text/javascript; charset=utf-8"),
 }
 PATHS = frozenset(_FILES)
-#: The page asks nobody but this server, and nobody shows it inside another page.
+#: The page sends requests to this server only, and cannot be framed by another page.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"

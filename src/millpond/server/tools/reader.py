@@ -23,7 +23,7 @@ _BLANK = " \t\r\n"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 #: Values inside each other in arguments, and characters of a number, at most.
 _MOST_DEPTH, _MOST_DIGITS = 64, 400
-#: What a call may say of itself, beside its arguments.
+#: Keys that a call may have besides its arguments.
 _ABOUT = frozenset({"name", "type", "id"})
 
 
@@ -109,7 +109,7 @@ class Reader(ABC):
         self._out.append(event)
 
     def _pass_on(self, text: str) -> None:
-        """Content; white space beside calls is none."""
+        """Append content; white space around calls is dropped."""
         inner = text.strip(_BLANK)
         begin = text.find(inner)
         self._blank.append(text[:begin] if inner else text)

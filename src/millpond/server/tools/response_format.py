@@ -29,7 +29,7 @@ class CallVoice:
     A call that breaks off is content in a whole answer; in a stream, where its beginning was sent, it stays unfinished.
 
     Attributes:
-        tools: that can be called. logprobs: whether they are told.
+        tools: that can be called. logprobs: whether they are sent.
     """
 
     tools: Tools

@@ -11,7 +11,7 @@ from millpond.server.tools.hermes import BEGIN, Hermes
 from millpond.server.tools.llama3 import Llama3
 from millpond.server.tools.mistral import ARGS, MARK, Mistral
 
-#: A tool that nobody has, and a call of it; ids of nine characters are such as every template takes.
+#: An invented tool, and a call of it; every template accepts ids of nine characters.
 _NAME, _ARGUMENTS, _IDS = "find_a_mill", {"pond": "round"}, ("aaaaaaaa1", "aaaaaaaa2")
 _TOOL = {
     "type": "function",

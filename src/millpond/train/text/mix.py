@@ -20,7 +20,7 @@ from millpond.train.text.tokenizer import plain_ids
 Ids = npt.NDArray[np.uint16]
 
 _MAX_FACTS = 16
-_TOKENS_PER_FACT = 36  # told and asked, on the average
+_TOKENS_PER_FACT = 36  # statement and question, on average
 _AGAIN = ("Once more:", "To repeat:", "I say it again:", "As was told above:")
 
 

@@ -33,7 +33,7 @@ milk mirror money moon mountain needle oil orange paper pearl pen picture pipe p
 rope salt saddle sheep ship shoe silver snow soap star stone sugar sword table tea tent tiger tower tree valley wagon
 water wheel whip window wine wolf wool
 """)
-#: How a fact is told and asked: (fact, question, the words before the answer, whether the answer is a number).
+#: Statement and question of a fact: (fact, question, the words before the answer, whether the answer is a number).
 _FORMS = (
     ("The code of {key} is {value}.", "What is the code of {key}?", "It is", True),
     ("The secret number of {key} is {value}.", "What is the secret number of {key}?", "The secret number of {key} is",

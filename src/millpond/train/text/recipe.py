@@ -28,7 +28,7 @@ class TextRecipe:
     heads: int
     kv_heads: int
     head_dim: int
-    tokens: int  # read in the whole run, unless the run is told otherwise
+    tokens: int  # read in the whole run, unless the run sets another number
     tokens_per_step: int
     context: int = 4096
     rope_theta: float = 1e5

@@ -71,7 +71,7 @@ def train_text(
         recipe: its shape and its schedule.
         seed: weights and data; the same seed gives the same run.
         tokens: read in the whole run; None takes the recipe's number.
-        max_minutes: stop after so many minutes of this call; call again to go on.
+        max_minutes: stop this call after that many minutes; call again to go on.
         max_steps: stop at this step of the whole run; for tests.
         threads: CPU threads of torch; None leaves them as they are.
         device: None takes CUDA when there is one, else the CPU.
