@@ -150,7 +150,7 @@ class BatchCache:
         Raises:
             DataError: the file with them is gone or broken; they can only be forgotten.
         """
-        assert self._swapped is not None, "pages come back that were carried out"
+        assert self._swapped is not None, "only swapped-out pages can be swapped in"
         if self._file is not None:
             self._swapped = [
                 [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
@@ -190,7 +190,7 @@ class BatchCache:
         """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
         tables = [core.table for core in self.layers]
         slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
-        if len(slots) == 1 and 0 not in slots:  # all at once: it is asked for at every step
+        if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
             found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
         else:

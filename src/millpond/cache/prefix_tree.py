@@ -133,7 +133,7 @@ class PrefixTree:
 
 
 def _alone(block: PrefixNode) -> bool:
-    """Whether nobody else holds some page of a block."""
+    """Whether some page of a block has no other holder."""
     return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True))
 
 

@@ -148,7 +148,7 @@ def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor]
 def _check_pages(layer: int, pool: RefCountedPool[Any], content: tuple[Tensor, ...]) -> None:
     """
     Raises:
-        DataError: pages that this pool cannot hold; nothing was written. A pool without memory is asked to hold none.
+        DataError: pages that this pool cannot hold; nothing was written. A pool without memory holds none.
     """
     arrays = pool.arrays.arrays
     same = len(content) == len(arrays) and all(

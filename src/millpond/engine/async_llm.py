@@ -74,7 +74,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ requests
 
     @property
     def tokenizer(self) -> Any:
@@ -103,7 +103,7 @@ class AsyncLLM:
     def trouble(self, limit_s: float) -> str | None:
         """Why nothing moves: the engine's thread ended, or has been at one step for more than `limit_s` seconds.
 
-        May be asked from any thread; None: all is well.
+        Safe to read from any thread; None: all is well.
         """
         if self._failed is not None:
             return f"the engine's thread ended with {type(self._failed).__name__}"
@@ -194,7 +194,7 @@ class AsyncLLM:
         ended: Exception | None = None
         try:
             self._serve()
-        except BaseException as error:  # nobody above would hear of it
+        except BaseException as error:  # no caller above would see it
             _log.critical("the engine's thread ended", exc_info=error)
             self._failed = error
             ended = MillpondError("the engine ended and takes no requests any more; the server's log says why")
@@ -240,7 +240,7 @@ class AsyncLLM:
     def _step(self) -> list[RequestOutput]:
         try:
             return self._engine.step()
-        except Exception as error:  # a mistake of ours must not leave anybody waiting
+        except Exception as error:  # a mistake of ours must not leave a caller waiting
             _log.error("a step of the engine failed", exc_info=error)
             return self._engine.end_all(error)
 
@@ -253,7 +253,7 @@ class AsyncLLM:
         self._boxes[request.request_id] = box
 
     def _drop(self, request_id: str, box: _Mailbox) -> None:
-        """Nobody reads this request's answers any more; another one may have its name."""
+        """Cancel a request whose answers are no longer read; its id may be used again."""
         if self._boxes.get(request_id) is box:
             del self._boxes[request_id]
             self._engine.cancel(request_id)
@@ -288,7 +288,7 @@ class _Mailbox:
         self._error: Exception | None = None
 
     def put(self, output: RequestOutput) -> bool:
-        """Called by the engine's thread; False if nobody can read it any more."""
+        """Called by the engine's thread; False if its reader is gone."""
         return self._post(lambda: self._arrive(output))
 
     def fail(self, error: Exception) -> None:

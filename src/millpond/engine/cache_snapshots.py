@@ -92,7 +92,7 @@ class SnapshotStore:
         return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
 
     def note(self, live: RequestState) -> None:
-        """A request's first answer ends: note what its cache holds, if somebody watches; the oldest is forgotten."""
+        """A request's first answer ends: store what its cache holds, if it is watched; the oldest is dropped."""
         if not live.request.watch:
             return
         found = [self.now(live, layer) for layer in range(len(self._shapes))]

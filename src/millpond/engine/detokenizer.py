@@ -14,7 +14,7 @@ from millpond.engine.stop_strings import StopStringMatcher
 
 #: What a tokenizer writes for bytes that are no character, or none yet.
 REPLACEMENT = "\ufffd"
-#: After so many tokens since the last whole character they will not become one any more, but for the last few of them.
+#: This many tokens after the last whole character they will not become one any more, but for the last few of them.
 MOST_TOKENS, MOST_MISSING = 32, 6
 
 
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         self._skip = skip_special_tokens and not kept  # the tokenizer would skip those that are kept, too
         self._special = _special_ids(tokenizer).difference(kept) if skip_special_tokens else frozenset()
         self._tokens: list[int] = []  # the last ones: those of the last whole piece, and those after them
-        self._n_whole = 0  # so many of them have all their text out
+        self._n_whole = 0  # tokens whose text is complete and was returned
         self._shown = ""  # the text of self._tokens that is out
 
     def add(self, token: int) -> str:
@@ -93,7 +93,7 @@ class Writer:
         self._pieces = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
         self._stops = StopStringMatcher(params.stop, params.include_stop)
         self._parts: list[str] = []
-        self._missing = params.min_tokens  # so many tokens may still not end the text
+        self._missing = params.min_tokens  # tokens to come before a stop may end the text
 
     def add(self, token_id: int) -> tuple[str, str | None]:
         """The new text, and the stop text that ended it.

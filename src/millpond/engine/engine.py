@@ -1,6 +1,6 @@
 """Engine: many requests inside one memory limit, step by step.
 
-A request first reads its prompt in a cache of its own, in chunks beside what the others do. Then its method plans
+A request first reads its prompt in a cache of its own, in chunks while other requests decode. Then its method plans
 what stays, and its answers decode in one batch with all others of the same method, options, budget and format. Each
 step is one forward pass of the model over everything that runs.
 """
@@ -173,7 +173,7 @@ class Engine:
         return self._memories.of(request_id, layer) if found is None else found
 
     def stats(self) -> EngineStats:
-        """The engine after its last step; may be asked from any thread."""
+        """The engine after its last step; safe to call from any thread."""
         return self._stats
 
     def drain(self) -> list[RequestOutput]:

@@ -56,7 +56,7 @@ class FairQueue:
         return client
 
     def leave(self, client: ClientService) -> None:
-        """One job less. Behind the last one of all, everybody begins anew."""
+        """Remove one job. After the last job of all, every client's service is reset."""
         client.jobs -= 1
         if not client.jobs and not any(one.jobs for one in self._known.values()):
             self._known.clear()

@@ -20,7 +20,7 @@ from millpond.option_files import OptionFile, only_listed
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
-#: Groups that are kept although nobody decodes in them.
+#: Idle groups that are kept.
 IDLE = 64
 #: Ways of asking whose meaning is kept.
 COMPLETED = 256
@@ -90,7 +90,7 @@ class GroupRegistry:
         return None if own else asked.files
 
     def _forget_idle(self) -> None:
-        """Let go of groups that nobody decodes in, so that ever new settings do not pile up."""
+        """Drop idle groups, so that ever new settings do not pile up."""
         idle = [key for key, group in self._groups.items() if not group.answers]
         for key in idle[: max(0, len(idle) - IDLE)]:
             del self._groups[key]

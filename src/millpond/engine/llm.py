@@ -142,7 +142,7 @@ def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> 
     """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
 
     Raises:
-        OptionError: it cannot be loaded, or a dtype beside a model that is loaded already.
+        OptionError: it cannot be loaded, or a dtype given with a loaded model.
     """
     if threads is not None:
         torch.set_num_threads(threads)

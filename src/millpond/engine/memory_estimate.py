@@ -18,7 +18,7 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
-    codes, or in pages of fewer bits, comes beside it before it goes. Then a layer holds its budget, with as many more
+    codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
     those of the answer too.
     """
@@ -46,10 +46,10 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
 def pages_to_settle(
     recipe: CacheFactory, layers: list[LayerShape], prompt: int, stack: BatchCache | None = None
 ) -> Pages:
-    """Pages that the plan of a prompt takes beside those that it gives back before.
+    """Pages that the plan of a prompt takes in addition to those that it frees before.
 
     Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are
-    written when the prompt's have gone, but for those that somebody else holds too; `stack`: what was read, None where
+    written when the prompt's have gone, but for those that are shared; `stack`: what was read, None where
     nothing was.
     """
     need: Counter[RefCountedPool[Any]] = Counter()
@@ -68,14 +68,14 @@ def pages_to_settle(
 
 
 def _held(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
-    """Bytes of so many entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
+    """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer.key_dim, layer.value_dim)
     plain = pool.page_bytes * layer.n_kv_heads * (_plain(recipe, layer, entries) // pool.slots + 1)
     return plain + _codes(recipe, layer, entries, seen)
 
 
 def _plain(recipe: CacheFactory, layer: LayerShape, entries: int) -> int:
-    """Of so many entries per KV head, those that are no codes."""
+    """Of `entries` entries per KV head, those that are not quantized."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
         return entries
@@ -84,7 +84,7 @@ def _plain(recipe: CacheFactory, layer: LayerShape, entries: int) -> int:
 
 
 def _codes(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
-    """Bytes of so many entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
+    """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
         return 0

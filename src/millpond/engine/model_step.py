@@ -21,7 +21,7 @@ class PromptSegment:
 
     Attributes:
         stack: its cache. ids: (n,) int64, the tokens. start: position of the first.
-        every_row: the logits of all tokens are asked for; else of none, or of the last where it `ends` the prompt.
+        every_row: the logits of all tokens are needed; else of none, or of the last where it `ends` the prompt.
     """
 
     stack: BatchCache
@@ -32,7 +32,7 @@ class PromptSegment:
 
     @property
     def rows(self) -> range:
-        """Rows of its own whose logits are asked for."""
+        """Rows of its own whose logits are needed."""
         n = len(self.ids)
         return range(0 if self.every_row else n - 1 if self.ends else n, n)
 
@@ -41,7 +41,7 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
     """One forward pass.
 
     Returns:
-        Logits (n, vocabulary) per group, one row per answer, then per reading those that it asked for.
+        Logits (n, vocabulary) per group, one row per answer, then per reading those that it needs.
     """
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []

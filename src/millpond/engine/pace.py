@@ -10,7 +10,7 @@ from __future__ import annotations
 _NEWEST = 0.2
 #: What is left of that mean after each step with guests: it is taken anew before long.
 _FADES = 0.95
-#: Seconds that are owed for each that guests add. What is not measured, such as a few answers beside, comes on top.
+#: Seconds that are owed for each that guests add. What is not measured, such as answers that decode too, comes on top.
 PAID_BACK = 2.0
 
 

@@ -26,7 +26,7 @@ class Preemptor:
 
     Attributes:
         n_preempted: how often a request had to leave.
-        lost: requests that could not be carried out or in; whoever takes them away ends them.
+        lost: requests that could not be swapped out or in; the caller ends them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Preemptor:
             if len([job for job in _jobs(step) if job.running]) < 2:
                 return
             victim = self._scheduler.victim()
-            assert victim is not None, "what runs can be carried out"
+            assert victim is not None, "a running request can be swapped out"
             self._preempt(victim)
 
     def _preempt(self, job: Job) -> None:
@@ -73,7 +73,7 @@ class Preemptor:
 
     def _resume(self, job: Job) -> None:
         live = self._live[job.key]
-        assert live.stack is not None, "what comes back was carried out"
+        assert live.stack is not None, "a resumed request was swapped out"
         if not self._sharing.has(live.stack.pages_to_swap_in()):
             self._scheduler.defer(job)
             return
@@ -98,7 +98,7 @@ class Preemptor:
         if self._sharing.has(self._pages(step)):
             return True
         ending = self._ending(step)
-        for live in ending:  # pages that nobody else holds go before its plan writes; it is kept again by then
+        for live in ending:  # unshared pages are freed before its plan writes; it is kept again by then
             self._sharing.let_go(live)
         return bool(ending) and self._sharing.has(self._pages(step))
 

@@ -79,7 +79,7 @@ class PrefixSharing:
                 pass
 
     def pages_to_settle(self, live: RequestState) -> Pages:
-        """Pages that the plan of a request's prompt takes beside those that it gives back before."""
+        """Pages that the plan of a request's prompt takes in addition to those that it frees before."""
         if self._account.limit_bytes is None:
             return {}
         return pages_to_settle(live.group.recipe, self._layers, len(live.ids), live.stack)

@@ -21,7 +21,7 @@ class RequestState:
 
     Attributes:
         ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
-        prompt_logprobs: None where nobody asked. times: so far. error: what ended it too early.
+        prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
     """
 
     request: Request

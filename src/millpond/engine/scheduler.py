@@ -14,15 +14,15 @@ from millpond.engine.fair_queue import ClientService, FairQueue
 from millpond.engine.pace import Pace
 from millpond.errors import OptionError
 
-#: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while somebody
+#: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while a client
 #: decodes whose client has had less service, so that its next tokens do not wait for long passes.
 READING_SHARE = 8
 #: Prompts of which a step reads, however short they are; and where other clients decode, for whom one may take as long
 #: as five steps.
 MOST_PIECES, GUEST_PIECES = 32, 2
-#: Tokens of service that a prompt counts for beside its own: one of two tokens takes as long as several steps.
+#: Tokens of service that a prompt counts for in addition to its own: one of two tokens takes as long as several steps.
 PROMPT_SERVICE = 16
-#: Answers of other clients that decode beside those of one at any time; more decode in turns. Of a small model on a
+#: Answers of other clients that decode with one client's at any time; more decode in turns. Of a small model on a
 #: CPU, a step of eight takes half as long again as a step of one.
 MOST_BESIDE = 8
 #: Jobs of other clients that may begin before one that does not fit.
@@ -35,7 +35,7 @@ _TRIES = 4
 
 
 class State(enum.Enum):
-    """Where a job is: not begun; reading its prompt; decoding; begun, and carried out of the pool."""
+    """Where a job is: not begun; reading its prompt; decoding; begun, and swapped out of the pool."""
 
     WAITING = "waiting"
     READING = "reading"
@@ -114,7 +114,7 @@ class Step:
     """What runs next.
 
     Attributes:
-        out: jobs that make room, to be carried out first. back: jobs that come back, to be carried in.
+        out: jobs to preempt, swapped out first. back: jobs to resume, swapped in.
         decodes: jobs whose answers each get a token. chunks: jobs and how many tokens of their prompts are read.
         contested: guests take part (see `Pace`): True; they would, and pass: False; None: there are none.
     """
@@ -135,7 +135,7 @@ class Scheduler:
     """Decodes first, then prompts, under a budget of tokens per step.
 
     The order is that of priority, then of the client who has had less service, then of arrival. A job begins when what
-    it may hold fits beside what is kept for those that run. Jobs of a better priority take the place of running ones;
+    it may hold fits besides the reserve of running jobs. Jobs of a better priority take the place of running ones;
     so do those of a client who has had less service than another and holds less than this one. The first in the queue
     is passed over by few others, and by none of its own client, so none starves.
 
@@ -162,7 +162,7 @@ class Scheduler:
         self._pace = Pace()
         self._decoders: set[ClientService] = set()  # that decode at every step
         self._arrivals = 0
-        self._closed = False  # somebody was carried out because pages ran short: nobody begins until somebody ends
+        self._closed = False  # a job was preempted because pages ran short: none begins until one ends
 
     # ------------------------------------------------------------------ jobs
 
@@ -196,9 +196,9 @@ class Scheduler:
         self._closed = False
 
     def victim(self) -> Job | None:
-        """The running job that makes room first: of the worst priority the newest; it is carried out from now on.
+        """Preempt a running job: of the worst priority the newest.
 
-        Nobody begins or comes back before somebody ends, so that two do not push each other out at every step.
+        No job begins or resumes before another one ends, so that two do not push each other out at every step.
         """
         job = max(self._running(), key=lambda j: j.rank, default=None)
         if job is not None:
@@ -263,7 +263,7 @@ class Scheduler:
             self._pace.without_them(seconds, bool(step.chunks) or step.contested is None)
 
     def _ahead(self, gap: int) -> set[Job]:
-        """Running jobs of clients who have had so many tokens more service than another one that runs."""
+        """Running jobs of clients who have had at least `gap` tokens more service than another running one."""
         least = min((job.account.served for job in self._running()), default=0)
         return {job for job in self._running() if job.account.served - least >= gap}
 
@@ -377,7 +377,7 @@ class Scheduler:
 
 def _hosts(running: Iterable[Job]) -> set[ClientService]:
     """The clients whose answers decode at every step: first those with few, then those who have had less service, as
-    long as there are at most `MOST_BESIDE` beside those of the first."""
+    long as there are at most `MOST_BESIDE` besides those of the first."""
     rows: dict[ClientService, int] = {}
     for job in running:
         rows[job.account] = rows.get(job.account, 0) + job.width

@@ -102,7 +102,7 @@ class StepExecutor:
         return PromptSegment(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
 
     def _score_prompt(self, live: RequestState, part: PromptSegment, logits: Tensor) -> None:
-        """Log probabilities of the prompt's tokens behind those that were read, if asked for."""
+        """Log probabilities of the prompt's tokens after those that were read, if requested."""
         if live.prompt_logprobs is None:
             return
         tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]

@@ -35,8 +35,8 @@ def share_interval(scores: Floats, weights: Floats | None = None) -> Interval:
     """Of a mean of scores in 0 to 1, (n,), one for each independent sample: Wilson's score interval.
 
     For right and wrong answers it is exactly Wilson's (1927). Scores in between (shares of an answer, means over the
-    questions of a sample) count as so many answers as have their variance; it is taken with z^2 / 2 right and as many
-    wrong answers added, as Wilson's centre has them, so that it is never 0.
+    questions of a sample) count as the number of right or wrong answers that has the same variance; it is computed with
+    z^2 / 2 right and as many wrong answers added, as in Wilson's centre, so that it is never 0.
     """
     if weights is None:
         weights = np.ones(len(scores))

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.errors import OptionError
 
-#: Stands for a text while the template is asked what it writes around it; no template knows it.
+#: Placeholder for a text, to find what a template writes around it; no template contains it.
 _TEXT = "\u2042text\u2042"
 
 

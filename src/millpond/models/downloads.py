@@ -95,7 +95,7 @@ def downloaded_gguf(name: str) -> Path | None:
 
 
 def describe(download: Download) -> str:
-    """What is kept beside a downloaded file: its origin, as JSON."""
+    """The origin of a downloaded file as JSON, stored in the same folder."""
     origin = {
         "package": f"{download.package}=={download.version}", "wheel_sha256": download.wheel_sha256,
         "sha256": download.sha256, "licence": download.licence,

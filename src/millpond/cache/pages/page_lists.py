@@ -150,7 +150,7 @@ class PageLists:
         return owned
 
     def restore(self, ids: PageIds, owned: Counts) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `release_all` told."""
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
         self.owned, self.may_share = owned.copy(), False
         self.ids[self.owned_mask()] = ids
 

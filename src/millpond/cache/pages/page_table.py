@@ -327,7 +327,7 @@ class PageTable:
         return other
 
     def share(self) -> None:
-        """Somebody else holds some of these pages too, from now on."""
+        """Note that another holder shares some of these pages from now on."""
         self._rows.may_share = True
 
     def copy_on_write(self, whole: bool) -> None:
@@ -366,7 +366,7 @@ class PageTable:
         return self._rows.release_all()
 
     def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `release_all` told."""
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
         self._rows.restore(ids, owned)
         self._slack = 0
         self._publish()

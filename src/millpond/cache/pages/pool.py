@@ -53,7 +53,7 @@ class PagePool(RefCountedPool[PageArrays]):
 
 
 def side_bytes(masses: bool) -> int:
-    """Bytes beside the key and value of a slot: position int32, score float32 and, if any, log mass float32."""
+    """Bytes of a slot besides key and value: position int32, score float32 and, if any, log mass float32."""
     return 12 if masses else 8
 
 

@@ -61,7 +61,7 @@ class PoolSet:
         return len(self._plain) + len(self._packed)
 
     def plain(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:
-        """The pool of plain pages of one shape, of 16 bits per number where codes lie beside them."""
+        """The pool of plain pages of one shape, of 16 bits per number where a quantized pool is used too."""
         return self._of(key_dim, value_dim, self._stored(dtype), device, until_plan=False)
 
     def reading(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> PagePool:

@@ -15,7 +15,7 @@ class QuantizedPool(RefCountedPool[PackedArrays]):
 
     Args:
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
-        masses: whether entries carry a mass, as in the plain pages beside these.
+        masses: whether entries carry a mass, as in the plain pages of the same layer.
         account: the limit of several pools together, in place of `limit_bytes`.
 
     Raises:

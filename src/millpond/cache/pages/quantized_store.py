@@ -317,7 +317,7 @@ class QuantizedStore:
         return self._pages.release_all()
 
     def restore(self, ids: PageIds, owned: npt.NDArray[np.int64]) -> None:
-        """Hold pages again: `ids` in the order of `held`, `owned` of each region, as `release_all` told."""
+        """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
         self._pages.restore(ids, owned)
         self._changed()
 
@@ -351,7 +351,7 @@ class QuantizedStore:
         return torch.from_numpy(numbers).to(self._device)
 
     def _changed(self) -> None:
-        """The host's books are new: what the kernels see of them is made again when it is asked for."""
+        """The host's tables changed: the kernels' view is rebuilt on next use."""
         _ = self.n_evicted  # what the kernels have done to theirs is not lost
         self._view = None
 

@@ -18,7 +18,7 @@ from millpond.kernels.arenas import Arenas
 
 PageIds = npt.NDArray[np.int32]
 
-#: Bytes that one arena takes, at most: the grain in which memory is asked for and given back.
+#: Bytes that one arena takes, at most: the unit in which memory is allocated and freed.
 ARENA_BYTES = 8 * 2**20
 
 
@@ -38,11 +38,11 @@ A = TypeVar("A", bound=Arenas)
 
 
 class RefCountedPool(Generic[A]):
-    """Pages of `arrays`, each with as many holders as were told.
+    """Pages of `arrays`, each with a count of its holders.
 
     Args:
         arrays: the memory, empty at first.
-        kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores beside them.
+        kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores.
         limit_bytes: most bytes that the pool may ever hold; None for no limit.
         account: the limit of several pools together, in place of `limit_bytes`.
 
@@ -110,7 +110,7 @@ class RefCountedPool(Generic[A]):
         return self._account is None or self._account.can_take({self: n})
 
     def bytes_to_grow(self, n: int) -> int:
-        """Bytes of the arenas that `n` more pages need beside the free ones."""
+        """Bytes of the arenas that `n` more pages need after the free ones are used."""
         missing = n - (self.n_pages - self.n_live)
         if missing <= 0:
             return 0
@@ -199,5 +199,5 @@ class RefCountedPool(Generic[A]):
 
 
 def pages_per_arena(page_bytes: int, arena_bytes: int = ARENA_BYTES) -> int:
-    """The largest power of two of pages that an arena of so many bytes holds, at least 1."""
+    """The largest power of two of pages that an arena of `arena_bytes` bytes holds, at least 1."""
     return 1 << (max(1, arena_bytes // page_bytes).bit_length() - 1)

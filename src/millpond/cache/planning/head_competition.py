@@ -31,7 +31,7 @@ class HeadCompetition:
 
     @classmethod
     def of(cls, table: PageTable, heads: HeadAllocation, positions: np.ndarray) -> HeadCompetition | None:
-        """Who competes when the tokens at `positions` (S,), -1 for none, come in; None for nobody."""
+        """The competing sequences for new tokens at `positions` (S,), -1 for none; None without any."""
         if not heads.every or table.n_kv_heads == 1:
             return None
         due = (positions >= 0) & ((positions + 1) % heads.every == 0)

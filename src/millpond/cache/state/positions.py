@@ -185,7 +185,7 @@ class PositionTracker:
         self._spans.clear()
 
     def begin_with(self, columns: int) -> None:
-        """One sequence, of which so many tokens were seen before."""
+        """One sequence, with the number of tokens seen before."""
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.columns = columns
 

@@ -2,7 +2,7 @@
 
 Attention sees distances only. Recent entries and the query already have the right distances to each other; only the
 sinks lie too far back once entries between them and the recent ones have left. So before each pass the sinks, kept
-unrotated beside the pages, are rotated to lie right before the oldest recent entry. To keep angles small in endless
+unrotated outside the pages, are rotated to lie right before the oldest recent entry. To keep angles small in endless
 text, all frames move back by a whole number of positions now and then, and the stored keys are rotated by that much.
 While a sequence is decoded its sinks move by one place at each step, so their keys at the next places are made at once.
 """

@@ -73,7 +73,7 @@ class SwapFile:
     def _lost(self, why: str) -> str:
         return (
             f"{str(self._path)!r} cannot be read ({why}), so what its request remembered is lost: ask it again, and "
-            "let nobody else write to the swap folder"
+            "let no other process write to the swap folder"
         )
 
     def remove(self) -> None:

@@ -1,6 +1,6 @@
 """Swap of a sequence: the content of its pages moves out of the pool and back, bit for bit.
 
-A cache that chose what to keep by what was asked cannot be computed again from its text. So a sequence that must make
+A cache that chose its entries by a question cannot be computed again from its text. So a sequence that must make
 room is carried to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and goes on later as if
 nothing had happened.
 """
@@ -53,7 +53,7 @@ def copy_out(table: PageTable) -> list[Content]:
 
 
 def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
-    """Give the table's pages back; it may only be carried in, or cleared. `content`: as `copy_out` told."""
+    """Give the table's pages back; afterwards it may only be swapped in, or cleared. `content`: from `copy_out`."""
     return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(_parts(table), content, strict=True)]
 
 

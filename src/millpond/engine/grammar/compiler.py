@@ -71,7 +71,7 @@ class Grammars:
         self._threads: ThreadPoolExecutor | None = None
 
     def of(self, params: SamplingParams, ask: Ask | None = None) -> Grammar | None:
-        """What an answer must follow; None: nothing. Compiling takes its time, where it was not asked for before.
+        """What an answer must follow; None: nothing. Compiling takes time, unless the grammar is cached.
 
         Args:
             ask: by which another thread may give it up.
@@ -113,7 +113,7 @@ class Grammars:
         try:
             return await asyncio.wrap_future(future)
         finally:
-            ask.give_up()  # nobody listens any more, whatever the reason
+            ask.give_up()  # the caller is gone, whatever the reason
 
     def close(self) -> None:
         """Forget all."""
@@ -133,7 +133,7 @@ class Grammars:
             self._info = info
 
     def _keep(self, key: str, grammar: Grammar, size: int) -> None:
-        """Remember a grammar, and forget those that were asked for longest ago."""
+        """Remember a grammar, and forget the least recently used ones."""
         with self._lock:
             self._kept[key] = grammar, size
             while sum(size for _, size in self._kept.values()) > KEPT_BYTES:

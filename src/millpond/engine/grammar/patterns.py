@@ -6,7 +6,7 @@ from millpond.errors import OptionError
 
 #: Characters of one expression at most.
 MOST_CHARACTERS = 2_000
-#: What may stand behind a backslash beside signs: classes, blanks, and characters by number.
+#: What may follow a backslash besides signs: classes, blanks, and characters by number.
 _ESCAPES = frozenset("dDwWsSnrtfvxu0")
 
 

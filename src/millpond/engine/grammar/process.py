@@ -32,14 +32,14 @@ class Ask:
         self._lock = threading.Lock()
 
     def give_up(self) -> None:
-        """Nobody wants it any more: the process that compiles it is killed."""
+        """Cancel it: the process that compiles it is killed."""
         with self._lock:
             self._given_up = True
             if self._wire is not None:
                 self._wire.shutdown(socket.SHUT_RDWR)
 
     def begin(self, wire: socket.socket) -> None:
-        """It is asked for over `wire` from now on.
+        """Mark it as requested over `wire`.
 
         Raises:
             EOFError: it was given up before.
@@ -50,7 +50,7 @@ class Ask:
             self._wire = wire
 
     def end(self) -> None:
-        """Nothing is asked for any more."""
+        """Mark that nothing is requested any more."""
         with self._lock:
             self._wire = None
 

@@ -49,7 +49,7 @@ class Forms:
         raise NotImplementedError
 
     def schemas(self, given: Any, where: str, depth: int) -> dict[str, Schema]:
-        """Schemas by name; the names are nobody's keywords."""
+        """Schemas by name; the names are no keywords."""
         if not isinstance(given, Mapping):
             raise bad(where, "", f"schemas by name are needed, not {shown(given)}")
         return {

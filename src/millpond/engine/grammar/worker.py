@@ -2,7 +2,7 @@
 
 Native code in a thread can be neither interrupted nor held to an amount of memory; a process can. This one imports
 xgrammar once and forks for each grammar, so that a child begins in milliseconds, and kills children that take too long
-or that nobody waits for any more. It imports nothing of Millpond, which would take seconds.
+or whose caller is gone. It imports nothing of Millpond, which would take seconds.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _look_after(child: _Child, children: list[_Child], gone: bool) -> None:
-    """Kill a child whose time is up or whom nobody listens to; say so where it died without a word."""
+    """Kill a child that timed out or whose caller is gone; report one that died without an answer."""
     late = time.monotonic() > child.ends
     if late or gone:
         os.kill(child.pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 
 def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
-    with suppress(OSError):  # nobody waits for it any more
+    with suppress(OSError):  # the caller is gone
         wire.sendall(HEAD.pack(kind, len(data)) + data)
 
 
@@ -186,7 +186,7 @@ def receive(wire: socket.socket) -> bytes:
 
 
 def exactly(wire: socket.socket, length: int) -> bytes:
-    """So many bytes.
+    """Read `length` bytes.
 
     Raises:
         EOFError: the other end was closed before.

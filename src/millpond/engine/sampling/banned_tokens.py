@@ -55,7 +55,7 @@ class Bans:
         return cls(params.min_tokens, _ids(early), _ids(never), after, lengths, _others(params.allowed_token_ids))
 
     def over(self, n_said: int) -> bool:
-        """Whether nothing is forbidden any more after so many tokens."""
+        """Whether no token is banned after `n_said` tokens."""
         return n_said >= self.min_tokens and not (len(self.never) or self.after or self.others is not None)
 
     def apply_(self, row: Tensor, said: Sequence[int], n_said: int) -> None:

@@ -34,7 +34,7 @@ def _score_block(logprobs: Tensor, tokens: Sequence[int], top: Sequence[int]) ->
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     if not any(top):
         return [(value, ()) for value in chosen]
-    found = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))  # always so many: ties fall the same way in any batch
+    found = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))  # fixed, so that ties fall alike in any batch
     likeliest = [
         tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
         for ids, values in zip(found.indices.tolist(), found.values.tolist(), strict=True)

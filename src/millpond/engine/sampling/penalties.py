@@ -110,7 +110,7 @@ class Penalties:
         logits[line, token] = value - frequency * count - presence * (count > 0)
 
     def _make_room(self, rows: int, columns: int) -> None:
-        """Twice the rows and columns where there are fewer than so many."""
+        """Double the rows and columns where there are fewer than needed."""
         had, width = self._tokens.shape
         if rows > had or columns > width:
             tall = had if rows <= had else max(_FEWEST_ROWS, 2 * had)

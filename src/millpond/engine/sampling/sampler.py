@@ -31,8 +31,8 @@ class Sampled:
     """The token chosen for a completion.
 
     Attributes:
-        logprob: of the token as the model gave it, before penalties and temperature; None if not asked for.
-        top: (token id, log probability) of the likeliest tokens, the likeliest first, as many as asked for.
+        logprob: of the token as the model gave it, before penalties and temperature; None if not requested.
+        top: (token id, log probability) of the likeliest tokens, the likeliest first, as many as requested.
     """
 
     token_id: int

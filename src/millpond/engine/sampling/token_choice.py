@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from millpond.kernels.race import race
 
-#: The short cut looks at so many of the likeliest tokens; a row that may keep more is sorted whole.
+#: Likeliest tokens that the fast path reads; a row that may keep more is sorted whole.
 CANDIDATES = 256
 #: Lower temperatures count as this one: only tokens as likely as the likeliest are left.
 COLDEST = 1e-6

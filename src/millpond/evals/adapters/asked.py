@@ -16,7 +16,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "temperature": (0, None), "top_p": (1, None), "top_k": (0, 1, -1, None), "min_p": (0, None),
     "typical_p": (1, None), "repetition_penalty": (1, None), "num_beams": (1, None), "seed": (None,),
 }  # fmt: skip
-#: What sampling alone reads: greedy decoding that was asked for by name leaves it aside.
+#: Arguments that only sampling uses; explicit greedy decoding ignores them.
 ONLY_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
 
 
@@ -24,7 +24,7 @@ def greedy_question(arguments: Mapping[str, Any]) -> Question:
     """The question that decodes as `arguments` say.
 
     Raises:
-        OptionError: sampling is asked for, or an argument is not known.
+        OptionError: sampling is requested, or an argument is not known.
 
     Example:
         >>> greedy_question({"until": ["."], "max_gen_toks": 8, "do_sample": False}).stop

@@ -127,7 +127,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template itself, as lm-eval files it beside results."""
+        """The template itself, as lm-eval stores it with the results."""
         return self.tokenizer.chat_template if chat_template else ""
 
     # ------------------------------------------------------------------ requests
@@ -194,7 +194,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results: the method, and what its caches held when answering began."""
+        """What lm-eval writes with the results: the method, and what its caches held when answering began."""
         held = self._reading.held
         count = max(len(held), 1)
         return {
@@ -208,7 +208,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
     # ------------------------------------------------------------------ what must fit
 
     def _fitted(self, context: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Context and target as they are, or shortened at the beginning where that was asked for."""
+        """Context and target as they are, or shortened at the beginning where that was requested."""
         if not target:
             raise DataError("a continuation has no tokens; give each choice some text")
         limit = self.max_length

@@ -35,7 +35,7 @@ class Candidate(Protocol):
 
     @property
     def default_budget(self) -> str:
-        """Where none is asked for; "" where none is needed."""
+        """The default; "" where none is needed."""
         ...
 
     def check(self, budget: str, codec: str) -> None:
@@ -51,7 +51,7 @@ class Candidate(Protocol):
     ) -> MillpondCache:
         """An empty cache for the prompts of `batch`, one row each; the caller closes it.
 
-        The batch tells the tokens of the first pass (`Prompt.opening`), what will be asked, and the references: a
+        The batch holds the tokens of the first pass (`Prompt.opening`), the questions, and the references: a
         candidate that looks ahead may run the model on them before it opens the cache.
         """
         ...

@@ -48,7 +48,7 @@ class GeneratedTask:
         name: of the task. length: tokens of context, question and answer together, as RULER counts.
         write: draws the draft of sample i from the stream of that sample.
         knobs: options that the task has in the language of `pond-recall` too; None is left to that language.
-        english: options that it has in English only, with what each is where nobody sets it.
+        english: options that it has in English only, with their default values.
         grade: what an answer is worth, from the references and the answer.
     """
 

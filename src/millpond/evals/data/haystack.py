@@ -13,7 +13,7 @@ from millpond.evals.data.data_files import read_text
 
 
 class Haystack:
-    """As many words of an endless stream of sentences as are asked for."""
+    """The requested number of words of an endless stream of sentences."""
 
     def __init__(self, sentences: Iterator[str], join: str = " ") -> None:
         self._stream = sentences

@@ -7,7 +7,7 @@ import random
 import string
 import uuid
 
-#: Digits of a number where nobody says how many, as in RULER.
+#: Default number of digits, as in RULER.
 SEVEN = 7
 
 

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def english(self) -> dict[str, tuple[str, str]]:
-        """The option that names English text, as set and as it is where nobody sets it."""
+        """The option that names English text, as set and by default."""
         return {"essay": (self.book, "")}
 
     @cached_property

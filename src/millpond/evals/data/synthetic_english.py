@@ -118,5 +118,5 @@ def words(rng: random.Random, count: int) -> list[str]:
 
 def _pairs(rng: random.Random, count: int, left: int, right: int, what: str) -> list[tuple[int, int]]:
     if count > left * right:
-        raise OptionError(f"{count} different {what} were asked for, and there are {left * right}; ask for fewer")
+        raise OptionError(f"{count} different {what} were requested, and there are {left * right}; ask for fewer")
     return [divmod(index, right) for index in rng.sample(range(left * right), count)]

@@ -42,7 +42,7 @@ class TokenBudget:
 
         keep = largest_fitting(lambda n: self.tokens(ends(n), start=True), limit, len(parts))
         if keep < 2:
-            raise OptionError(f"no text is left in the {max(limit, 0)} tokens beside the question; raise max_tokens")
+            raise OptionError(f"no text is left in the {max(limit, 0)} tokens besides the question; raise max_tokens")
         return ends(keep)
 
     def head(self, text: str, limit: int) -> int:

@@ -47,7 +47,7 @@ class RecordedAttention:
         past = positions[None, : n - m] if m < n else None
         args = PrefillArgs(q, self.k, self.v, positions[n - m :], self.shape, past, colsum=Reduce.SUM)
         sums = ops.prefill(args).colsum
-        assert sums is not None, "column sums were asked for"
+        assert sums is not None, "column sums were requested"
         return sums
 
 

@@ -69,7 +69,7 @@ def method_losses(
 ) -> AttentionLosses:
     """The losses that a method causes when it compresses the first `opening` of `tokens` (n,): see `compress`.
 
-    What leaves the cache is lost; what is stored and passed over by a lookup counts as kept.
+    Evicted entries are lost; entries that are stored but not selected by a lookup count as kept.
     """
     with torch.inference_mode(), compress(model, method, budget, codec, **options) as cache:
         model(tokens[None, :opening], past_key_values=cache, logits_to_keep=1)

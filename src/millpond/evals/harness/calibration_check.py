@@ -34,7 +34,7 @@ def settled(folder: Path, before: Said | None, cells: Iterable[Cell], now: Said 
     """The calibration of a folder that goes on: what it was begun with, or what comes first.
 
     Args:
-        before: what the folder says. cells: what it holds. now: what is given; None: nothing asked for needs one.
+        before: what the folder says. cells: what it holds. now: what is given; None: no candidate needs one.
 
     Raises:
         OptionError: `now` is another calibration than that of cells in the folder.

@@ -23,7 +23,7 @@ def output_matrices(model: PreTrainedModel) -> dict[int, Tensor]:
     if sorted(found) != list(range(count)):
         raise UnsupportedModelError(
             f"{type(model).__name__}: the output projection was found in {len(found)} of {count} attention layers "
-            f"(looked for {', '.join(PROJECTIONS)}), so their losses cannot be told"
+            f"(looked for {', '.join(PROJECTIONS)}), so their losses cannot be computed"
         )
     return found
 

@@ -22,7 +22,7 @@ class EvalPlan:
     """What to run. Everything is checked when it is made, before a model is loaded.
 
     Attributes:
-        budgets: None: 20 % where a method needs a budget. dtype: of the model, as it was asked for.
+        budgets: None: 20 % where a method needs a budget. dtype: of the model, as requested.
         calibration: a file, for the codecs that need one.
 
     Raises:

@@ -33,7 +33,7 @@ def rounds(
     with the protocol `turns` what it reads, or leaves pending, stays in the rows.
 
     Args:
-        readers: are asked the same; the first one tells what is held.
+        readers: get the same questions; the first one reports what is held.
         limit: positions of the model.
     """
     held, prompts = readers[0].held(), batch.prompts

@@ -55,7 +55,7 @@ def read_samples(folder: Path) -> list[Record]:
 
 
 def read_notes(path: Path) -> list[dict[str, str]]:
-    """How a run was made, once for each time that it was started; none where nobody wrote it down."""
+    """How a run was made, once for each time that it was started; none where it was not recorded."""
     file = (path if path.is_dir() else path.parent) / RUN
     runs: Sequence[Any] = read_json(file).get("runs", []) if file.exists() else []
     return [{name: str(value) for name, value in note.items()} for note in runs if isinstance(note, dict)]

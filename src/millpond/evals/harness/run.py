@@ -34,12 +34,12 @@ from millpond.hf.generation import UnusedCacheWarning
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported
 
-#: Told: the cell, samples done, samples in all.
+#: Called with the cell, samples done and samples in all.
 Progress = Callable[[Cell, int, int], None]
 
 
 class Examines(Protocol):
-    """Turns a batch into records: our `Evaluator`, or what asks somebody else."""
+    """Turns a batch into records: our `Evaluator`, or a peer in another process."""
 
     def examine(self, batch: PromptBatch) -> list[Record]:
         """A record for every question of the batch, in the order of `Batch.names`."""
@@ -59,7 +59,7 @@ def run(
 
     Args:
         note: what to write down about this start of the harness: command, machine.
-        progress: is told of each batch that is done.
+        progress: is called after each batch.
         examiner: makes what examines a cell; None for the plan's own candidates on `model`.
 
     Returns:
@@ -176,7 +176,7 @@ def _draw(name: str, task: Task, tokenizer: PreTrainedTokenizerBase, plan: EvalP
     if not samples:
         raise OptionError(f"task {name!r} has no sample; give it data, or other options")
     if len({sample.id for sample in samples}) < len(samples):
-        raise OptionError(f"task {name!r} gives two samples the same id, so their records could not be told apart")
+        raise OptionError(f"task {name!r} gives two samples the same id, so their records could not be distinguished")
     for sample in samples:
         if not sample.questions:
             raise OptionError(f"task {name!r}: sample {sample.id!r} asks nothing")

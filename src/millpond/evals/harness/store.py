@@ -42,7 +42,7 @@ class RunStore:
 
     Attributes:
         setting: what all cells have in common; a run with another setting needs another folder.
-        tasks: by their names with options. cells: all that were ever asked for, in order.
+        tasks: by their names with options. cells: all that were ever requested, in order.
         calibration: which one its codecs were opened with, see `calibrations.said_of`; None: none needs one.
         runs: one note for each time that the harness was started: command, machine, versions.
         records: by cell key, then by (sample, question).

@@ -3,7 +3,7 @@
 A request holds tokens, so that both sides read the very same prompt:
 
     id         names the request; a reply repeats it
-    press      what is asked of the peer, with options: "SnapKVPress:window_size=16"
+    press      the peer's method, with options: "SnapKVPress:window_size=16"
     keep       entries per KV head after the opening; null for all. bytes: instead, of the whole sequence
     opening    tokens that are read, and after which the peer compresses
     questions  each with index, tokens, most (tokens of the answer), stop (texts), references; each goes on from a copy

@@ -15,7 +15,7 @@ class Claim:
     Attributes:
         name: of its place on the page. title: in words. source: who says so. pairs: the better one first.
         middle: only questions about facts between a quarter and three quarters of the text.
-        beside: what else differs within a pair, by the better one's name.
+        `beside`: what else differs within a pair, by the better one's name.
     """
 
     name: str

@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CurvePanel:
-    """A method in one protocol beside what it is measured by; None where there are no results of that."""
+    """A method in one protocol with its references; None where there are no results of that."""
 
     own: Curve
     press: Curve | None

@@ -26,7 +26,7 @@ MASKED = "†"
 
 @dataclass(frozen=True)
 class Line:
-    """One candidate in one table: its rows by task, those of the full cache beside them."""
+    """One candidate in one table: its rows by task, with those of the full cache."""
 
     name: str
     rows: dict[str, SummaryRow]

@@ -28,7 +28,7 @@ def h2o_choice(
     """COPA and OpenBookQA with five examples: the likeliest choice.
 
     The published files do not say which choice is right. Without `labels` the task compares with the full cache instead
-    (kind "fidelity"): the first choice is fed, and the predictions are set beside the full cache's.
+    (kind "fidelity"): the first choice is fed, and the predictions are compared with the full cache's.
     """
     at_least("h2o_choice", 2, choices=choices)
     kind: Kind = "choice" if labels else "fidelity"

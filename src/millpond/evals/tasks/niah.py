@@ -152,7 +152,7 @@ class _Kind:
         return lambda words: _INTRO.format(what=self.what) + hay.text(words, needles)
 
     def others(self, rng: random.Random, taken: set[str]) -> Iterator[str]:
-        """Needles of keys that nobody asks for, without end."""
+        """An endless stream of needles whose keys are in no question."""
         for turn in itertools.count():
             for key in draw_keys(rng, 1000):
                 name = f"{key}-{turn}" if turn else key

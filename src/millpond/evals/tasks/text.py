@@ -53,7 +53,7 @@ class _Strided:
     """Windows over a text, in its order from a word that the seed names, round the end to that word again.
 
     Windows begin with a word, the last one that `stride` tokens lead to (where a word is longer than that, inside it),
-    and are cut at tokens: each has all the tokens that were asked for. A window never runs over the end of the text.
+    and are cut at tokens: each has all the tokens that were requested. A window never runs over the end of the text.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Fusion of linear layers with the same input: joined weights, without a second copy.
 
-`own` moves what is not fused, so that the file that a model was loaded from need not stay in memory beside it.
+`own` moves what is not fused, so that the file that a model was loaded from need not stay in memory too.
 """
 
 from __future__ import annotations

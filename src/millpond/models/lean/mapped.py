@@ -13,7 +13,7 @@ from torch import Tensor
 
 _SMAPS = Path("/proc/self/smaps")
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) ")
-_DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that nobody wrote to are read again where they are needed
+_DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that were not written to are read again on demand
 
 
 class Mapped:
@@ -26,7 +26,7 @@ class Mapped:
     def moving(self, weights: Iterable[Tensor]) -> Iterator[None]:
         """What weights that move meanwhile held of files leaves memory; others who read it still find it."""
         weights = list(weights)
-        before = [weight.detach() for weight in weights]  # holds the memory, so that its addresses are nobody else's
+        before = [weight.detach() for weight in weights]  # holds the memory, so that its addresses are not reused
         yield
         for weight, old in zip(weights, before, strict=True):
             if weight.data_ptr() != old.data_ptr() and old.is_cpu and old.is_contiguous():

@@ -20,7 +20,7 @@ _FORWARD = attrgetter("forward")
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 #: Hooks on all modules there are.
 _GLOBAL_HOOKS = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-#: What modules have beside settings; the sizes of a linear layer say nothing that its weight does not.
+#: Attributes of modules that are no settings; the sizes of a linear layer follow from its weight.
 _NO_SETTINGS = frozenset(vars(nn.Module())) | {"forward", "in_features", "out_features", "_is_hf_initialized"}
 
 

@@ -1,11 +1,11 @@
 """Vocabulary of `pond-recall`, in groups that do not overlap.
 
-Names are told things; towns are joined into chains; animals and plants are counted; plain words are filler; the
+Facts are stated about names; towns are joined into chains; animals and plants are counted; plain words are filler; the
 rest are marks. Ids follow the order of `VOCABULARY`. This module knows nothing of tensors or of the tokenizer.
 """
 
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
-#: A fact may begin with <let> (a link of a chain, or what is told anew), or lie between <open> and <close> (a passage).
+#: A fact may begin with <let> (a link of a chain, a fact restated), or lie between <open> and <close> (a passage).
 LET, OPEN, CLOSE = "<let>", "<open>", "<close>"
 #: A question begins with one of these, and ends with <is>; its answer ends with <eos>.
 ASK, ALL, EACH, TRACE, COPY, MOST, COMMON = "<ask>", "<all>", "<each>", "<trace>", "<copy>", "<most>", "<common>"

@@ -21,7 +21,7 @@ DPI = 160
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty picture of so many inches."""
+    """An empty picture; sizes in inches."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.05)
     made = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER, layout=layout)
     FigureCanvasAgg(made)
