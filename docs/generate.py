@@ -18,7 +18,6 @@ from typing import Any
 import typer.main
 from api_page import api_page
 from papers_page import papers_page
-from sentences import one_per_line
 
 from millpond.bench.common.report import generate_table, markdown_table
 from millpond.bench.model_types import page as model_types
@@ -35,6 +34,7 @@ from millpond.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond.evals.report.plots.style import write
 from millpond.evals.task import TASKS
 from millpond.kernels.decode_rules import Evict
+from millpond.markdown import one_per_line
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.registry import Entry
@@ -67,8 +67,8 @@ def pages() -> dict[Path, str]:
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
-    leaderboard = {ROOT / "docs" / "leaderboard.md": leaderboard_page()}  # as `millpond leaderboard` writes it
-    return {path: one_per_line(text) for path, text in texts.items()} | leaderboard
+    texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()  # as `millpond leaderboard` writes it
+    return {path: one_per_line(text) for path, text in texts.items()}
 
 
 def pictures() -> dict[Path, Mapping[str, CurvePanel]]:

@@ -14,6 +14,7 @@ from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.harness.results import read_notes, read_rows, unite
 from millpond.evals.report.leaderboard import render
+from millpond.markdown import one_per_line
 from tests.helpers.evals.scored import row, save
 
 ROWS = [
@@ -42,6 +43,12 @@ def test_a_table_is_sorted_and_counted() -> None:
     ]
     assert "200 questions a task, seed 7." in render(ROWS)
     assert "whether one candidate is ahead of another is said by pairs" in render(ROWS)
+
+
+def test_a_sentence_of_the_page_is_a_line() -> None:
+    page = render(ROWS, [{"command": "millpond eval", "hardware": "a CPU"}])
+    assert one_per_line(page) == page
+    assert not [line for line in page.splitlines() if ". **" in line and not line.startswith("|")]
 
 
 def test_what_reads_the_same_is_bold_together_and_references_never() -> None:

@@ -95,12 +95,12 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     assert (seen["host"], seen["port"]) == ("0.0.0.0", 81)
     assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
     assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)
-    assert "anybody" not in done.stderr
+    assert "anyone" not in done.stderr
 
 
 def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
-    assert "anybody who reaches 0.0.0.0 may use the model" in " ".join(invoke("--host", "0.0.0.0").stderr.split())
+    assert "anyone who can reach 0.0.0.0 may use the model" in " ".join(invoke("--host", "0.0.0.0").stderr.split())
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond.cli.train.heavy_hitters import BEGIN, END
+from millpond.markdown import one_per_line
 from millpond.train.text import recipe
 from tests.helpers.train.text_tiny import TINY, write_corpus
 
@@ -54,6 +55,7 @@ def test_the_table_and_the_picture(corpus: Path, model: Path, tmp_path: Path) ->
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
+    assert one_per_line(text) == text
     rows = re.findall(r"^\| (\S+) \| ([\d.]+)% .*\| ([\d.]+)% .*\| ([\d.]+)% .*\| ([\d.]+)% ", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1", "**all**"]
     assert all(float(small) < float(large) <= 100 for _, small, large, *_ in rows)

@@ -10,6 +10,7 @@ import typer
 
 from millpond.cli.console import output
 from millpond.errors import OptionError
+from millpond.markdown import one_per_line
 from millpond.optional import require
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def measured(found: AttentionStatistics, model: str, text: str) -> str:
     lines.append(
         f"| even attention | {found.even[small]:.1%} | {found.even[large]:.1%} | {_even_first(found):.1%} | 0.0% |"
     )
-    return "\n".join(lines)
+    return one_per_line("\n".join(lines))
 
 
 def _cell(values: list[float]) -> str:

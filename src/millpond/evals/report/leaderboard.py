@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.harness.summary import HOW, scored_text
+from millpond.markdown import one_per_line
 
 K = TypeVar("K")
 
@@ -77,7 +78,7 @@ def render(rows: Sequence[SummaryRow], notes: Sequence[dict[str, str]] = ()) -> 
             budgets = sorted({r.budget for r in table if r.budget}, key=_budget_order) or [""]
             for budget in budgets:
                 parts += _table(protocol, seed, budget, [r for r in table if r.budget in ("", budget)])
-    return "\n".join([*parts, *_made(notes)])
+    return one_per_line("\n".join([*parts, *_made(notes)]))
 
 
 def _table(protocol: str, seed: int, budget: str, rows: Sequence[SummaryRow]) -> list[str]:
