@@ -17,5 +17,5 @@ class PerSequence(dict[int, T]):
         return PerSequence({new: self[old] for new, old in enumerate(sequences) if old in self})
 
     def join(self, other: PerSequence[T], n_seq: int) -> None:
-        """Take over the values of the sequences of `other`, which come behind the `n_seq` of this batch."""
+        """Take over the values of the sequences of `other`, which come after the `n_seq` of this batch."""
         self.update({n_seq + sequence: value for sequence, value in other.items()})

@@ -82,7 +82,7 @@ class PrefixTree:
         return path
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Let go of blocks, the longest unused first and none before those behind it, until there is `enough`.
+        """Release blocks, the longest unused first and none before those after it, until there is `enough`.
 
         Blocks whose pages are all held by requests as well stay: without them no page would be free.
 
@@ -91,7 +91,7 @@ class PrefixTree:
         """
         if enough():
             return True
-        for block in list(self._blocks.values()):  # whoever follows a block stands before it: one round meets all
+        for block in list(self._blocks.values()):  # followers of a block come before it: one round finds all
             if not block.n_children and _alone(block):
                 self._drop(block)
                 if enough():
@@ -99,14 +99,14 @@ class PrefixTree:
         return False
 
     def shorten(self, path: list[PrefixNode]) -> bool:
-        """Let go of the last block of a path, whoever holds its pages; False where none is left or others follow it."""
+        """Release the last block of a path, whoever holds its pages; False where none is left or others follow it."""
         if not path or path[-1].n_children:
             return False
         self._drop(path.pop())
         return True
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all."""
         for block in list(self._blocks.values()):
             self._drop(block)
 

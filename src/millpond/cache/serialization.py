@@ -1,6 +1,6 @@
 """Cache of one layer for one text as named tensors, and back: the content of a file of a compressed text.
 
-Entries keep their slots and sealed pages their bytes, so that what comes back goes on bit by bit as what was put away.
+Entries keep their slots and sealed pages their bytes, so that a restored cache continues bit by bit as the saved one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
 
 
 def to_tensors(core: LayerCache) -> dict[str, Tensor]:
-    """All that the layer needs to go on with the one sequence that it holds.
+    """All that the layer needs to continue with the one sequence that it holds.
 
     Raises:
         OptionError: the method remembers something besides entries that has no place here.

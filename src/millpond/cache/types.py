@@ -27,7 +27,7 @@ class PromptChunk(NamedTuple):
     q: Tensor  #: (Hq, Q, key_dim)
     q_pos: Tensor  #: (Q,) int32
     found: Entries  #: stored entries (padded), then those of the new tokens
-    budget: Callable[[], int]  #: entries per KV head that the sequence may keep behind this pass
+    budget: Callable[[], int]  #: entries per KV head that the sequence may keep after this pass
 
 
 def by_position(positions: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def converse(partner: ChatBackend, said: Iterator[str], system: str | None = Non
 
 
 def typed() -> Iterator[str]:
-    """The lines of the standard input; Ctrl-C begins the line anew."""
+    """The lines of the standard input; Ctrl-C begins the line again."""
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401  # input() then knows arrow keys and what was typed before

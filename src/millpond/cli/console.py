@@ -1,4 +1,4 @@
-"""Consoles: results to stdout, notes and errors to stderr."""
+"""Output of the command line: results to stdout, notes and errors to stderr."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something long goes on: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
+    """Show that something long continues: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
     console, done, began = errors(), threading.Event(), time.monotonic()
 
     def told() -> None:

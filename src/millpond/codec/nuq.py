@@ -13,7 +13,7 @@ from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, Side
 from millpond.kernels.packed.outliers import inliers
 
-#: Points that the exact search looks at; more are gathered into as many bins of equal count first.
+#: Points that the exact search reads; more are gathered into as many bins of equal count first.
 MOST_POINTS = 1024
 #: Rounds of Lloyd's algorithm after the exact search over bins.
 ROUNDS = 50

@@ -65,7 +65,7 @@ class AsyncLLM:
             model if loaded is not model else getattr(model, "name_or_path", "") or "model"
         )
         self._engine = Engine(loaded, tokenizer, config)
-        self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread looks at it
+        self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread reads it
         self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -146,7 +146,7 @@ class AsyncLLM:
         """Run `ask` in the engine's thread between two steps, and return what it returns.
 
         Args:
-            client: who asks. Clients take turns.
+            client: id of the client. Clients take turns.
 
         Raises:
             MillpondError: the engine was closed. Also what `ask` raises.
@@ -169,7 +169,7 @@ class AsyncLLM:
         """Take no more requests and stop; with `drain` what runs may finish first.
 
         Args:
-            timeout: most seconds that this may take; a step that takes longer is left alone. None: any time.
+            timeout: most seconds that this may take; a longer step is not interrupted. None: any time.
         """
         end = None if timeout is None else time.monotonic() + timeout
 
@@ -204,7 +204,7 @@ class AsyncLLM:
             self._hand_out(self._engine.end_all(ended))
         except Exception as error:
             _log.critical("requests could not be ended", exc_info=error)
-        for box in self._boxes.values():  # what the engine knows nothing of any more
+        for box in self._boxes.values():  # requests that the engine has dropped
             box.fail(ended or MillpondError("the engine was closed"))
         while self._asked:
             with suppress(Exception):

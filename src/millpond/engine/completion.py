@@ -19,7 +19,7 @@ class CompletionState:
         ends: ids that end a text, as the model says.
 
     Attributes:
-        kv: what its cache holds, and shared: tokens of its prompt that others had read; set by whoever knows.
+        kv: what its cache holds, and shared: tokens of its prompt that others had read; set by the engine.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompletionState:
             self.end("length")
 
     def end(self, reason: FinishReason) -> None:
-        """It goes on no more; text that was held back is handed out."""
+        """End the completion, and return text that was held back."""
         self.finish_reason = reason
         if self._writer is not None:
             self._writer.finish()

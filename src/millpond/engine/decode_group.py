@@ -45,7 +45,7 @@ class DecodeGroup:
         return self.recipe.pool(first.key_dim, first.value_dim).slots
 
     def join(self, stack: BatchCache, answers: list[CompletionState]) -> None:
-        """Answers begin to decode, or come back; `stack` holds a sequence for each and is empty afterwards."""
+        """Add answers that begin or resume decoding; `stack` holds a sequence for each and is empty afterwards."""
         assert stack.n_seq == len(answers), "a sequence for each answer"
         self.stack.join(stack)
         self.answers += answers

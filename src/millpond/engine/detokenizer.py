@@ -112,7 +112,7 @@ class Writer:
 
     @property
     def text(self) -> str:
-        """All that has been handed out."""
+        """All text that was returned."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""

@@ -1,4 +1,4 @@
-"""Engine: many requests inside one memory limit, step by step.
+"""An engine that runs many requests inside one memory limit, step by step.
 
 A request first reads its prompt in a cache of its own, in chunks while other requests decode. Then its method plans
 what stays, and its answers decode in one batch with all others of the same method, options, budget and format. Each
@@ -291,7 +291,7 @@ class Engine:
     def _break_off(
         self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
     ) -> list[RequestState]:
-        """End everything that took part in a step that failed: some layers have taken in its tokens, some have not."""
+        """End every request of a failed step: some layers have stored its tokens, others have not."""
         lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
         lives += [live for live, _ in reading if live not in lives]
         for group in groups:

@@ -15,7 +15,7 @@ IDLE = 1024
 
 @dataclass(slots=True, eq=False)
 class ClientService:
-    """One of those who ask.
+    """Service that one client has had.
 
     Attributes:
         number: given when it came; the lowest goes first where two have had the same.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: Weight of the newest step in the mean of those without the others.
 _NEWEST = 0.2
-#: What is left of that mean after each step with guests: it is taken anew before long.
+#: What is left of that mean after each step with guests: it is taken again before long.
 _FADES = 0.95
 #: Seconds that are owed for each that guests add. What is not measured, such as answers that decode too, comes on top.
 PAID_BACK = 2.0

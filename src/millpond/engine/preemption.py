@@ -46,7 +46,7 @@ class Preemptor:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
 
         Pages of prompts that are kept for others go before any request does. A request that is alone is never carried
-        out: if it finds no room, running it says so.
+        out: if it does not fit, running it raises.
         """
         for job in step.out:
             self._preempt(job)
@@ -87,7 +87,7 @@ class Preemptor:
             live.stack = None
 
     def _lose(self, live: RequestState, error: DataError) -> None:
-        """Its pages are free, and it cannot go on."""
+        """Its pages are free, and it cannot continue."""
         assert live.stack is not None, "what moves has a cache"
         live.stack.clear()
         live.fail(error)

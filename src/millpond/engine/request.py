@@ -1,4 +1,4 @@
-"""Request: a prompt, its sampling parameters, and options of its cache."""
+"""A request: its prompt, sampling parameters and cache options."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RequestState:
         return [answer for answer in self.answers if not answer.finished]
 
     def regroup(self) -> None:
-        """Before a step: decode with those who pass steps, or with those who do not, as the scheduler says."""
+        """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""
         if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:
             going = self.unfinished
             stack = self.group.part(going)

@@ -1,6 +1,6 @@
-"""Scheduler: which requests run in the next step, and which must wait, or make room.
+"""The scheduler: chooses the requests of the next step, and those that wait or are preempted.
 
-It knows numbers only: tokens to read, bytes that a request will hold, who asks, priorities and deadlines. It sees no
+It knows numbers only: tokens to read, bytes that a request will hold, clients, priorities and deadlines. It sees no
 model, no page and no clock; how long its steps took it is given.
 """
 
@@ -56,7 +56,7 @@ class MemoryNeed:
     each: int
 
     def decoding(self, width: int) -> int:
-        """While `width` answers go on."""
+        """While `width` answers continue."""
         return self.shared + self.each * width
 
     def most(self, width: int) -> int:
@@ -70,7 +70,7 @@ class Job:
 
     Attributes:
         key: its name. prompt: tokens to read. need: see `MemoryNeed`. width: answers that are not finished.
-        client: who asks. priority: lower goes first.
+        client: id of the client. priority: lower goes first.
         deadline: when it ends at the latest, on the caller's clock; None: never. whole: its prompt cannot be cut.
         arrival, account: given by the scheduler. read: tokens of the prompt that were read.
         passes: jobs of others that began before it while it did not fit. waited: steps in which it did not.
@@ -191,7 +191,7 @@ class Scheduler:
             job.account.served += PROMPT_SERVICE * served
 
     def set_width(self, job: Job, width: int) -> None:
-        """Only `width` answers of a job go on."""
+        """Only `width` answers of a job continue."""
         job.width = width
         self._closed = False
 
@@ -207,7 +207,7 @@ class Scheduler:
         return job
 
     def defer(self, job: Job) -> None:
-        """A job that was to come back could not."""
+        """Note that a preempted job could not be resumed."""
         job.state = State.SWAPPED
         self._closed = True
 
@@ -230,7 +230,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the step
 
     def plan(self) -> Step:
-        """What runs next. Jobs that begin or come back count as running from now on."""
+        """What runs next. Jobs that begin or resume count as running from now on."""
         step = Step()
         self._make_way(step)
         self._admit_preempted_and_new(step)

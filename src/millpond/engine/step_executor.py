@@ -129,14 +129,14 @@ class StepExecutor:
         self.counts["generated_tokens"] += len(answers)
 
     def _needs_behind(self, read: list[RequestState]) -> list[Pages]:
-        """For each prompt that was read, the pages that the plans of those behind it may take."""
+        """For each prompt that was read, the pages that the plans of those after it may take."""
         needs: list[Pages] = [{}]
         for live in reversed(read[1:]):
             needs.append(together(needs[-1], self._sharing.pages_to_settle(live)))
         return needs[::-1] if read else []
 
     def _settle(self, live: RequestState, later: Pages) -> None:
-        """The prompt is read and the first tokens are chosen: plan what stays, and decode with the others.
+        """The prompt is read and the first tokens are chosen: plan evictions, and decode with the others.
 
         later: pages that others may take in this step.
         """

@@ -1,4 +1,4 @@
-"""The first of several stop strings in a text that comes in pieces."""
+"""The first of several stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Spec:
         """A spec from `name[:option=value...]`.
 
         Raises:
-            OptionError: no name, something that is no option behind it, a quote that is not closed, or an option given
+            OptionError: no name, something that is no option after it, a quote that is not closed, or an option given
                 twice.
         """
         text = text.strip()

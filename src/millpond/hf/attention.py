@@ -27,7 +27,7 @@ class _Pending(threading.local):
 
     Attributes:
         layer: whose update() came last, until its attention has run.
-        ours: whether a pass on a Millpond cache is under way. Other passes of a switched model are transformers' own.
+        ours: whether a pass on a Millpond cache is in flight. Other passes of a switched model are transformers' own.
     """
 
     layer: Any = None

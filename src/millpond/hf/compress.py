@@ -66,12 +66,12 @@ def compress(
         native_layers: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
             training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
             torch. Their results agree up to rounding.
-        tokenizer: the model's; methods that look at what tokens are (`fastgen`, `kvzip`) know from it.
+        tokenizer: the model's; methods that read what tokens are (`fastgen`, `kvzip`) know from it.
         calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
         attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a
             `past_key_values` uses the cache, a new prompt at each call (a text that the cache was given otherwise, by
             a pass, a document or a fork, is gone on with where the prompt begins with it); and a prompt that does not
-            go on where a cache that is passed has ended is refused. False leaves `generate` alone.
+            continue where a cache that is passed has ended is refused. False leaves `generate` alone.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:

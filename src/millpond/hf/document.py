@@ -85,7 +85,7 @@ def restore_document(
     memory_limit: str | int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[MillpondCache, Tensor]:
-    """A cache that stands behind the text of a file, and the text's ids (1, n).
+    """A cache that stands after the text of a file, and the text's ids (1, n).
 
     Pass both on: `model.generate(torch.cat([ids, question], 1), past_key_values=cache)`. The cache is one of its own;
     for another question restore again, or take the answer back with `crop` where the method allows.

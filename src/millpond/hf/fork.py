@@ -72,6 +72,6 @@ def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
 
 
 def give_back(cores: list[LayerCache]) -> None:
-    """Give back the pages of a cache that is gone."""
+    """Free the pages of a cache that is gone."""
     for core in cores:
         core.reset()

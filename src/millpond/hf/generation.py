@@ -78,7 +78,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], None]:
-    """Let `generate` of the model look at this cache; returns what undoes it, once no other cache needs it."""
+    """Let `generate` of the model read this cache; returns what undoes it, once no other cache needs it."""
     if not hasattr(model, "generate"):
         return lambda: None
     with _lock:

@@ -25,7 +25,7 @@ WHOLE = 2048
 _CUT = {"input_ids", "inputs", "attention_mask", "past_key_values"}
 #: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
 _OWN = ("generate", "_prefill")
-#: Settings of generate() under which a prompt is read otherwise, or its pass is looked at.
+#: Settings of generate() under which a prompt is read otherwise, or its pass is observed.
 _OTHERWISE = (
     "prefill_chunk_size", "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate",
     "output_hidden_states", "use_mtp",
@@ -51,7 +51,7 @@ class PromptParts:
     def __init__(self, policy: Policy, cores: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
         self.policy, self.stays, self.limited = policy, stays, limited
         self._cores = cores
-        self._end = 0  # columns behind the prompt; 0: none is read in parts
+        self._end = 0  # columns after the prompt; 0: none is read in parts
 
     def waits(self, columns: int) -> bool:
         """Whether more of a prompt comes behind `columns` columns."""

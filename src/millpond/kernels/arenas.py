@@ -74,7 +74,7 @@ class Arenas(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Note the addresses of the arenas anew."""
+        """Note the addresses of the arenas again."""
         contents = [*self.contents, []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]

@@ -46,7 +46,7 @@ class Projection:
     """Linear layers that take the same rows: weights (n, k) with their biases (n,) or None.
 
     Attributes:
-        whole: weight and bias of all behind each other, which the parts are views of; None where they lie apart.
+        whole: weight and bias of all one after another, which the parts are views of; None where they lie apart.
         norm: of the rows, in front. act: of the outcome of the first part.
     """
 

@@ -37,7 +37,7 @@ def d2o(
     x_c <- (e x_c + sum_i exp(u_i) x_i) / (e + sum_i exp(u_i)); the score of the kept entry stays its own.
 
     Layers are compared when all of them have read the prompt, or a chunk of it: until the end of that pass nothing
-    leaves (between_chunks=False: until the first token behind the prompt). Assisted generation is not possible.
+    leaves (between_chunks=False: until the first token after the prompt). Assisted generation is not possible.
 
     Departs from the paper: variances are taken over the largest of all layers, because those of a long prompt would
     give one layer everything (density="absolute" takes them as they are). All layers share the budget, so that the

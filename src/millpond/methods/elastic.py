@@ -25,7 +25,7 @@ def elastic(
     are anchors, the same in all heads. Every other entry goes to the anchor nearest in the text, and keys and values
     of an anchor become the mean of its own and theirs. The first `sinks` tokens and the newest stay as they are. When
     the cache outgrows its budget while decoding, the entry at index kept + distance leaves: the older part of the
-    prompt stays, what comes behind it passes through. Whole keys are needed: not for models that cache latents.
+    prompt stays, what comes after it passes through. Whole keys are needed: not for models that cache latents.
 
     Departs from the paper: positions are those of the text, and the budget is met exactly; the paper's `ratio` is the
     share that leaves, 100 % less the budget. A later turn is merged like the first, its importance added to what is

@@ -30,7 +30,7 @@ def expected_attention(
     positions R is 1. A model that limits its logits (Gemma 2) is taken as if it did not.
 
     Departs from the paper: there each layer's budget is shared by its heads; that is ada with this as its score.
-    decode="evict" goes on with the queries of each step, and each ends with a plan, which is slow; the paper waits
+    decode="evict" continues with the queries of each step, and each ends with a plan, which is slow; the paper waits
     for a number of steps.
     """
     return Policy(

@@ -34,7 +34,7 @@ def fastgen(
     and a KV head takes the dearest rule that one of its query heads needs. The first `sinks` positions count as
     special, so that no head is empty. The most attended entries are chosen by the whole prompt, and without those
     that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn,
-    and each chunk of a prompt in chunks, is measured anew.
+    and each chunk of a prompt in chunks, is measured again.
     """
     if sinks < 1:
         raise OptionError(f"fastgen: sinks={sinks} must be at least 1, so that no head is empty")

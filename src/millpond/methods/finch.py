@@ -24,7 +24,7 @@ def finch(
     entries of the question itself, which fewer queries see, compete fairly with the context. The best entries stay.
     With `chunk` each chunk of the context keeps the same share, and none is forgotten.
 
-    Departs from the paper: it reads the context chunk by chunk with the question behind each, and lets later chunks
+    Departs from the paper: it reads the context chunk by chunk with the question after each, and lets later chunks
     see only what was kept; here the prompt is read once and whole, and its chunks are compressed together at its end.
     Read a prompt in passes with between_chunks=False, or each pass is compressed by its own last tokens. Its official
     code multiplies each query's attention by the number of entries that it sees instead. Kept keys stay at their

@@ -15,7 +15,7 @@ def keydiff(recent: Recent = 0, sinks: SinksAdded = 0, decode: Grow = "grow") ->
     with all other keys, in linear time. No attention is observed; keys are compared after RoPE.
 
     A prompt in chunks is compressed chunk by chunk, as in the paper, when the cache plans between chunks.
-    decode="evict" goes on at each step, the paper's rule in blocks of one; each ends with a plan, and is slow.
+    decode="evict" continues at each step, the paper's rule in blocks of one; each ends with a plan, and is slow.
     """
     return Policy(
         score=KeyDifference(),

@@ -18,10 +18,10 @@ def lagkv(
 ) -> Policy:
     """Keep the entries whose keys and values stand out against the chunk of text that follows them.
 
-    Behind the sinks the text is cut into chunks of `lag` positions. Keys and values of a chunk are scaled, channel by
+    After the sinks the text is cut into chunks of `lag` positions. Keys and values of a chunk are scaled, channel by
     channel, by the minimum and maximum of the next chunk; the standard deviation over channels, softmax over the
     chunk, averaged over keys and values, is the score. Every chunk keeps its best; the last full chunk and the rest
-    behind it have no reference and stay. No attention is observed.
+    after it have no reference and stay. No attention is observed.
 
     A text shorter than sinks + 2 * lag has no reference at all, and a budget below sinks + lag has no room for more
     than what stays: there the newest entries are kept.

@@ -23,7 +23,7 @@ def merge_on_evict(
 
     Entry e goes to c(e) = argmax_c cos(k_e, k_c), per KV head. With u_e the cosine and
     w_e = u_e ||v_e|| / (||v_e|| + ||v_c||), v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e). What stays, and where, is
-    what `score` keeps, which goes on from the scores of the kept entries. With mass_bias an entry that stands for m
+    what `score` keeps, which continues from the scores of the kept entries. With mass_bias an entry that stands for m
     weighs m times, and log m is added to its logit: merging equal entries is then without loss.
 
     Departs from the code that it follows: merging goes on while decoding, where `score` evicts then (with `every` up to

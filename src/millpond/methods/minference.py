@@ -40,7 +40,7 @@ def minference(
 
     Departs from the paper: heads use the kind that the search found for them (the official code turns every kind into
     vertical_slash). block_sparse always looks at the rows' own block. Each chunk of a prompt, and each later turn,
-    chooses anew by its own last queries, so by default all of a prompt is read in one pass. Layers with a sliding
+    chooses again by its own last queries, so by default all of a prompt is read in one pass. Layers with a sliding
     window attend as ever. Rows attend block by block, head by head, to entries gathered for them: on a CPU this is
     faster than dense attention where few of the pairs of query and entry are looked at, and slower where scattered
     diagonals leave little out.

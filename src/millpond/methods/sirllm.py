@@ -18,7 +18,7 @@ def sirllm(
     """Keep the tokens that surprised the model, the first and the newest ones, the same in all layers and heads.
 
     The score of token j is e_j = -log P(x_j | x_<j), by the model's own prediction when it came. A round is a prompt
-    and what is decoded behind it; when the next one begins, every stored e_j is multiplied by `decay` (the paper's
+    and what is decoded after it; when the next one begins, every stored e_j is multiplied by `decay` (the paper's
     dialogues run at 1, 0.9 and 0.7). Predictions are known when a pass ends, so a prompt is held whole until then;
     its logits are computed for every token (prefill_chunk_size bounds both). Not for assisted generation.
 

@@ -13,7 +13,7 @@ _TEXT = "\u2042text\u2042"
 
 
 class Around(NamedTuple):
-    """What a template writes before and behind the words of a user, the head of the answer included."""
+    """What a template writes before and after the words of a user, the head of the answer included."""
 
     before: str
     behind: str

@@ -101,7 +101,7 @@ class View:
         """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
 
         The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
-        at least `begin` and less than `end` positions behind the entry count; end=0: all from `begin` on. Of many
+        at least `begin` and less than `end` positions after the entry count; end=0: all from `begin` on. Of many
         queries a policy may request some.
         """
         assert self.head_attention is not None, "the cache keeps the queries for a policy that looks at them"

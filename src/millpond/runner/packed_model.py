@@ -1,6 +1,6 @@
 """One forward pass over the tokens of many sequences, each of which attends to its own cache.
 
-The tokens lie behind each other in one row, so every linear layer reads its weights once for all of them. At each
+The tokens lie one after another in one row, so every linear layer reads its weights once for all of them. At each
 attention the row is cut into segments: the next tokens of a group of decoding sequences, which one call serves, or
 tokens of one prompt.
 """

@@ -27,7 +27,7 @@ class AdmissionControl:
     """In front of the engine.
 
     Attributes:
-        under_way: ids of the prompts that came in and are not answered. draining: new requests are refused.
+        under_way: ids of admitted prompts that are not answered yet. draining: new requests are refused.
     """
 
     def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
@@ -73,7 +73,7 @@ class AdmissionControl:
 
     @property
     def clients(self) -> set[str]:
-        """Those who have prompts under way."""
+        """Clients with prompts in flight."""
         return set(self._under_way_of)
 
     def check_number(self, prompts: int) -> None:
@@ -90,7 +90,7 @@ class AdmissionControl:
         return self._llm.trouble(self._step_limit_s)
 
     async def watch(self) -> None:
-        """Log when the engine hangs, and when it goes on."""
+        """Log when the engine hangs, and when it continues."""
         known = False
         while True:
             trouble = self.trouble
@@ -103,11 +103,11 @@ class AdmissionControl:
 
     @property
     def waiting(self) -> int:
-        """Prompts that came in and do not run yet."""
+        """Admitted prompts that do not run yet."""
         return max(0, len(self.under_way) - self._llm.stats().running)
 
     def _wait_s(self, waiting: int) -> int:
-        """Seconds until half of those who wait are gone, at the rate of the last answers."""
+        """Seconds until half of the waiting prompts are done, at the rate of the last answers."""
         if len(self._finish_times) < 2:
             return _LEAST_WAIT
         gap = (time.monotonic() - self._finish_times[0]) / len(self._finish_times)
@@ -116,7 +116,7 @@ class AdmissionControl:
     async def drain(self, within_s: float) -> None:
         """Refuse new requests, give running ones `within_s` seconds from the first call, then end them as they are.
 
-        An engine that hangs ends nothing: it is waited for `LEAVE_S` seconds more.
+        An engine that hangs ends nothing: the server waits `LEAVE_S` seconds more.
         """
         self.draining = True
         if self._drained_by is None:

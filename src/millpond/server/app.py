@@ -22,12 +22,12 @@ from millpond.server.settings import ServerSettings
 
 #: Seconds that the engine has to end when the server goes down.
 _CLOSE_S = 1.0
-#: Seconds between two times at which freed memory is given back to the system, where there were requests.
+#: Seconds between two times at which freed memory is returned to the system, where there were requests.
 _TIDY_S = 5.0
 
 
 def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAPI:
-    """An ASGI app that serves one model; `app.state.service` is what stands behind its routes.
+    """An ASGI app that serves one model; `app.state.service` is the service that its routes call.
 
     The engine is closed when the app shuts down.
     """
@@ -56,7 +56,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         app.include_router(part.routes(service))
     app.include_router(ui.routes(needs_key=bool(settings.api_keys)))
     describe(app, keyed=bool(settings.api_keys))
-    # the last one added is met first
+    # the last one added runs first
     app.add_middleware(
         BodyLimitMiddleware, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
         together=settings.max_bytes_under_way,
@@ -71,7 +71,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
 
 async def _tidy(service: Service) -> None:
-    """Give back what large bodies have left in the heap, which would keep it for the next ones."""
+    """Return memory of large bodies from the heap to the system."""
     before = 0
     while True:
         await asyncio.sleep(_TIDY_S)

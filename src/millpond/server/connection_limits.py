@@ -17,7 +17,7 @@ from millpond.server.settings import ServerSettings
 
 #: Bytes that are read of a connection at a time, so that none takes long, however small its pieces are.
 _READ = 8 * 2**10
-#: Looks at all connections per time limit.
+#: Checks of all connections per time limit.
 _LOOKS = 4
 
 
@@ -48,7 +48,7 @@ class Connections:
             self._plan()
 
     def lost(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Forget a closed connection."""
         self._open.pop(connection, None)
 
     def _plan(self) -> None:

@@ -34,7 +34,7 @@ _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
 #: What clients hear of a file that could not be read or written: which one is the operator's business.
 _FILE_FAILED = "a file of the server that this request needs could not be read or written; ask again, or its operator"
 
-#: Characters of a message that are sent, and of a field's name that are looked at: both may be a client's own.
+#: Characters of a message that are sent, and of a field's name that are read: both may be a client's own.
 _LONGEST, _LONGEST_NAME = 1_000, 80
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -166,7 +166,7 @@ def _unknown(place: list[str]) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        text = reprlib.repr(value)  # which looks at the first of many values only
+        text = reprlib.repr(value)  # which reads the first of many values only
     except (ValueError, RecursionError):  # an integer of thousands of digits; a value nested beyond reason
         return f"this {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,9 +1,9 @@
 """Pace of the work in front of the engine: reading, checking and answering requests takes a bounded share of the time
-while answers of other clients are under way.
+while answers of other clients are in flight.
 
 All of it runs in the interpreter that steps the engine, so what one client's bodies take is missing in the tokens of
 all others. So every request is measured, in CPU seconds of its task and of the threads that work for it, and what it
-took is waited for several times over before the next one goes on: that of the client who has had least.
+took is waited for several times over before the next one continues: that of the client who has had least.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from millpond.server.identity import ClientRegistry
 
 T = TypeVar("T")
 
-#: Seconds that are waited for each that a request took: others' requests take at most a sixth of the time.
+#: Seconds of waiting per second that a request took: other clients' requests take at most a sixth of the time.
 PAID_BACK = 5.0
-#: Seconds for which a client counts as answered after its last answer: whoever has a chat asks again soon.
+#: Seconds for which a client counts as answered after its last answer: a chat continues soon.
 RECENT_S = 0.25
 #: Seconds that the server takes to receive a byte of a body, about; and bytes after which a body waits for its turn.
 _BYTE_S, _SLICE = 2e-8, 2**18
-#: Seconds between two looks at who waits.
+#: Seconds between two checks of the queue.
 _LOOK_S = 1e-3
 #: Seconds that may be owed at most, so that one request that took long does not shut the door.
 _MOST_OWED_S = 2.0
 
 
 class FrontPace:
-    """Who may go on in front of the engine, and when.
+    """Who may continue in front of the engine, and when.
 
     Args:
-        answered: the clients whose answers are under way.
+        answered: the clients whose answers are in flight.
     """
 
     def __init__(self, answered: Callable[[], set[str]]) -> None:
@@ -66,7 +66,7 @@ class FrontPace:
             self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MOST_OWED_S)
 
     async def turn(self, name: str, client: ClientService) -> None:
-        """Wait until a request may go on; whoever has had least goes first."""
+        """Wait until a request may continue; the least served client goes first."""
         if not self._others(name) or (time.monotonic() >= self._free_at and not self._waiting):
             return
         turn = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class Visit:
         self._pace.charge(self._name, self._client, seconds)
 
     async def turn(self) -> None:
-        """Wait until it may go on."""
+        """Wait until it may continue."""
         await self._pace.turn(self._name, self._client)
 
     def leave(self) -> None:

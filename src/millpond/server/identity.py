@@ -22,7 +22,7 @@ _IPV6_NETWORK = 64
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One of those who ask.
+    """A client of the server.
 
     Attributes:
         name: of a key its keyed hash, else the address. best_priority: the lowest that it may ask for.

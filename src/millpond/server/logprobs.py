@@ -7,7 +7,7 @@ from typing import Any
 
 from millpond.engine.outputs import TokenLogprob
 
-#: What stands for minus infinity, which JSON does not have; OpenAI's number.
+#: The replacement for minus infinity, which JSON does not have; OpenAI's number.
 _NEVER = -9999.0
 
 

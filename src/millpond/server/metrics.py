@@ -20,7 +20,7 @@ _WHOLE = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class EngineCollector(Collector):
-    """Reads `EngineStats` anew at every scrape."""
+    """Reads `EngineStats` again at every scrape."""
 
     def __init__(self, llm: ServedLLM, gate: AdmissionControl) -> None:
         self._llm = llm

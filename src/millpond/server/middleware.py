@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from millpond.server.errors import ApiError
 from millpond.server.identity import key_of
 
-#: Sent with a refusal before the body was read: the rest of it is not waited for.
+#: Sent with a refusal before the body was read: the server does not wait for the rest.
 _CLOSE = {"Connection": "close"}
 
 
 class ApiKeyMiddleware:
-    """Refuses whoever has no API key, but on `open_paths`."""
+    """Refuses requests without an API key, but on `open_paths`."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]) -> None:
         self._app = app

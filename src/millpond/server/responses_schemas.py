@@ -14,7 +14,7 @@ from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextForm
 _TOOLS = "tools are called in chats: POST /v1/chat/completions"
 
 
-#: Tags of what is a text or a list; that of lists stands in the place of an error, where "" says nothing more.
+#: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
 _TEXT, _LIST = "text", ""
 
 

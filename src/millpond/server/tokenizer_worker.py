@@ -1,4 +1,4 @@
-"""Tokens: text to ids and back, away from the event loop; long texts in a thread of their own, so that short ones
+"""Tokenization and detokenization away from the event loop; long texts in a thread of their own, so that short ones
 wait for none of them.
 """
 
@@ -31,7 +31,7 @@ _OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generati
 
 
 class TokenizerWorker:
-    """The tokenizer of a model behind one thread, and a copy behind another for long texts.
+    """The tokenizer of a model in a thread of its own, and a copy in another for long texts.
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are

@@ -1,7 +1,7 @@
 """The turns of `bench engines`: in every repetition every engine reads the same prompts once, in shuffled order.
 
 Ratios are taken within a turn, between neighbours in time, and their median is reported: a machine that is busy for a
-while slows both sides. Processes start anew for every cell, so that their memory is that cell's.
+while slows both sides. Processes start again for every cell, so that their memory is that cell's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineTiming:
         prefill_s: until every sequence has its first token. decode_ms: a step of all sequences, the median.
         kv_bytes: of keys and values in use after the last step, as the engine counts them.
         rss_bytes: of the process at its peak while it answered, beyond what it held before it loaded the model.
-        floor_ms: reading the weights and `kv_bytes` once, measured right behind it; None where nothing can.
+        floor_ms: reading the weights and `kv_bytes` once, measured right after it; None where nothing can.
     """
 
     prefill_s: float

@@ -110,7 +110,7 @@ def _take(
     try:
         with torch.inference_mode():
             reading = candidate.run(model, prompts, new_tokens)
-    except Exception as error:  # a peer may fail in any way; the others go on
+    except Exception as error:  # a peer may fail in any way; the others continue
         result.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return
     if keep:

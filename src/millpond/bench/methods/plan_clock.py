@@ -19,7 +19,7 @@ class PlanClock:
 
     Attributes:
         plan_s: seconds in plans for the prompt: scores, choice, and writing what stays.
-        late_s: those of them that came behind the first token, where a method waits for the prompt's end.
+        late_s: those of them that came after the first token, where a method waits for the prompt's end.
         passes: of the decoder before the first token.
     """
 

@@ -2,7 +2,7 @@
 
 Every repetition runs all methods once, in shuffled order, on the same prompt and with fresh caches. A few of them and
 snapkv hold their caches at once and decode in turns of few steps, with a turn of snapkv after every few. A turn is
-compared with the turns of snapkv before and behind it, a fraction of a second away: the speed of memory on a shared
+compared with the turns of snapkv before and after it, a fraction of a second away: the speed of memory on a shared
 machine moves by a third from one second to the next. The median over the turns is a reading, the median over the
 repetitions the result. snapkv takes part a second time, so that each report says how far equal things come out apart.
 What a method may cost follows from its policy (`MethodCandidate.kind`).
@@ -80,7 +80,7 @@ def candidates_of(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[s
     for name in METHODS.names():
         try:
             candidates.append(MethodCandidate.of(name, SETTINGS.get(name, {}), vocab))
-        except Exception as error:  # a method may come from anywhere; the others go on
+        except Exception as error:  # a method may come from anywhere; the others continue
             left_out.append({"name": name, "reason": str(error)})
     return [*candidates, _once_more(vocab)], left_out
 
@@ -170,7 +170,7 @@ def _race(
     others: Sequence[MethodCandidate],
     rng: random.Random,
 ) -> dict[int, list[float]]:
-    """Decode in turns; the ratio of each turn to the mean of those of the anchor before and behind it, by candidate."""
+    """Decode in turns; the ratio of each turn to the mean of those of the anchor before and after it, by candidate."""
     steps = min(TURN, plan.new_tokens)
     rounds = max(TURNS, -(-plan.new_tokens // steps))
     due = {id(e): _rounds(period_of(e.policy), steps, rounds, rng) for e in others}
@@ -206,7 +206,7 @@ def _attempt(candidate: MethodCandidate, act: Callable[[MethodCandidate], T]) ->
         return None
     try:
         return act(candidate)
-    except Exception as error:  # a method may come from anywhere; the others go on
+    except Exception as error:  # a method may come from anywhere; the others continue
         candidate.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         candidate.readings.clear()
         return None

@@ -44,7 +44,7 @@ class Masked:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention: query (B, Hq, Q, D), key and value (B, Hkv, T, D) -> (B, Q, Hq, D)."""
+        """Attention with masks: query (B, Hq, Q, D), key and value (B, Hkv, T, D) -> (B, Q, Hq, D)."""
         batch, n_heads, n_new, dim = query.shape
         index = getattr(module, "layer_idx", None)
         if index is None or getattr(module, "is_cross_attention", False):  # to a picture, not to the text

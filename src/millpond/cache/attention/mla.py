@@ -158,7 +158,7 @@ class MLAAttention(PagedAttention):
         dense: PaddedEntries,
         received: Tensor,
     ) -> None:
-        """Gather scores and put the new entry (the last column) behind the stored ones, or in the place of one."""
+        """Gather scores and put the new entry (the last column) after the stored ones, or instead of one."""
         lens, stored = table.lens, positions.shape[1] - 1
         active = q_pos[:, 0] >= 0
         old = torch.nn.functional.pad(dense.scores, (0, 1))

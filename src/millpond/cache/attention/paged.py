@@ -25,8 +25,8 @@ class PagedAttention:
     Attributes:
         index: of the layer.
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
-        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by whoever knows the model.
-        outputs: see `View.outputs`. Set by whoever knows the model.
+        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
+        outputs: see `View.outputs`. Set by the model integration.
     """
 
     def __init__(self, index: int, companions: SequenceState) -> None:
@@ -95,6 +95,6 @@ class PagedAttention:
         return found.keys
 
     def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
-        """(H, N, dim): the keys or the values of candidates of a table, for a score that looks at them."""
+        """(H, N, dim): the keys or the values of candidates of a table, for a score that reads them."""
         stored = found.keys if part == "keys" else found.values
         return rotate(stored) if table.is_hadamard_rotated else stored

@@ -1,4 +1,4 @@
-"""Unquantized entries of one sequence, written anew into fresh pages."""
+"""Unquantized entries of one sequence, rewritten into fresh pages."""
 
 from __future__ import annotations
 

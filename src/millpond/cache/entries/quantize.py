@@ -153,7 +153,7 @@ def pages_due(table: PageTable) -> int:
 
 
 def truncate(sealed: QuantizedStore, sequence: int, seen: int) -> np.ndarray:
-    """Let go of the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
+    """Release the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
     rows = sealed.rows(sequence)
     gone = sealed.positions(rows) >= seen
     sealed.mark_evicted(rows, gone)

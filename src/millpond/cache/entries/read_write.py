@@ -33,7 +33,7 @@ def in_order(found: Entries) -> PaddedEntries:
 
 
 def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor) -> Entries:
-    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), behind them."""
+    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), after them."""
     n_new = k.shape[1]
     positions = q_pos.expand(k.shape[0], -1)
     if not past.positions.shape[1]:
@@ -49,7 +49,7 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor) -> Entries:
 
 
 def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
-    """Store all new entries behind the stored ones."""
+    """Store all new entries after the stored ones."""
     rows = table.rows(sequence)
     n_heads, n_new = k.shape[:2]
     table.copy_on_write(whole=False)
@@ -65,7 +65,7 @@ def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor)
 def keep_all(
     table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Entries, *, last: bool
 ) -> None:
-    """Store all new entries, as `append`; `found`: they behind the stored ones. `last`: see `rewrite`."""
+    """Store all new entries, as `append`; `found`: the stored entries and the new ones. `last`: see `rewrite`."""
     if table.sealed is None or not (last or found.n_sealed):
         append(table, sequence, k, v, q_pos)
     else:

@@ -57,7 +57,7 @@ class SlotView:
             self.table.sealed.rescore(self.rows, scores[:, n:], told[:, n:])
 
     def evict(self, gone: Tensor) -> npt.NDArray[np.int32]:
-        """Let go of the entries in slots `gone` (n, N) bool; returns how many are left in plain slots, (n,).
+        """Release the entries in slots `gone` (n, N) bool; returns how many are left in plain slots, (n,).
 
         The caller tells the table.
         """

@@ -25,7 +25,7 @@ from millpond.policy.policy import Policy, on_sliding_layer
 
 
 class PendingStep(NamedTuple):
-    """A step that has room: what attention meets besides queries, keys and values, and what is needed behind it."""
+    """A step that has room: what attention meets besides queries, keys and values, and what is needed after it."""
 
     table: PageTable
     rule: DecodeRule
@@ -69,7 +69,7 @@ class DecodeStep:
             self._rule = replace(self._rule, evict=Evict.NEVER)
 
     def take_over(self, other: DecodeStep) -> None:
-        """Go on with a table that `other`, of the same layer and policy, has opened."""
+        """Continue with a table that `other`, of the same layer and policy, has opened."""
         self._rule, self._demotes = other._rule, other._demotes
 
     def reset(self) -> None:
@@ -131,7 +131,7 @@ class DecodeStep:
         return PendingStep(table, rule, self._attention.shape, positions, q_pos, rivals)
 
     def end(self, step: PendingStep, lse: Tensor, columns: int) -> None:
-        """What attention changed is counted, looked at and followed up. lse: (S, Hq).
+        """Update counts, scores and positions after attention. lse: (S, Hq).
 
         Raises:
             NumericsError: attention is NaN.

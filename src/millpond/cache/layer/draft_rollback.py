@@ -49,7 +49,7 @@ class DraftRollback:
     """What is needed to take back the last pass, for all layers of one cache.
 
     Attributes:
-        recording: set by `activate_past_recording`; off, passes are taken in as ever.
+        recording: set by `activate_past_recording`; off, passes are stored as usual.
         draft: how many of the next pass's last tokens may be taken back; None: all but the first.
         truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
     """

@@ -1,7 +1,7 @@
 """Cache of a layer whose model stores one latent per token and expands it to keys and values (MLA).
 
 A page holds latents: "key" and "value" are the two parts that the model hands in, one KV head for all query heads.
-The model expands kept and new latents itself and comes back with per-head keys and values. Each is found by the
+The model expands kept and new latents itself and returns per-head keys and values. Each is found by the
 position of its token, so plans, drafts and rewinds work as for every other layer; only attention reads elsewhere.
 """
 

@@ -126,11 +126,11 @@ class LayerStorage:
         self.companions.become(state.companions)
 
     def reset(self) -> None:
-        """Give back every page and forget every token."""
+        """Free every page and forget every token."""
         if self._table is not None:
             self._table.clear()
         self._table, self.columns = None, 0
         self.companions.become(self.companions.copy([]))
 
     def _take_over(self, other: Self) -> None:
-        """Go on with the table of `other`, of the same layer and policy."""
+        """Continue with the table of `other`, of the same layer and policy."""

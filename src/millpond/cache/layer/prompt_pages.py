@@ -31,7 +31,7 @@ class PromptPages:
 
     Args:
         stored: of entries that were planned. apart: of those of a prompt that was not; None: the same.
-        waits: whether a prompt that begins or goes on now is planned later than in the pass that brings it.
+        waits: whether a prompt that begins or continues now is planned later than in the pass that brings it.
     """
 
     def __init__(self, stored: FindPool, apart: FindPool | None, waits: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ class PromptPages:
         return into
 
     def end(self, table: PageTable, sequences: Sequence[int], plan: Plan) -> PageTable:
-        """The table behind the plans of `sequences`: another one where the prompt lay in pages of its own.
+        """The table after the plans of `sequences`: another one where the prompt lay in pages of its own.
 
         There every sequence is planned, since all move.
 
@@ -115,6 +115,6 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
 
 
 def _let_go(table: PageTable) -> None:
-    """Give the plain pages of a table back; another one goes on with what it has sealed."""
+    """Give the plain pages of a table back; another one continues with what it has sealed."""
     table.sealed = None
     table.clear()

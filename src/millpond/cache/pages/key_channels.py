@@ -81,7 +81,7 @@ class KeyChannels:
         return other
 
     def join(self, other: KeyChannels) -> None:
-        """Take over the choice of the sequences of another batch, behind these."""
+        """Take over the choice of the sequences of another batch, after these."""
         if self.channels is not None and other.channels is not None:
             self.channels = torch.cat([self.channels, other.channels])
         if self.balance is not None and other.balance is not None:

@@ -29,11 +29,11 @@ def pages_for_step(pages: PageLists, lens: Ints, growing: Mask | None, whole: bo
 
 
 def pages_for(pages: PageLists, lens: Ints, n_tokens: int, whole: bool) -> int:
-    """Pages that `n_tokens` more entries of every region take, copies included; whole: all entries are written anew."""
+    """Pages that `n_tokens` more entries of every region take, copies included; whole: all entries are rewritten."""
     return int(lacking(pages, slice(None), lens + n_tokens).sum()) + pages.n_shared(written(pages, lens, whole))
 
 
 def pages_to_renew(pages: PageLists, most: int) -> int:
-    """Pages that it takes to write all entries anew, at most `most` pages of them: those held alone go before."""
+    """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
     shared = pages.n_shared()
     return min(shared, max(0, most - (len(pages.held()) - shared)))

@@ -24,7 +24,7 @@ class PageLists:
     Attributes:
         pool: whose pages they are.
         ids: (R, n) int32, written in place; another array only where it became wider or has other rows. What lies
-            behind the pages that a region owns says nothing.
+            after the pages that a region owns says nothing.
         owned: (R,) pages of each region.
         may_share: some page may have another holder.
     """
@@ -54,7 +54,7 @@ class PageLists:
         return self.columns < self.owned[rows][:, None]
 
     def held(self, rows: Rows = slice(None)) -> PageIds:
-        """Page ids of some regions, one region behind the other; a shared page once per holder."""
+        """Page ids of some regions, one region after the other; a shared page once per holder."""
         return self.ids[rows][self.owned_mask(rows)]
 
     def n_shared(self, written: Mask | None = None) -> int:
@@ -67,7 +67,7 @@ class PageLists:
     # ------------------------------------------------------------------ room
 
     def grow(self, rows: npt.NDArray[np.int64], more: Counts) -> None:
-        """Fresh pages for some regions, more (n,) each, behind those that they own.
+        """Fresh pages for some regions, more (n,) each, after those that they own.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -80,13 +80,13 @@ class PageLists:
         self.owned[rows] += more
 
     def cut(self, rows: Rows, keep: npt.NDArray[np.integer[Any]] | int) -> None:
-        """Give back the pages of some regions beyond the first keep (n,)."""
+        """Free the pages of some regions beyond the first keep (n,)."""
         kept = np.minimum(self.owned[rows], keep)
         self.pool.release(self.ids[rows][self.owned_mask(rows) & (self.columns >= kept[:, None])])
         self.owned[rows] = kept
 
     def drop(self, rows: Rows, chosen: Mask) -> None:
-        """Give back the `chosen` (n, <= columns) pages of some regions; later ones take their places."""
+        """Free the `chosen` (n, <= columns) pages of some regions; later ones take their places."""
         mine, gone = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
         gone[:, : chosen.shape[1]] = chosen
         gone &= mine
@@ -118,7 +118,7 @@ class PageLists:
         return other
 
     def join(self, other: PageLists) -> None:
-        """Take over the rows of another one of this pool, behind these; it holds nothing afterwards."""
+        """Take over the rows of another one of this pool, after these; it holds nothing afterwards."""
         assert other.pool is self.pool, "pages stay in their pool"
         width = max(self.ids.shape[1], other.ids.shape[1])
         self.ids = np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in (self.ids, other.ids)])

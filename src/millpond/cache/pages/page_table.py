@@ -203,12 +203,12 @@ class PageTable:
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
 
-        whole: all entries are written anew, not only the new ones.
+        whole: all entries are rewritten, not only the new ones.
         """
         return page_demand.pages_for(self._rows, self._lengths.host, n_tokens, whole)
 
     def pages_to_renew(self, most: int) -> int:
-        """Pages that it takes to write all entries anew, at most `most` pages of them: those held alone go before."""
+        """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
         return page_demand.pages_to_renew(self._rows, most)
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
@@ -250,7 +250,7 @@ class PageTable:
         self._publish(ids=False)
 
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
-        """Give back the first pages (n,) of some regions, all of them full; the later ones take their places."""
+        """Free the first pages (n,) of some regions, all of them full; the later ones take their places."""
         self._rows.drop(rows, self._rows.columns < pages[:, None])
         self._lengths.host[rows] -= (pages * self.pool.slots).astype(np.int32)
         self._slack = 0
@@ -265,7 +265,7 @@ class PageTable:
         self.trim()
 
     def trim(self) -> None:
-        """Give back the pages that no entry needs, after lengths fell."""
+        """Free the pages that no entry needs, after lengths fell."""
         slots = self.pool.slots
         spare = np.flatnonzero(self._lengths.host <= (self._rows.owned - 1) * slots)
         if len(spare):
@@ -273,7 +273,7 @@ class PageTable:
             self._slack = 0
 
     def renew(self, sequence: int, lens: Ints) -> None:
-        """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be written anew.
+        """Drop all pages of a sequence and reserve fresh ones for `lens` entries; its entries must be rewritten.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -306,7 +306,7 @@ class PageTable:
         self._publish()
 
     def join(self, other: PageTable) -> None:
-        """Take over the sequences of another table of this pool, behind these; it holds nothing afterwards."""
+        """Take over the sequences of another table of this pool, after these; it holds nothing afterwards."""
         assert other.n_kv_heads == self.n_kv_heads, "tables of one layer"
         self._rows.join(other._rows)
         self._lengths.join(other._lengths)
@@ -344,7 +344,7 @@ class PageTable:
                 self._publish(lens=False)
 
     def shared_runs(self) -> SharedPrefixRuns | None:
-        """The runs of full pages that sequences begin with together; None where none is worth a look."""
+        """The runs of full pages that sequences begin with together; None where none is long enough."""
         if not self._rows.may_share or self.n_seq < 2:
             return None
         if not self._runs_known:

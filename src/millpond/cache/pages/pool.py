@@ -23,7 +23,7 @@ class PagePool(RefCountedPool[PageArrays]):
         limit_bytes: most bytes that the pool may ever hold, side arrays included; None for no limit.
         masses: whether entries carry a mass, as merging policies need it: 4 bytes more per slot.
         account: the limit of several pools together, in place of `limit_bytes`.
-        until_plan: entries of a prompt lie here until its plan puts what stays into another pool.
+        until_plan: entries of a prompt lie here until its plan moves the kept ones into another pool.
 
     Raises:
         OptionError: `slots` is no power of two, or `limit_bytes` is smaller than one page.

@@ -31,7 +31,7 @@ class PromptStatistics(NamedTuple):
         )
 
     def merge(self, later: PromptStatistics) -> PromptStatistics:
-        """Of two runs of tokens, the second behind the first."""
+        """Of two runs of tokens, the second after the first."""
         return PromptStatistics(
             torch.maximum(self.most_q, later.most_q), torch.maximum(self.most_k, later.most_k),
             torch.cat([self.last_q, later.last_q], 1)[:, -ASKED:], self.squares + later.squares,

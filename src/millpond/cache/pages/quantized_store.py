@@ -255,7 +255,7 @@ class QuantizedStore:
         self._changed()
 
     def forget(self, sequence: int) -> None:
-        """Give back all pages of a sequence."""
+        """Free all pages of a sequence."""
         rows = self.rows(sequence)
         self._pages.cut(rows, 0)
         self.lens[rows], self.n_evicted[rows] = 0, 0
@@ -303,7 +303,7 @@ class QuantizedStore:
         self._changed()
 
     def join(self, other: QuantizedStore) -> None:
-        """Take over the sequences of another packed part of this pool, behind these; it holds nothing afterwards."""
+        """Take over the sequences of another packed part of this pool, after these; it holds nothing afterwards."""
         self._pages.join(other._pages)
         self._dead = np.concatenate([self.n_evicted, other.n_evicted])
         self.lens = np.concatenate([self.lens, other.lens])

@@ -169,7 +169,7 @@ class RefCountedPool(Generic[A]):
         return private
 
     def trim(self) -> int:
-        """Give back arenas at the end that hold no live page. Returns the bytes freed."""
+        """Free arenas at the end that hold no live page. Returns the bytes freed."""
         before = self.nbytes
         step = self.arrays.pages_per_arena
         while self.n_pages and not self._refs[(last := (self.arrays.n_arenas - 1) * step) :].any():

@@ -36,7 +36,7 @@ class RegionBudgets(NamedTuple):
         return RegionBudgets(self.capacities[regions], self.recent[regions], self.head_rules[regions])
 
     def join(self, other: RegionBudgets) -> RegionBudgets:
-        """Those of another table's regions behind these."""
+        """Those of another table's regions after these."""
         return RegionBudgets(
             np.concatenate([self.capacities, other.capacities]),
             np.concatenate([self.recent, other.recent]),

@@ -39,7 +39,7 @@ class RegionLengths:
         self._host = self.host[regions]
 
     def join(self, other: RegionLengths) -> None:
-        """Take over the lengths of another table's regions, behind these."""
+        """Take over the lengths of another table's regions, after these."""
         self._host = np.concatenate([self.host, other.host])
 
     def copy(self) -> RegionLengths:

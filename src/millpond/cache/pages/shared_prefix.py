@@ -35,7 +35,7 @@ class SharedPrefixRuns:
 
     Attributes:
         runs: those of a sequence follow each other, and its own pages follow the last one.
-        own: (R, n) int32, the pages behind the runs. taken: (R,) int32, entries in runs. On the device of the pages.
+        own: (R, n) int32, the pages after the runs. taken: (R,) int32, entries in runs. On the device of the pages.
     """
 
     def __init__(self, runs: list[SharedRun], ids: npt.NDArray[np.int32], arrays: PageArrays) -> None:

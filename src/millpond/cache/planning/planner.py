@@ -165,7 +165,7 @@ class Planner:
     # ------------------------------------------------------------------ plan and apply
 
     def plan(self, table: PageTable, sequence: int, found: Entries, seen: int, budget: int | None = None) -> None:
-        """Choose what stays of one sequence and make it so; without a `budget` under that of `seen` tokens."""
+        """Evict what the plan of one sequence does not keep; `budget` None: that of `seen` tokens."""
         alive = found.positions >= 0
         window = self._attention.shape.window
         if window:  # what no later query can see

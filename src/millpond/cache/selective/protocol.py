@@ -52,7 +52,7 @@ class SelectiveAttention(Protocol):
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
-        """Take over the sequences of `other`, of the same layer, behind the `n_seq` of this batch."""
+        """Take over the sequences of `other`, of the same layer, after the `n_seq` of this batch."""
         ...
 
 

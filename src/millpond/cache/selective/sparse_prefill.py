@@ -60,7 +60,7 @@ def _attend_head(
 ) -> None:
     """Write out (Q, value_dim) and lse (Q,) of one head from q (Q, D), k (N, D) and v (N, value_dim).
 
-    Each block of rows attends to the entries that it looks at as if no others were stored; its own are always among
+    Each block of rows attends to the entries that it reads as if no others were stored; its own are always among
     them. Blocks of patterns with a width are no higher than that, so that no row hides one of its own block.
     """
     look, n = pattern.look(HeadPrompt(q, k, shape.scale, shape.softcap, shape.sink_logits)), len(k)

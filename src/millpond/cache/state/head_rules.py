@@ -1,7 +1,7 @@
 """State of a layer whose KV heads have rules of their own (`HeadRules`, FastGen).
 
 The prompt's queries are kept until the heads' rules are chosen. While decoding the kernel stores every new token; then
-each head lets go of what its rule does not keep, the new token among it, and its pages follow.
+each head releases what its rule does not keep, the new token among it, and its pages follow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PromptQueries(NamedTuple):
 
 
 class HeadLimits(NamedTuple):
-    """What stays as it is from step to step, until a table has other budgets or rules."""
+    """Values that are constant between steps, until a table has other budgets or rules."""
 
     caps: Tensor  #: those of the table, by which a change is seen
     kinds: Tensor
@@ -87,7 +87,7 @@ class HeadRuleState:
         return torch.stack(sums, 1).view(n_kv_heads, -1, n)
 
     def settle(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
-        """Let the heads of a sequence go on as planned; None: they keep everything."""
+        """Let the heads of a sequence continue as planned; None: they keep everything."""
         self._asked.pop(sequence, None)
         if plan is None:
             table.set_head_rules(sequence, int(HeadRule.FULL), 0)
@@ -149,5 +149,5 @@ class HeadRuleState:
         return HeadRuleState(self._rules, self._asked.copy(sequences))
 
     def join(self, other: HeadRuleState, n_seq: int) -> None:
-        """Take over the sequences of `other`, behind the `n_seq` of this batch."""
+        """Take over the sequences of `other`, after the `n_seq` of this batch."""
         self._asked.join(other._asked, n_seq)

@@ -84,8 +84,8 @@ class PositionTracker:
         self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
-        self.tokens: TokenIds | None = None  # set where a policy looks at them
-        self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be taken in in parts
+        self.tokens: TokenIds | None = None  # set where a policy reads them
+        self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
 
     @property
@@ -137,7 +137,7 @@ class PositionTracker:
         return span
 
     def span_after(self, columns: int) -> npt.NDArray[np.int64]:
-        """(S,) real tokens seen when `columns` columns had been taken in, for a boundary inside the running pass."""
+        """(S,) real tokens seen when `columns` columns had been processed, for a boundary inside the running pass."""
         return next(s.after for s in reversed(self._spans.values()) if s.start + s.length == columns)
 
     def _open(self, start: int, length: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
@@ -190,7 +190,7 @@ class PositionTracker:
         self.columns = columns
 
     def become(self, other: PositionTracker) -> None:
-        """Stand where `other` stands, between two passes."""
+        """Take the position of `other`, between two passes."""
         self.rewind(0, other.seen)
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
         if other.tokens is not None:
@@ -205,7 +205,7 @@ class PositionTracker:
         return other
 
     def join(self, other: PositionTracker) -> None:
-        """Take over the sequences of `other`, behind these. What was a pad in either is no longer known."""
+        """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         if self.tokens is not None:
             assert other.tokens is not None, "batches that are joined keep the same things"
@@ -214,7 +214,7 @@ class PositionTracker:
         self._spans.clear()
 
     def adopt(self, ids: Tensor) -> None:
-        """Stand behind one text of these ids (1, n), as if it had been read."""
+        """Take the position after one text of these ids (1, n), as if it had been read."""
         self.begin_pass(ids)
         self.span(0, ids.shape[1], 1, None, ids.device)
 

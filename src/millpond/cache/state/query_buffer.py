@@ -70,6 +70,6 @@ class QueryBuffer:
         return other
 
     def join(self, other: QueryBuffer, n_seq: int) -> None:
-        """Take over the sequences of `other`, behind the `n_seq` of this batch."""
+        """Take over the sequences of `other`, after the `n_seq` of this batch."""
         self._last.join(other._last, n_seq)
         self._moments.join(other._moments, n_seq)

@@ -8,7 +8,7 @@ from torch import Tensor
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.eager.softmax import soft_cap, wide, with_masses
 
-#: Rows of queries that are looked at together.
+#: Rows of queries that are read together.
 BLOCK = 64
 
 

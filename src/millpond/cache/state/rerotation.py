@@ -56,13 +56,13 @@ class Rerotation:
         return other
 
     def join(self, other: Rerotation, n_seq: int) -> None:
-        """Take over the sequences of `other`, behind the `n_seq` of this batch; both have seen their prompts."""
+        """Take over the sequences of `other`, after the `n_seq` of this batch; both have seen their prompts."""
         assert self._keys is not None, "a sequence joins others when its prompt was read"
         assert other._keys is not None, "a sequence joins others when its prompt was read"
         assert len(self._base) == n_seq, "one frame per sequence"
         self._base = np.concatenate([self._base, other._base])
         self._keys = torch.cat([self._keys, other._keys])
-        self._ready = None  # opened anew, for all
+        self._ready = None  # opened again, for all
 
     def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
@@ -171,7 +171,7 @@ class Rerotation:
         self._ready_from[sequences] = first
 
     def _rebase(self, table: PageTable, sequence: int, position: int) -> None:
-        """Move a sequence's frame so that its oldest recent entry lies right behind the sinks."""
+        """Move a sequence's frame so that its oldest recent entry lies right after the sinks."""
         table.copy_on_write(whole=True)
         rows = table.rows(sequence)
         width = int(table.lengths()[sequence].max(initial=0))

@@ -25,7 +25,7 @@ class StatePart(Protocol):
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
-        """Take over the sequences of `other`, of the same kind and layer, behind the `n_seq` of this batch."""
+        """Take over the sequences of `other`, of the same kind and layer, after the `n_seq` of this batch."""
         ...
 
 
@@ -92,7 +92,7 @@ class LayerSnapshot:
     companions: SequenceState
 
     def release(self) -> None:
-        """Let go of the pages."""
+        """Release the pages."""
         if self.table is not None:
             self.table.clear()
             self.table = None

@@ -1,4 +1,4 @@
-"""The id of every token of each sequence, by position, for policies that look at tokens."""
+"""The id of every token of each sequence, by position, for policies that read tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TokenIds:
         return other
 
     def join(self, other: TokenIds) -> None:
-        """Take over the sequences of `other`, behind these."""
+        """Take over the sequences of `other`, after these."""
         columns = max(self._ids.shape[1], other._ids.shape[1])
         before = self._ids
         self._ids = before.new_zeros(len(before) + len(other._ids), columns).to(other._ids.device)

@@ -1,8 +1,8 @@
 """Swap of a sequence: the content of its pages moves out of the pool and back, bit for bit.
 
-A cache that chose its entries by a question cannot be computed again from its text. So a sequence that must make
-room is carried to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and goes on later as if
-nothing had happened.
+A cache that chose its entries by a question cannot be computed again from its text. So a preempted
+sequence is moved to the host's memory or to files (see `SwapFiles`), outside the pool's limit, and continues later as
+if nothing had happened.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Reading:
     """What one setting made of the text.
 
     Attributes:
-        perplexity: of the `FOLLOWING` tokens behind the text, each predicted from the compressed cache.
+        perplexity: of the `FOLLOWING` tokens after the text, each predicted from the compressed cache.
         step_ms: the fastest decoding step. answer: to the question, with text and question compressed together.
     """
 

@@ -86,7 +86,7 @@ def run_method(
 ) -> DemoOutcome:
     """Answer every question of `task` from a cache that `method` keeps inside `budget`.
 
-    The text is read and compressed once, before any question is known; each question then goes on from its own copy
+    The text is read and compressed once, before any question is known; each question then continues from its own copy
     of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
     pass, in which nothing has been evicted yet: every method would be right.)
     """

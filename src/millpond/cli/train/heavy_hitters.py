@@ -84,5 +84,5 @@ def _cell(values: list[float]) -> str:
 
 
 def _even_first(found: AttentionStatistics) -> float:
-    """What the first token would get from the mean later query if it looked at all alike."""
+    """What the first token would get from the mean later query if it attended to all equally."""
     return sum(1 / (i + 1) for i in range(1, found.length)) / (found.length - 1)

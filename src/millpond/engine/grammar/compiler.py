@@ -124,7 +124,7 @@ class Grammars:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _learn(self, xgrammar: Any) -> None:
-        """What xgrammar has to know of the tokenizer."""
+        """The tokenizer's vocabulary for xgrammar."""
         if self._info is None:
             info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, stop_token_ids=sorted(self.ends))
             self._told = info.serialize_json()

@@ -59,7 +59,7 @@ class Constraints:
                 mask[i] &= one.grammar.lawful
         rows, covered = list(followed), min(vocab_size, logits.shape[-1])
         xgrammar.apply_token_bitmask_inplace(logits, mask.to(logits.device), vocab_size=covered, indices=rows)
-        logits[rows, covered:] = float("-inf")  # rows of the output layer that stand for no token
+        logits[rows, covered:] = float("-inf")  # rows of the output layer without a token
 
     def advance(self, keys: Sequence[Hashable], tokens: Sequence[int]) -> None:
         """The tokens that were chosen, one per key."""

@@ -19,7 +19,7 @@ from millpond.errors import MillpondError, OptionError
 
 #: Of every grammar; the longest legal schemas that were tried take a second.
 LIMITS = CompileLimits(seconds=10.0, cpu_seconds=5, memory_bytes=512 << 20, result_bytes=48 << 20)
-#: Seconds that the worker has to end by itself.
+#: Seconds that the worker has to exit.
 _END_S = 2.0
 
 
@@ -42,7 +42,7 @@ class Ask:
         """Mark it as requested over `wire`.
 
         Raises:
-            EOFError: it was given up before.
+            EOFError: it was cancelled before.
         """
         with self._lock:
             if self._given_up:
@@ -56,7 +56,7 @@ class Ask:
 
 
 class GrammarProcess:
-    """Starts the worker when it is first needed, and anew if it died; safe to use from any thread.
+    """Starts the worker when it is first needed, and again if it died; safe to use from any thread.
 
     Attributes:
         limits: of each grammar.

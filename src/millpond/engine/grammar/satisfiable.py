@@ -1,6 +1,6 @@
 """Satisfiability of schemas: whether a schema has a value, and whether two schemas may share one.
 
-Both look at the forms of `millpond.engine.grammar.schema_types`, with references as `#/$defs/NAME`.
+Both read the forms of `millpond.engine.grammar.schema_types`, with references as `#/$defs/NAME`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from millpond.engine.grammar.schema_types import GUESSED, Schema
 
-#: References behind each other that are followed when two schemas are compared.
+#: References one after another that are followed when two schemas are compared.
 _MOST_HOPS = 8
 #: How deep two schemas are compared, and how many choices of one.
 _MOST_DEPTH, MOST_PARTS = 4, 50

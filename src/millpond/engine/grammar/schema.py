@@ -1,7 +1,7 @@
 """JSON schemas that clients send: bounded, every keyword enforced or refused by name.
 
 xgrammar leaves out in silence what it cannot enforce, and what it enforces depends on which keywords stand next to each
-other. So a schema is written anew in the forms that it does enforce, and whatever does not fit into one is refused.
+other. So a schema is rewritten in the forms that it does enforce, and whatever does not fit into one is refused.
 An answer may be allowed less than the schema allows (objects whose properties are declared take no others), never more.
 """
 

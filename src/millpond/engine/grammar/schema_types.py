@@ -116,7 +116,7 @@ class Forms:
             raise bad(where, "maxItems", f"{most} is less than minItems {least}")
         if not first:
             return {"items": rest} | _given(minItems=least, maxItems=most)
-        if False in first:  # no item can stand there, and none behind it
+        if False in first:  # no item can stand there, and none after it
             first, rest = first[: first.index(False)], False
         first = [{} if one is True else one for one in first]  # the only way that xgrammar reads it here
         if most is not None and most <= len(first):

@@ -23,7 +23,7 @@ from typing import Any
 #: What an answer begins with, before its length: a grammar, a refusal with its reason, a tokenizer must be sent first.
 MADE, REFUSED, UNKNOWN = b"+", b"-", b"?"
 HEAD = struct.Struct(">cQ")
-#: Seconds between two looks at the children.
+#: Seconds between two checks of the children.
 _LOOK_S = 0.02
 _MOST_TOKENIZERS = 4
 #: What xgrammar's errors begin with: the time, the place in its source, what did not hold there.
@@ -65,7 +65,7 @@ def main() -> None:
             _look_after(child, children, gone=child.wire in ready)
         if control in ready:
             _, wires, _, _ = socket.recv_fds(control, 1, 1)
-            if not wires:  # the one who asks is gone
+            if not wires:  # the caller is gone
                 for child in children:
                     os.kill(child.pid, signal.SIGKILL)
                 return
@@ -121,7 +121,7 @@ def _begin(
 def _confine(limits: CompileLimits) -> None:
     import resource  # which Windows has not, and nor has it fork
 
-    os.nice(5)  # those whose answers are under way go first
+    os.nice(5)  # those whose answers are in flight go first
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as told:
         pages = told.read().split()
     if pages:
@@ -176,7 +176,7 @@ def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
 
 
 def receive(wire: socket.socket) -> bytes:
-    """The next message of the one who asks: its length, and itself.
+    """The next message of the caller: its length, then its bytes.
 
     Raises:
         EOFError: the other end was closed.

@@ -1,1 +1,1 @@
-"""Sampling: parameters, penalties, token choice and log probabilities."""
+"""Sampling of tokens: parameters, penalties, token choice and log probabilities."""

@@ -1,4 +1,4 @@
-"""Sampler: the next token of every completion in the batch, from one row of logits each.
+"""Choice of the next token of every completion in a batch, from one row of logits each.
 
 It knows nothing of sequences, pages or order: its state hangs on keys, so a completion may leave the batch for a while
 and come back.

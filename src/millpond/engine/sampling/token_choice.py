@@ -19,7 +19,7 @@ from millpond.kernels.race import race
 CANDIDATES = 256
 #: Lower temperatures count as this one: only tokens as likely as the likeliest are left.
 COLDEST = 1e-6
-#: Rows that are looked at in float64 together.
+#: Rows that are read in float64 together.
 ROWS_AT_ONCE = 16
 
 

@@ -40,7 +40,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
 
     Args:
         pretrained: a folder, a hub id, or a bundled model.
-        method: with options behind it, as in "h2o:recent=0.1", or given by themselves in `options`.
+        method: with options after it, as in "h2o:recent=0.1", or given by themselves in `options`.
         budget: "20%" of each prompt, 512 tokens per KV head, or "64KiB" a sequence; `full` takes none.
         codec, dtype, device: as in `millpond eval`. batch_size: sequences at once; no number depends on it.
         max_length: fewer positions than the model has.
@@ -224,7 +224,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         return list(context[too_long:]), list(target)
 
     def _with_room(self, context: Sequence[int], question: Question) -> list[int]:
-        """The context; where it may be shortened, with room for the longest answer behind it."""
+        """The context; where it may be shortened, with room for the longest answer after it."""
         return self._fitted(context, [0] * (question.max_new_tokens if self._truncate else 1))[0]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:

@@ -1,4 +1,4 @@
-"""Candidates: what opens the cache in which a batch of prompts is read."""
+"""Candidates of an evaluation: each opens the cache in which a batch of prompts is read."""
 
 from __future__ import annotations
 

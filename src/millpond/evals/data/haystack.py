@@ -1,4 +1,4 @@
-"""Haystacks: sentences to fill a length with, and needles at a depth between them."""
+"""Haystack texts: sentences up to a length, with needles between them at a given depth."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def decode(
     """Answer the question that each row has just read; None where nothing is asked.
 
     Every token but the last of an answer is read in a decoding step. The last one is left pending, unless it ends
-    the text, so that a later turn goes on from the whole answer.
+    the text, so that a later turn continues from the whole answer.
     """
     lines = [
         None if question is None else _Line(question, _most(question, reader.seen[row], limit))

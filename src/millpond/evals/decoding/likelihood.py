@@ -65,7 +65,7 @@ def token_logprobs(reader: BatchReader, targets: Sequence[Tokens]) -> list[list[
 def choose(reader: BatchReader, asked: Sequence[EncodedQuestion | None]) -> list[ScoredChoice | None]:
     """The likeliest choice of the question that each row has just read; None where nothing is asked.
 
-    Each choice goes on from its own copy of the row. Afterwards the rows are as they were, each with its likeliest
+    Each choice continues from its own copy of the row. Afterwards the rows are as they were, each with its likeliest
     choice read. Equal choices: the first one.
     """
     targets = [one.targets if one is not None else ((),) for one in asked]

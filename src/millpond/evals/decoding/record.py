@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 #: aware: context and question are compressed together, all but the last token. agnostic: the context is compressed
-#: before any question; each question goes on from its own copy. turns: as agnostic, the questions one after another.
+#: before any question; each question continues from its own copy. turns: as agnostic, the questions one after another.
 Protocol = Literal["aware", "agnostic", "turns"]
 
 #: In `extra`: the share of entries that attention is let see, where the others were hidden and not freed.

@@ -83,7 +83,7 @@ def kept_positions(cache: MillpondCache, sequence: int = 0) -> list[list[list[in
 
 
 def attention_losses(model: PreTrainedModel, tokens: Tensor, opening: int, kept: Kept) -> AttentionLosses:
-    """What the queries behind the opening lose where only `kept` is left of the opening.
+    """What the queries after the opening lose where only `kept` is left of the opening.
 
     The queries, keys and values are those of the full cache, the same for every method. Each query sees the kept
     positions and all from `opening` up to itself, at their true places in the text.
@@ -93,7 +93,7 @@ def attention_losses(model: PreTrainedModel, tokens: Tensor, opening: int, kept:
         kept: [layer][KV head] positions.
 
     Raises:
-        OptionError: no token before or behind the opening, or `kept` is of another model.
+        OptionError: no token before or after the opening, or `kept` is of another model.
         UnsupportedModelError: the model's output projection, or the keys of its heads, cannot be had.
     """
     if not 0 < opening < len(tokens):
@@ -151,7 +151,7 @@ def _attention(traffic: RecordedAttention, keep: Tensor, begin: int) -> tuple[Te
 
 
 def _mask(kept: Sequence[Sequence[int]], opening: int, n: int) -> Tensor:
-    """(Hkv, n) bool: the kept positions, and all behind the opening."""
+    """(Hkv, n) bool: the kept positions, and all after the opening."""
     keep = torch.zeros(len(kept), n, dtype=torch.bool)
     keep[:, opening:] = True
     for head, positions in enumerate(kept):

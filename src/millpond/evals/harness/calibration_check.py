@@ -31,7 +31,7 @@ def said_of(path: str) -> Said:
 
 
 def settled(folder: Path, before: Said | None, cells: Iterable[Cell], now: Said | None) -> Said | None:
-    """The calibration of a folder that goes on: what it was begun with, or what comes first.
+    """The calibration of a folder whose run continues: what it was begun with, or what comes first.
 
     Args:
         before: what the folder says. cells: what it holds. now: what is given; None: no candidate needs one.

@@ -23,7 +23,7 @@ from millpond.evals.task import Task
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 
-#: What one prompt may fail with while the others go on.
+#: What one prompt may fail with while the others continue.
 _OWN_FAULT = (BudgetError, PoolFullError, NumericsError, torch.OutOfMemoryError)
 _NOTHING = Held(0.0, 0, 0)
 

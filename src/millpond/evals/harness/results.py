@@ -1,4 +1,4 @@
-"""Results: the rows and records that runs wrote, read back for pictures and tables."""
+"""Reading of the rows and records that runs wrote, for pictures and tables."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def run(
     progress: Progress = lambda cell, done, total: None,
     examiner: Callable[[Cell], Examines] | None = None,
 ) -> list[SummaryRow]:
-    """Examine every cell of `plan` and write the records and the summary into `folder`, going on where it was left.
+    """Examine every cell of `plan` and write the records and the summary into `folder`, continuing where it was left.
 
     Args:
         note: what to write down about this start of the harness: command, machine.
@@ -190,7 +190,7 @@ def _facts(task: Task, samples: Sequence[Sample]) -> TaskFacts:
 
 
 def _told(sample: Sample) -> dict[str, Any]:
-    """A sample as data; tokens only where it has some, so that runs from before there were any go on."""
+    """A sample as data; tokens only where it has some, so that runs from before there were any continue."""
     whole = asdict(sample)
     for part in (whole, *whole["questions"]):
         if part["tokens"] is None:

@@ -28,7 +28,7 @@ class ResumeWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What must be the same when a run goes on: a task's samples by their digest, and how many questions they hold."""
+    """What must be equal when a run continues: a task's samples by their digest, and how many questions they hold."""
 
     kind: Kind
     samples: int

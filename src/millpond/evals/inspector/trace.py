@@ -1,4 +1,4 @@
-"""Trace: the entries of every KV head after each step of one generation. A format; `record_trace` fills it.
+"""The trace format: the entries of every KV head after each step of one generation; `record_trace` fills it.
 
 Step 0 is the cache after the prompt; step s is the cache after s tokens were decoded with it. What changes is kept,
 not what stays: a trace of thousands of tokens and a hundred steps takes a few megabytes at most, scores included.

@@ -1,4 +1,4 @@
-"""Peers: a process that is restarted when it ends, or a file of replies that were made elsewhere."""
+"""Sources of a peer's replies: a process that is restarted when it ends, or a file written elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Peer(Protocol):
 
 
 class RestartingPeer:
-    """A child process that is started anew when it ends on a prompt, and gets the same prompt once more.
+    """A child process that is started again when it ends on a prompt, and gets the same prompt once more.
 
     Args:
         command: program and arguments.

@@ -29,7 +29,7 @@ def run_peer(
     note: dict[str, Any] | None = None,
     progress: Progress = lambda cell, done, total: None,
 ) -> list[SummaryRow]:
-    """Examine every cell of `plan` and write records and summary into `folder`, going on where it was left.
+    """Examine every cell of `plan` and write records and summary into `folder`, continuing where it was left.
 
     Args:
         model: tells which weights were meant, what ends a text and how many positions there are; it is not run.

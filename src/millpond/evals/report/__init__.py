@@ -1,1 +1,1 @@
-"""Reports: claims, curves, Pareto fronts, leaderboard."""
+"""Reports of results: claims, curves, Pareto fronts, leaderboard."""

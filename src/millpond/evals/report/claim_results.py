@@ -200,7 +200,7 @@ def _held(rows: Sequence[SummaryRow]) -> float:
 
 
 def renewed(before: Sequence[ClaimResult], found: Sequence[ClaimResult]) -> list[ClaimResult]:
-    """What is `found` in the place of what was known of the same pairs in the same protocols; the rest stays.
+    """What is `found` instead of what was known of the same pairs in the same protocols; the rest stays.
 
     All come in the order before, new pairs after those known.
     """

@@ -1,4 +1,4 @@
-"""Curves: what a method keeps of the full cache's score over budgets, from the rows of summaries. No drawing here."""
+"""Curves of a method's share of the full cache's score over budgets, from rows of summaries; no drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours: one per method everywhere, and one scale for amounts."""
+"""Colours of methods, the same in every picture, and one colour scale for amounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying: a passage comes back word for word."""
+"""The task of repeating a passage of the text word for word."""
 
 from __future__ import annotations
 

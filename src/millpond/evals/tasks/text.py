@@ -82,7 +82,7 @@ class _Strided:
             )
 
     def score(self, question: Question, answer: str) -> float:
-        """Refused: nothing is decoded.
+        """Raise: this task decodes no answers.
 
         Raises:
             OptionError: always.
@@ -110,7 +110,7 @@ def _head(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first `tokens` tokens of the text from `begin` on, and where each ends; fewer where the text ends.
 
-    Reads ever more text until its last word, whose tokens the text behind it may change, is not among them.
+    Reads ever more text until its last word, whose tokens the text after it may change, is not among them.
     """
     width = 8 * tokens
     while True:

@@ -17,7 +17,7 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 
 #: A calibration, or its file.
 CalibrationSource = Calibration | str | os.PathLike[str] | None
-#: Numbers of each parameter that the mark of a model looks at.
+#: Numbers of each parameter that the mark of a model reads.
 LOOKED_AT = 16
 
 

@@ -198,7 +198,7 @@ class _WatchedLayer(PassLayer):  # type: ignore[no-untyped-call]
 
 
 class _Watch(Cache):
-    """The `past_key_values` of a pass whose keys and values are looked at."""
+    """The `past_key_values` of a pass whose keys and values are observed."""
 
     def __init__(self, n_layers: int) -> None:
         self._watched = [_WatchedLayer() for _ in range(n_layers)]

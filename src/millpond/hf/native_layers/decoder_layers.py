@@ -88,7 +88,7 @@ STAND_IN = ForwardOverride(forward)
 def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
     """The parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
 
-    A layer of which anything was replaced since is taken apart and tried out anew.
+    A layer of which anything was replaced since is taken apart and tried out again.
     """
     known = _known.get(layer)
     if known is None:

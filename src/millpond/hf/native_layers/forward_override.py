@@ -14,7 +14,7 @@ from millpond.models.lean.watch import mark_the_same
 
 
 class ForwardOverride:
-    """Replaces `forward` on modules, not on their class: hooks go on and the state dict stays.
+    """Replaces `forward` on modules, not on their class: hooks continue and the state dict stays.
 
     Args:
         forward: takes the module first. Its name must be `forward`, so that a pickled module comes back with its own.

@@ -16,7 +16,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import make_pattern
 
-#: What the search chooses from: kind and two numbers. A query looks at some 800 entries with each.
+#: What the search chooses from: kind and two numbers. A query reads some 800 entries with each.
 CANDIDATES = (
     ("a_shape", 100, 800),
     ("vertical_slash", 30, 800),
@@ -37,7 +37,7 @@ def find_patterns(
 ) -> None:
     """Find for each head the pattern that keeps most attention, for `compress(model, "minference", patterns=path)`.
 
-    The attention of the queries behind position `after` that falls on what they would look at is averaged for every
+    The attention of the queries behind position `after` that falls on what they would read is averaged for every
     candidate; the first of the best is written, with that number. Layers with a sliding window are left out.
 
     Args:
@@ -68,7 +68,7 @@ def find_patterns(
 
 
 def share_kept(prompt: HeadPrompt, pattern: Pattern, after: int) -> float:
-    """The mean over the queries from position `after` on: the attention that falls on what they look at."""
+    """The mean over the queries from position `after` on: the attention that falls on what they read."""
     look, n, total = pattern.look(prompt), len(prompt.k), 0.0
     for begin in range(prompt.first, n, BLOCK):
         end = min(begin + BLOCK, n)

@@ -12,7 +12,7 @@ BLOCK = 2**19
 
 
 class Predictions:
-    """Remembers what was predicted behind the newest token of each sequence, for the pass to come."""
+    """Remembers what was predicted after the newest token of each sequence, for the pass to come."""
 
     def __init__(self) -> None:
         self._next: Tensor | None = None  # (S, vocabulary)
@@ -23,7 +23,7 @@ class Predictions:
             self._next = self._next[sequences]
 
     def entropies(self, logits: Tensor, ids: Tensor, span: ForwardSpan) -> Tensor:
-        """(S, n) float32: -log P of each sequence's new tokens, in their order; anything behind the last.
+        """(S, n) float32: -log P of each sequence's new tokens, in their order; anything after the last.
 
         The first token of a text has inf.
 

@@ -88,7 +88,7 @@ class PromptReconstruction:
 
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
-        """One pass over the tokens first..last-1 of each sequence, behind the question."""
+        """One pass over the tokens first..last-1 of each sequence, after the question."""
         timeline, ask = cache.timeline, self._settings.ids
         assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
         assert ask is not None, "the question is known before a cache uses it"

@@ -38,11 +38,11 @@ class MergeArgs:
 
 @dataclass(frozen=True, slots=True)
 class HeadRuleArgs:
-    """The regions of S sequences, and what the rule of each KV head looks at.
+    """The regions of S sequences, and what the rule of each KV head reads.
 
     Attributes:
         regions: written, memory and lens.
-        sequences: (n,) int64, which to look at.
+        sequences: (n,) int64, which to read.
         ids: (S, width) int64, the token id at each position.
         classes: (c,) int8, the class of each token id, the last for all ids beyond.
         kinds: (R,) int64, the rule of each region.
@@ -50,7 +50,7 @@ class HeadRuleArgs:
         seen, quota, most: (n,) int64, of each sequence the tokens so far, the frequent entries of a head, and the
             entries of all heads together.
         sinks: positions below count as special.
-        window: 0 or w: what is w behind the next query leaves.
+        window: 0 or w: what is w after the next query leaves.
     """
 
     regions: PageRegions

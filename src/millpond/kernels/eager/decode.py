@@ -12,7 +12,7 @@ from millpond.kernels.eviction import choose_evicted
 
 
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """Over plain pages: what lies in packed ones is not looked at."""
+    """Over plain pages: what lies in packed ones is not read."""
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
     (pages, table, lens), rule, shape = regions.plain.parts, regions.rule, regions.shape
     n_seq, n_heads, _ = q.shape

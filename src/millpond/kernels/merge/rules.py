@@ -44,7 +44,7 @@ class MergeRule:
             share towards the mean at each later one.
         cover, most: for SCORE only the best entries that make up `cover` of a head's sum are merged, and no more than
             `most` times as many as stay.
-        targets: for CHANCE, how many entries take one in; 0: all that come behind it.
+        targets: for CHANCE, how many entries take one in; 0: all that come after it.
         over: for CHANCE. average: attention there is that per query that saw the entry.
         draw: p is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
         bias: for CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.

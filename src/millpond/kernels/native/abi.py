@@ -25,7 +25,7 @@ READ = Struct("=19q").pack
 PREFILL = Struct("=32q3d").pack
 SCAN = Struct("=21qd").pack
 INT32 = torch.int32
-#: Columns that `mp_newest_alike` looks at together.
+#: Columns that `mp_newest_alike` reads together.
 COLUMNS = 128
 
 Call = Callable[[bytes], int]

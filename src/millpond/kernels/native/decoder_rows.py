@@ -138,7 +138,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the first `dim` numbers of q and k (N, heads, >= dim) in place by cos and sin (N, dim), all of one dtype.
 
-    The numbers of a head lie behind each other; rows and heads may lie anywhere.
+    The numbers of a head lie one after another; rows and heads may lie anywhere.
     """
     cos, sin = cos.contiguous(), sin.contiguous()
     dim = cos.shape[-1]
@@ -153,7 +153,7 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
     """RMSNorm, or LayerNorm where `centred`, of the last dimension: x (N, n) or (N, heads, n), weight and bias (n,).
 
-    The numbers of a head lie behind each other; rows and heads may lie anywhere. The result is contiguous.
+    The numbers of a head lie one after another; rows and heads may lie anywhere. The result is contiguous.
     """
     n = x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1

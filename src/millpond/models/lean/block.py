@@ -20,9 +20,9 @@ class Block:
     """A layer, by what it is made of.
 
     Attributes:
-        qkv: into queries, keys and values; a single matrix holds those of each head behind each other (GPT-NeoX).
+        qkv: into queries, keys and values; a single matrix holds those of each head one after another (GPT-NeoX).
         out: of attention. up: into the feed-forward: one matrix, or a gate and what it gates. down: out of it.
-        norms_behind: of attention and feed-forward, each with its residual, where norms stand behind them (OPT-350m).
+        norms_behind: of attention and feed-forward, each with its residual, where norms stand after them (OPT-350m).
         q_norm, k_norm: of each head, before it turns (Qwen3). q_scale: queries are multiplied with it (OPT).
         parallel: attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
     """
@@ -54,7 +54,7 @@ class Block:
         dense: DecoderOps,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The rows x (N, width) behind the layer; with `rows` (n,) only these, though all take part in attention.
+        """The rows x (N, width) after the layer; with `rows` (n,) only these, though all take part in attention.
 
         rotary: cos and sin, (N, dim) each; None where positions are not rotated.
         """

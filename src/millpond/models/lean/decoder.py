@@ -94,7 +94,7 @@ class Decoder:
         return cos[0], sin[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """(n, vocabulary) of rows (n, width) behind the last layer."""
+        """(n, vocabulary) of rows (n, width) after the last layer."""
         x = x if self.norm is None else choose(x).norm(x, self.norm)
         if self.project_out is not None:
             x = linear(x, self.project_out)

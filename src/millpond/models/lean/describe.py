@@ -72,7 +72,7 @@ def describe(model: PreTrainedModel) -> Described:
 
 
 def _ends(base: Any) -> dict[str, Any]:
-    """What stands before and behind the layers."""
+    """What stands before and after the layers."""
     names = {name for name, _ in base.named_children()} - _SILENT
     if names == _LLAMA:
         return {"tokens": base.embed_tokens.weight, "rotary": base.rotary_emb, "norm": norm_of(base.norm)}

@@ -20,7 +20,7 @@ from millpond.kernels.decoder_rows import GatedActivation
 def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
     """What some layers do to the same rows, fused: their parameters become views of one tensor.
 
-    What the parameters hold does not change, and new values written into them are seen. Layers that lie behind each
+    What the parameters hold does not change, and new values written into them are seen. Layers that lie after each
     other already stay where they are.
 
     Raises:

@@ -90,7 +90,7 @@ class Words:
         return [int(word) for word in taken]
 
     def some(self, group: tuple[str, ...], count: int) -> list[int]:
-        """`count` different words of `group`, drawn anew each time."""
+        """`count` different words of `group`, drawn again each time."""
         return [int(word) for word in self.rng.permutation(_IDS[group])[:count]]
 
 

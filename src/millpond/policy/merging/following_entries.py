@@ -33,7 +33,7 @@ class SpreadOverNext:
 
     Entries are evicted one after another, the oldest first; a later one passes on what it received.
     p_i = clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets'
-    attention, the mean of the kept entries behind the sinks, or the largest of all kept entries. With `draw` a value
+    attention, the mean of the kept entries after the sinks, or the largest of all kept entries. With `draw` a value
     is merged whole with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With
     `bias` n masses of p_i / n go with the values, and V_j is the mean by mass.
 

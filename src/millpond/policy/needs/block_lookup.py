@@ -47,5 +47,5 @@ class BlockLookup(Protocol):
 
     @property
     def far(self) -> Literal["one_distance", "true"]:
-        """Where a looked-up entry stands: all at one distance behind the local ones, or where the text put them."""
+        """Where a looked-up entry stands: all at one distance after the local ones, or where the text put them."""
         ...

@@ -38,7 +38,7 @@ class HeadPrompt(NamedTuple):
 
 
 #: Of the queries at positions begin .. end - 1, one block: the positions (n,) that they look at, ascending. Each query
-#: sees those that are not behind it and that `Pattern.near` does not hide from it.
+#: sees those that are not after it and that `Pattern.near` does not hide from it.
 Look = Callable[[int, int], Tensor]
 
 

@@ -30,7 +30,7 @@ class Score(Protocol):
     def signal(self) -> Signal: ...
     @property
     def evict(self) -> Evict | None:
-        """How the decode kernel goes on; None: no kernel can, the cache plans again after each step (slow)."""
+        """How the decode kernel continues; None: no kernel can, the cache plans again after each step (slow)."""
         ...
 
     def score(self, view: View, seed: int) -> Tensor:

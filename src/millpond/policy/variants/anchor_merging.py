@@ -47,8 +47,8 @@ class Importance:
 class AnchorPolicy(Policy):
     """Plans merge; while decoding the entry at a fixed index leaves, counted in the order of positions.
 
-    What lies before the index stays, what lies behind it leaves in turn, oldest first: entries before it keep their
-    score, which is above 0, entries behind it and new ones have 0, and the decode kernel takes the lowest and oldest.
+    What lies before the index stays, what lies after it leaves in turn, oldest first: entries before it keep their
+    score, which is above 0, entries after it and new ones have 0, and the decode kernel takes the lowest and oldest.
 
     Attributes:
         distance: the index if above 0; below 0 it is counted from the end of what a plan keeps.

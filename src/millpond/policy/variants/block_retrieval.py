@@ -67,7 +67,7 @@ class BlockRetrievalPolicy(Policy):
         protect: what is always attended.
         representatives: entries of a block whose mean key stands for it.
         together: queries of a prompt that look up one set of blocks.
-        far: where a looked-up entry stands: all at one distance, behind the local ones, or where the text put them.
+        far: where a looked-up entry stands: all at one distance, after the local ones, or where the text put them.
     """
 
     protect: AlwaysAttended = field(default_factory=AlwaysAttended)

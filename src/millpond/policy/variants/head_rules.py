@@ -25,7 +25,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class NestedPlan(EvictionPlan):
-    """A plan, and how its heads go on.
+    """A plan, and how its heads continue.
 
     Attributes:
         kinds: (H,) int64, the `HeadRule` of each head. local: newest positions that `HeadRule.LOCAL` keeps.

@@ -67,7 +67,7 @@ class FailedResponse(Described):
 
 
 class IncompleteDetails(Described):
-    """Why a response did not end by itself."""
+    """Why a response ended early."""
 
     reason: Literal["max_output_tokens"]
 

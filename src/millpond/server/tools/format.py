@@ -67,7 +67,7 @@ def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> l
 
 
 def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
-    """One of these tags; where there may be many, more behind it."""
+    """One of these tags; where there may be many, more after it."""
     return {
         "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
         "stop_after_first": not many,

@@ -13,7 +13,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesReader(Reader):
-    """An object behind each mark."""
+    """An object after each mark."""
 
     def _read(self) -> Reading[None]:
         while True:

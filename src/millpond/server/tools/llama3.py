@@ -1,6 +1,6 @@
 """Calls as Llama 3 writes them: an answer that is `{"name": "f", "parameters": {...}}`, behind `<|python_tag|>` or not.
 
-Several calls stand behind each other, mostly with `; ` between them.
+Several calls follow one another, mostly with `; ` between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MARK = "<|python_tag|>"
 
 
 class Llama3Reader(Reader):
-    """Objects at the beginning of the answer, or behind the mark."""
+    """Objects at the beginning of the answer, or after the mark."""
 
     keys = ("parameters", "arguments")
 

@@ -20,7 +20,7 @@ _OF_NAMES = re.compile(r"[\w.:/-]")
 
 
 class MistralReader(Reader):
-    """A list of objects, or a name and an object, behind each mark."""
+    """A list of objects, or a name and an object, after each mark."""
 
     def _read(self) -> Reading[None]:
         while True:

@@ -1,4 +1,4 @@
-"""Reads tool calls out of a text that comes in pieces.
+"""Reads tool calls from a text that arrives in pieces.
 
 Each format is a parser that is fed one character at a time, so that it cannot matter how the text is cut. Text is
 passed on as soon as it cannot be part of a call any more, and arguments as soon as the call's name is read.
@@ -28,7 +28,7 @@ _ABOUT = frozenset({"name", "type", "id"})
 
 
 class Broken(Exception):
-    """The last character that was read does not go on with a call."""
+    """The last character that was read does not continue with a call."""
 
 
 class Reader(ABC):
@@ -131,7 +131,7 @@ class Reader(ABC):
     # what parsers are made of
 
     def _next(self) -> Reading[str]:
-        """The next character, or once more the one that was given back."""
+        """The next character, or once more the one that was put back."""
         if self._again:
             self._again = False
             return self._held[-1]
@@ -301,7 +301,7 @@ class Reader(ABC):
         return str(json.loads("".join(self._held[begin:])))
 
     def _number(self, sign: str) -> Reading[None]:
-        """A number; the character behind it is read again."""
+        """A number; the character after it is read again."""
         digits = ""
         while sign in "-+.eE0123456789":
             digits += sign

@@ -95,7 +95,7 @@ class Curriculum:
         passed = self.mean >= PASS_MEAN[later] and min(self.accuracy) >= PASS_LEAST[later]
         if not self.polishing and (passed or (self.since >= PATIENCE and later)):
             self.stage, self.since = self.stage + 1, 0
-            self.accuracy = [MEMORY * share for share in self.accuracy]  # the next stage has to show it anew
+            self.accuracy = [MEMORY * share for share in self.accuracy]  # the next stage has to show it again
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; `Curriculum(**state)` restores it."""

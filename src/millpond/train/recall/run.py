@@ -63,7 +63,7 @@ class RecallRun:
         save_state(state, file)
 
     def load(self, file: Path) -> None:
-        """Go on where `file` stands.
+        """Continue where `file` stands.
 
         Raises:
             OptionError: when the checkpoint was begun with another seed.

@@ -36,12 +36,12 @@ def train_recall(
     recipe: Recipe | None = None,
     show_progress: bool = True,
 ) -> RecallRun:
-    """Train `pond-recall` into `out_dir`, going on from its checkpoint if there is one.
+    """Train `pond-recall` into `out_dir`, continuing from its checkpoint if there is one.
 
     Args:
         out_dir: gets the model folder (at every checkpoint), `checkpoint.pt` and `log.jsonl`.
         seed: weights and data; the same seed gives the same run.
-        max_minutes: stop this call after that many minutes; call again to go on.
+        max_minutes: stop this call after that many minutes; call again to continue.
         max_steps: stop at this step of the whole run; for tests.
         threads: CPU threads of torch; None leaves them as they are.
         device: None takes CUDA when there is one, else the CPU.

@@ -79,7 +79,7 @@ def _write(files: Sequence[Path], sizes: dict[str, int], cache: Path, vocab_size
 
 
 def _paragraphs(file: Path) -> list[str]:
-    """The cleaned text, cut behind each empty line; joined it is the text again."""
+    """The cleaned text, cut after each empty line; joined it is the text again."""
     parts = read_document(file).split("\n\n")
     return [part + "\n\n" for part in parts[:-1]] + parts[-1:]
 

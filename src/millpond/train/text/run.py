@@ -72,7 +72,7 @@ class TextRun:
         save_state(state, file)
 
     def load(self, file: Path) -> None:
-        """Go on where `file` stands.
+        """Continue where `file` stands.
 
         The number of planned tokens may be another one as long as no step taken so far depended on it.
 

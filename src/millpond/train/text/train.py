@@ -60,9 +60,9 @@ def train_text(
     start: str | Path | None = None,
     show_progress: bool = True,
 ) -> tuple[TextRun, TokenFile]:
-    """Train `pond-text` into `out_dir`, going on from its checkpoint if there is one.
+    """Train `pond-text` into `out_dir`, continuing from its checkpoint if there is one.
 
-    A run is one term of training: its own schedule, optimisers that begin anew. A second term starts from the model
+    A run is one term of training: its own schedule, optimisers that begin again. A second term starts from the model
     that a first one saved.
 
     Args:
@@ -71,7 +71,7 @@ def train_text(
         recipe: its shape and its schedule.
         seed: weights and data; the same seed gives the same run.
         tokens: read in the whole run; None takes the recipe's number.
-        max_minutes: stop this call after that many minutes; call again to go on.
+        max_minutes: stop this call after that many minutes; call again to continue.
         max_steps: stop at this step of the whole run; for tests.
         threads: CPU threads of torch; None leaves them as they are.
         device: None takes CUDA when there is one, else the CPU.
