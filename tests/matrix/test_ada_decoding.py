@@ -157,7 +157,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
     ("options", "message"),
     [
         ({"every": 4}, "every=4, but score='snapkv' evicts nothing while decoding"),
-        ({"every": 4, "score": "rkv"}, "plans anew at each step"),
+        ({"every": 4, "score": "rkv"}, "plans at each step"),
         ({"every": -1, "score": "h2o"}, "every=-1 must not be negative"),
         ({"every": "often"}, "every='often' must be a number of steps, or auto"),
         ({"score": "h2o/sinks"}, "must read name or name/option=value"),

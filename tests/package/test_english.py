@@ -19,7 +19,10 @@ from millpond.cli.app import app
 PACKAGE = Path(millpond.__file__).parent
 PARTS = (".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 #: Words that say little, or another thing than the field's word.
-WORDS = r"\b(anybody|asked|beside|carried out|everybody|nobody|so many|somebody|told|what leaves)\b"
+WORDS = (
+    r"\b(anew|anybody|asked|beside|carried out|everybody|hand(s|ed)? over|in the place of|lets? go of|nobody|so many|"
+    r"somebody|told|what leaves)\b"
+)
 SAYS_LITTLE = re.compile(WORDS, re.IGNORECASE)
 VAGUE = re.compile(WORDS + r"|^(Of|Who)\b", re.IGNORECASE)
 

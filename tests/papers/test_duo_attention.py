@@ -225,7 +225,7 @@ def test_sliding_layers(name: str, decode: str) -> None:
         ({"threshold": 1.5}, r"threshold=1\.5 must lie in 0\.\.1"),
         ({"score": "window"}, "watches no attention"),
         ({"score": "h2o/prefill=greedy"}, "leave out prefill=greedy"),
-        ({"score": "rkv", "decode": "evict"}, "plans anew at each step"),
+        ({"score": "rkv", "decode": "evict"}, "plans at each step"),
         ({"score": "tova"}, "shared by all heads"),
         ({"heads": "/none.json"}, "cannot be read as JSON"),
     ],

@@ -47,7 +47,7 @@ def evaluate(
     seed: SampleSeed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once; no score depends on it.")] = 8,
     out: Annotated[
-        Path, typer.Option(help="Folder of the results; a run that was interrupted goes on there.")
+        Path, typer.Option(help="Folder of the results; an interrupted run continues there.")
     ] = Path("millpond-eval"),
     threads: Threads = None,
 ) -> None:  # fmt: skip

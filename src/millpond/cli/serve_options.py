@@ -14,7 +14,7 @@ from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import optional, parse_options
 from millpond.errors import OptionError
 
-#: API keys, separated by commas, for those who do not want them in a list of processes.
+#: API keys, separated by commas, so that they are not in the list of processes.
 KEYS_VARIABLE = "MILLPOND_API_KEYS"
 #: Priority limits (KEY=N), separated by commas, for the same reason.
 LIMITS_VARIABLE = "MILLPOND_PRIORITY_LIMITS"

@@ -1,4 +1,4 @@
-"""Temporary replacement of the attention of a configuration's models, until its last user is gone."""
+"""Temporary replacement of the attention of a configuration's models, until its last user ends."""
 
 from __future__ import annotations
 

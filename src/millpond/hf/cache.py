@@ -157,7 +157,7 @@ class MillpondCache(Cache):
         check_pages(self.kin)
 
     def fork(self) -> MillpondCache:
-        """Another cache that stands where this one stands, for one context and many questions.
+        """A copy of this cache at the same position, for one context and many questions.
 
         The two share pages until one of them writes, and the memory limit; each is closed on its own. Tokens given to
         one are never seen by the other. One at a time is in a pass. `copy.deepcopy` does the same.
@@ -192,7 +192,7 @@ class MillpondCache(Cache):
         )
 
     def restore_position(self, ids: Tensor) -> None:
-        """Count the text of these ids (1, n) as read; the layers hold what stays of it."""
+        """Count the text of these ids (1, n) as read; the layers hold the kept entries."""
         self._used = True
         self.text.add(ids, 0)
         self.timeline.adopt(ids)
@@ -202,7 +202,7 @@ class MillpondCache(Cache):
             self.rebuilder.adopt(self.timeline.seen)
 
     def watch(self, observer: Observer | None) -> None:
-        """Show `observer` what each layer attends with, pass by pass, before it is taken in; None: no longer."""
+        """Show `observer` what each layer attends with, pass by pass, before it is stored; None: no longer."""
         for layer in self.layers:
             if isinstance(layer, MillpondLayer):
                 layer.observer = observer
@@ -368,7 +368,7 @@ class MillpondCache(Cache):
 
     @no_autograd
     def _settle(self) -> None:
-        """All layers have read the pass: plan what waited for that."""
+        """Run the plans that need all layers, after the last one."""
         for core in self.layer_caches:
             if core.pending:
                 core.settle()

@@ -70,7 +70,7 @@ def compress(
         calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
         attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a
             `past_key_values` uses the cache, a new prompt at each call (a text that the cache was given otherwise, by
-            a pass, a document or a fork, is gone on with where the prompt begins with it); and a prompt that does not
+            a pass, a document or a fork, is continued where the prompt begins with it); and a prompt that does not
             continue where a cache that is passed has ended is refused. False leaves `generate` alone.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 

@@ -31,7 +31,7 @@ class ForkableCache(LayerCaches, Protocol):
 
 @no_autograd
 def share(cache: ForkableCache, other: ForkableCache) -> None:
-    """Let `other`, an empty cache of the same kind and pools, stand where `cache` stands; pages are shared.
+    """Let `other`, an empty cache of the same kind and pools, take the position of `cache`; pages are shared.
 
     A page that one of the two writes is copied first.
     """
@@ -72,6 +72,6 @@ def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
 
 
 def give_back(cores: list[LayerCache]) -> None:
-    """Free the pages of a cache that is gone."""
+    """Free the pages of a deleted cache."""
     for core in cores:
         core.reset()

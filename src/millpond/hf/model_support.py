@@ -67,7 +67,7 @@ def supported(model: PreTrainedModel) -> ModelProfile:
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         raise UnsupportedModelError(
             f"{name} was compiled in place (model.compile()), and torch cannot trace a cache that grows and evicts; "
-            "load it anew and do not compile it, or call torch.compile(model) and generate with that"
+            "load it again and do not compile it, or call torch.compile(model) and generate with that"
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(

@@ -86,12 +86,12 @@ class OpSet(Protocol):
         ...
 
     def merge_slots(self, args: MergeArgs) -> None:
-        """Bring regions back to their caps: the entries of lowest value leave, and are taken into those that stay.
+        """Evict entries beyond the caps of regions, those of lowest value, and merge them into the kept ones.
 
-        Behind a decoding step, over the same regions, caps, recent and q_pos as `decode` has. Of region r
-        lens[r] - caps[r] entries leave, none if that is not above 0. Value and protection are those of `decode`; of
-        equal ones the oldest leaves. What the entries that stay take in: see `MergeRule`; they keep their positions.
-        The last ones of a region move into the slots that were left.
+        Runs after a decoding step, over the same regions, caps, recent and q_pos as `decode`. Region r evicts
+        lens[r] - caps[r] entries, none if that is not above 0. Value and protection are those of `decode`; of
+        equal ones the oldest is evicted. `MergeRule` says how they are merged; kept entries keep their positions.
+        The last entries of a region move into the freed slots.
         """
         ...
 

@@ -60,5 +60,5 @@ def _steps(every: int | str, base: Policy, score: str) -> int:
     if every and not base.every_step:
         raise OptionError(f"ada: every={every}, but score={score!r} evicts nothing while decoding; leave it out")
     if every and base.plans_each_step:
-        raise OptionError(f"ada: every={every}, but score={score!r} plans anew at each step; leave it out")
+        raise OptionError(f"ada: every={every}, but score={score!r} plans at each step; leave it out")
     return every

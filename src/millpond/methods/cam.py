@@ -12,13 +12,13 @@ from millpond.policy.scores.attention import AccumulatedAttention, LastAttention
 
 @method("cam", paper="ICML 2024")
 def cam(
-    targets: Annotated[int, "entries behind the one that leaves, which share its value; 0: as many as stay"] = 16,
+    targets: Annotated[int, "entries after the evicted one, which share its value; 0: as many as are kept"] = 16,
     attention: Annotated[
         Literal["sum", "mean", "last"], "what counts as attention: from all queries, their mean, or from the newest"
     ] = "sum",
     over: Annotated[
         Literal["targets", "recent", "max"],
-        "what it is divided by: the mean of the targets, the mean behind the sinks, or the largest of all",
+        "what it is divided by: the mean of the targets, the mean after the sinks, or the largest of all",
     ] = "targets",
     draw: Annotated[bool, "merge at random (the paper); else by expectation"] = False,
     sinks: Sinks = 4,

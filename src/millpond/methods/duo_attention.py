@@ -46,7 +46,7 @@ def duo_attention(
     if base.prefill == "greedy":
         raise OptionError(f"duo_attention: score={score!r} plans at each token; leave out prefill=greedy")
     if decode == "evict" and base.score.evict is None:
-        raise OptionError(f"duo_attention: decode=evict, but score={score!r} plans anew at each step; take decode=grow")
+        raise OptionError(f"duo_attention: decode=evict, but score={score!r} plans at each step; take decode=grow")
     if not heads and base.score.queries not in ("all", "window"):
         raise OptionError(
             f"duo_attention: score={score!r} watches no attention; use one that does, such as snapkv or h2o, or name "

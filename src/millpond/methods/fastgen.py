@@ -27,7 +27,7 @@ def fastgen(
     newest; everything. A head takes the first with mean_i sum_{j in C(i)} A_ij >= threshold over the queries i of the
     prompt (Equation 2). While decoding it stores a new token if its rule keeps it, and lets it go when that ends; the
     pages return to the pool. Without a budget the cache is as large as the rules make it. A budget is a cap on the
-    entries of a layer: beyond it the longest heads give up those of least attention; special tokens and punctuation,
+    entries of a layer: beyond it the longest heads evict those of least attention; special tokens and punctuation,
     and the newest half of what such a head may hold, leave after all others.
 
     Departs from the paper: it leaves the norm and grouped heads open. Here recovery is the share of attention kept,

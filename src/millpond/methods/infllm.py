@@ -18,7 +18,7 @@ def infllm(
     representatives: Annotated[int, "entries whose mean key stands for their block"] = 4,
     together: Annotated[int, "queries of a prompt that look up the same blocks; while decoding each asks alone"] = 512,
     far: Annotated[
-        Literal["one_distance", "true"], "sinks and looked-up entries stand right behind the local ones, or in place"
+        Literal["one_distance", "true"], "sinks and looked-up entries stand right after the local ones, or in place"
     ] = "one_distance",
 ) -> Policy:
     """Store everything, and attend to sinks, the newest entries and the blocks that fit the query best.

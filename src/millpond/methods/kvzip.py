@@ -17,7 +17,7 @@ def kvzip(
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
     sinks: Sinks = 4,
 ) -> Policy:
-    """Keep the entries that the model looks at when it repeats its context, whatever the later question is.
+    """Keep the entries that the model attends to when it repeats its context, whatever the later question is.
 
     After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
     for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query

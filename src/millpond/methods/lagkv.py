@@ -11,7 +11,7 @@ from millpond.policy.scores.lag_relative import LagRelative
 
 @method("lagkv", paper="arXiv:2504.04704")
 def lagkv(
-    lag: Annotated[int, "positions of a chunk; each is measured by the one behind it"] = 128,
+    lag: Annotated[int, "positions of a chunk; each is measured by the next one"] = 128,
     sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
     decode: Grow = "grow",
@@ -27,7 +27,7 @@ def lagkv(
     than what stays: there the newest entries are kept.
 
     Departs from the paper: the budget is met exactly, so chunks may differ by one entry. While the text grows,
-    chunks keep their places, and all give up entries in step. decode="evict" does so at each step, which ends with a
+    chunks keep their places, and all evict entries in step. decode="evict" does so at each step, which ends with a
     plan and is slow; the paper waits for a chunk to fill.
     """
     return Policy(

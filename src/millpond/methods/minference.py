@@ -19,7 +19,7 @@ def minference(
     ] = "vertical_slash",
     vertical: Annotated[int, "columns of vertical_slash, or first positions of a_shape (the paper: 100)"] = 1000,
     slash: Annotated[int, "diagonals of vertical_slash, or newest positions of a_shape (the paper: 800)"] = 6096,
-    blocks: Annotated[int, "blocks of 64 entries that 64 queries look at in block_sparse"] = 100,
+    blocks: Annotated[int, "blocks of 64 entries that 64 queries attend to in block_sparse"] = 100,
     last: Annotated[int, "last queries of the prompt that choose columns and diagonals"] = 64,
     ratio: Annotated[float, "factor on all these numbers of entries"] = 1.0,
     patterns: Annotated[
@@ -32,17 +32,17 @@ def minference(
     """Read prompts with sparse attention; store everything, and attend to all of it while decoding.
 
     No memory is saved. Per query head: a_shape sees the first `vertical` and the newest `slash` positions.
-    vertical_slash sums the exact attention of the last 64 queries by column and by distance; all queries look at the
+    vertical_slash sums the exact attention of the last 64 queries by column and by distance; all queries attend to the
     best `vertical` columns, the first 30 among them, and the best `slash` distances, the nearest 100 among them
     (Algorithm 2). block_sparse compares the mean query of 64 rows with the mean keys of 64 entries (Algorithm 3).
-    64 rows look at every column that a chosen diagonal crosses in them, and nothing else is computed. Texts that the
+    64 rows attend to every column that a chosen diagonal crosses in them, and nothing else is computed. Texts that the
     numbers cover are attended whole. The official configuration of Llama-3.1-8B is vertical=512, slash=2048.
 
     Departs from the paper: heads use the kind that the search found for them (the official code turns every kind into
-    vertical_slash). block_sparse always looks at the rows' own block. Each chunk of a prompt, and each later turn,
+    vertical_slash). block_sparse always includes the rows' own block. Each chunk of a prompt, and each later turn,
     chooses again by its own last queries, so by default all of a prompt is read in one pass. Layers with a sliding
     window attend as ever. Rows attend block by block, head by head, to entries gathered for them: on a CPU this is
-    faster than dense attention where few of the pairs of query and entry are looked at, and slower where scattered
+    faster than dense attention where few of the pairs of query and entry are computed, and slower where scattered
     diagonals leave little out.
     """
     if not 0 < ratio < float("inf"):

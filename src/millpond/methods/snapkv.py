@@ -26,12 +26,12 @@ def snapkv(
     c_j = mean_i A_ij over the window's queries, pooled; the best (budget - window) entries and the window stay.
     The window of 32 and the max pool are those of the paper's LongBench settings.
 
-    The pool decides how much of an answer stays: the question looks at where the answer begins, and its other tokens
-    are looked at only once the first ones are said. A pool of 7 keeps three neighbours on each side, so that answers of
-    more tokens end early; one of 21 keeps ten. A real model's numbers of seven digits, at 20 % of 1,024 tokens: 2 of 40
-    with 7, 31 of 40 with 21, 39 of 40 with 21 and pool="avg" (benchmarks/quality/pool_widths.py), which loses passages
-    of several words on pond-recall (0.53 where max has 0.99). Where few entries are free besides the window, a wide
-    pool holds too few places: at a budget of 64 pond-recall loses 22 points with 21.
+    The pool decides how much of an answer is kept: the question attends to the beginning of the answer, and its other
+    tokens get attention only after the first ones are generated. A pool of 7 keeps three neighbours on each side, so
+    that answers of more tokens end early; one of 21 keeps ten. A real model's numbers of seven digits, at 20 % of 1,024
+    tokens: 2 of 40 with 7, 31 of 40 with 21, 39 of 40 with 21 and pool="avg" (benchmarks/quality/pool_widths.py), which
+    loses passages of several words on pond-recall (0.53 where max has 0.99). Where few entries are free besides the
+    window, a wide pool holds too few places: at a budget of 64 pond-recall loses 22 points with 21.
 
     Departs from the paper: its pool is 7 wide (kernel=7). One set per KV head (the official code stores one per query
     head, group times the memory). decode="evict" keeps the budget while decoding, by the attention accumulated since

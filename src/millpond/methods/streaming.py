@@ -13,7 +13,7 @@ from millpond.policy.scores.attention import Recency
 def streaming(
     sinks: Sinks = 4,
     positions: Annotated[
-        Literal["cache_relative", "absolute"], "close the gap behind the sinks (the paper), or leave it"
+        Literal["cache_relative", "absolute"], "close the gap after the sinks (the paper), or leave it"
     ] = "cache_relative",
     decode: EvictInPaper = "evict",
 ) -> Policy:

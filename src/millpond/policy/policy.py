@@ -32,7 +32,7 @@ WAY_OUT = "use codec='bf16', or another method"
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """What stays of one layer of one sequence.
+    """The entries that one layer keeps of one sequence.
 
     Attributes:
         keep: (H, N) bool over the view's columns.
@@ -95,7 +95,7 @@ class Policy:
             raise OptionError("a set shared by all heads of a layer cannot have head budgets of its own")
         if self.needs_unrotated_queries and self.positions != "absolute":
             raise OptionError(
-                'a score over queries before RoPE needs positions="absolute": cache-relative ones turn queries anew'
+                'a score over queries before RoPE needs positions="absolute": cache-relative ones rotate queries again'
             )
         if self.prefill == "greedy" and not self.every_step:
             raise OptionError(
@@ -224,7 +224,7 @@ class Policy:
         return Uniform() if isinstance(self.heads, PromptHeadAllocation) else self.heads
 
     def with_tokens(self, source: TokenSource) -> Policy:
-        """The policy with what it needs to know of the tokens; itself where that is nothing.
+        """The policy with the facts about tokens that it needs; itself where it needs none.
 
         Raises:
             OptionError: the source does not know it.
@@ -316,7 +316,7 @@ class Policy:
         return newest.maximum((caps - self.protect.sinks) // 2)
 
     def plan(self, view: View, budget: int) -> EvictionPlan:
-        """Choose what stays of `view` under `budget` entries per head.
+        """Choose the entries of `view` to keep under `budget` entries per head.
 
         Raises:
             BudgetError: what must be protected does not fit.

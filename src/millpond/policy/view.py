@@ -11,7 +11,7 @@ from torch import Tensor
 
 Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
-#: Hands over the stored keys (H, N, key_dim) or values (H, N, value_dim) of a view, at the cost of a copy.
+#: Reads the stored keys (H, N, key_dim) or values (H, N, value_dim) of a view, at the cost of a copy.
 Read = Callable[[Part], Tensor]
 
 
@@ -37,10 +37,10 @@ class View:
         sequence: which sequence of the batch that was first read; copies keep the number of their original.
         budget: entries per head on average that the plan may keep; 0 outside a plan.
         pinned: (H, N) bool, the entries that no score can evict; None outside a plan.
-        read_entries: hands over keys and values when a score asks for them; None where there are none to see.
-        outputs: hands over the maps from values to the layer's output; None where no model is there.
-        tokens: hands over the token ids of the entries; None where they are not known.
-        head_attention: hands over attention by query head, see `received`; None where no queries are kept.
+        read_entries: returns keys and values when a score calls it; None where there are none to see.
+        outputs: returns the maps from values to the layer's output; None where no model is there.
+        tokens: returns the token ids of the entries; None where they are not known.
+        head_attention: returns attention by query head, see `received`; None where no queries are kept.
         recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
         memory: what the last merge of this sequence left for the next; None for nothing.
@@ -81,7 +81,7 @@ class View:
     @property
     def ids(self) -> Tensor:
         """(H, N) int64: the token id of each entry; any number where there is none."""
-        assert self.tokens is not None, "the cache keeps the token ids for a policy that looks at them"
+        assert self.tokens is not None, "the cache keeps the token ids for a policy that reads them"
         return self.tokens()
 
     @property
@@ -94,7 +94,7 @@ class View:
     @property
     def window_signal(self) -> Tensor:
         """(H, N) float32: the attention that each entry has received from the last queries alone."""
-        assert self.recent_attention is not None, "the cache keeps the last queries for a score that looks at them"
+        assert self.recent_attention is not None, "the cache keeps the last queries for a score that reads them"
         return self.recent_attention()
 
     def received(self, begin: int, end: int) -> Tensor:
@@ -104,12 +104,12 @@ class View:
         at least `begin` and less than `end` positions after the entry count; end=0: all from `begin` on. Of many
         queries a policy may request some.
         """
-        assert self.head_attention is not None, "the cache keeps the queries for a policy that looks at them"
+        assert self.head_attention is not None, "the cache keeps the queries for a policy that reads them"
         return self.head_attention(begin, end)
 
     def stored(self, part: Part) -> Tensor:
         """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
-        assert self.read_entries is not None, "the cache hands over what it stores"
+        assert self.read_entries is not None, "the cache provides what it stores"
         return self.read_entries(part)
 
     def _part(self, part: Part) -> Tensor:

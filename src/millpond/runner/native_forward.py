@@ -72,7 +72,7 @@ class NativeForward:
         return by_rows
 
     def _try_out(self, device: torch.device, run: Callable[[Tensor, Tensor, LayerAttend], Tensor]) -> None:
-        """Give every part what the modules gave theirs, a few tokens, and compare what comes out.
+        """Give every part what the modules gave theirs, a few tokens, and compare the outputs.
 
         Raises:
             UnsupportedModelError: something else.

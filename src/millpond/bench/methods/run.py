@@ -4,7 +4,7 @@ Every repetition runs all methods once, in shuffled order, on the same prompt an
 snapkv hold their caches at once and decode in turns of few steps, with a turn of snapkv after every few. A turn is
 compared with the turns of snapkv before and after it, a fraction of a second away: the speed of memory on a shared
 machine moves by a third from one second to the next. The median over the turns is a reading, the median over the
-repetitions the result. snapkv takes part a second time, so that each report says how far equal things come out apart.
+repetitions the result. snapkv takes part a second time, so that each report says how far two equal candidates differ.
 What a method may cost follows from its policy (`MethodCandidate.kind`).
 """
 

@@ -13,7 +13,7 @@ class Outcome:
     """What came of one method.
 
     Attributes:
-        status: equal to stock (and, with few entries, to stock that hides what left), refused with a typed error,
+        status: equal to stock (and, with few entries, to stock that masks evicted entries), refused with a typed error,
             wrong, or broken: an error that is not ours.
         reason: where it is not equal.
     """

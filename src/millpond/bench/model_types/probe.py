@@ -108,7 +108,7 @@ def _outcome(model: PreTrainedModel, setting: Setting, stock: Run) -> Outcome:
 
 
 def _evict(model: PreTrainedModel, setting: Setting) -> None:
-    """Few entries: within the budget, again the same, and what stock gives that hides what left."""
+    """With few entries: within the budget, repeatable, and equal to stock that masks evicted entries."""
     runs = []
     for _ in range(2):
         with _cache(model, setting, SMALL) as cache:

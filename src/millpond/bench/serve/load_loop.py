@@ -26,7 +26,7 @@ def poisson(n: int, per_s: float, seed: int) -> list[float]:
 async def open_loop(
     asks: Sequence[LoadRequest], times: Sequence[float], send: Send, now: Callable[[], float]
 ) -> list[RequestOutcome]:
-    """Each ask at its time, however many are still unanswered; as users do who do not know of each other."""
+    """Send each request at its time, however many are unanswered: an open loop of independent users."""
 
     async def one(ask: LoadRequest, at: float) -> RequestOutcome:
         await asyncio.sleep(at - now())

@@ -21,7 +21,7 @@ from millpond.policy.needs.block_lookup import BlockLookup
 #: Rows of queries whose logits are held at a time.
 BLOCK = 64
 
-#: Hands over keys (H, n, key_dim) and values (H, n, value_dim) at positions (n,).
+#: Reads keys (H, n, key_dim) and values (H, n, value_dim) at positions (n,).
 Fetch = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 

@@ -28,7 +28,7 @@ USES = {
 PICTURE = "kept-positions.png"
 QUESTION = "What is this text about? Answer in one sentence."
 PROTOCOL = (
-    "The text is compressed before any question is seen; each question then goes on from its own copy of the cache."
+    "The text is compressed before any question is seen; each question then continues from its own copy of the cache."
 )
 
 

@@ -33,7 +33,7 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
     """Of one grammar: seconds on the clock and of a processor, bytes of memory beyond those at the start, and of the
-    grammar when it is handed over.
+    grammar when it is returned.
     """
 
     seconds: float

@@ -46,7 +46,7 @@ def calibrate(
     normalise: Sequence[int] = (),
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
-    """Find the ranges of the key channels, and the numbers that codes shall stand for.
+    """Find the ranges of the key channels, and the numbers that codes represent.
 
     Args:
         ids: (n,) the tokens of a text, of which `windows` runs of `length` tokens are read, spread over it.

@@ -25,7 +25,7 @@ from millpond.models.lean.fuse import apart
 from millpond.models.lean.layers import block_of
 from millpond.models.lean.watch import Watch, own_forward
 
-#: What a layer says of its attention; the rest of what it passes on is nothing to us.
+#: Keyword arguments of a layer that its attention uses; others are ignored.
 _SETTINGS = ("scaling", "sliding_window", "softcap", "s_aux", "position_bias")
 _TRIAL, _SEEN = "millpond_trial", "_millpond_seen"
 
@@ -78,7 +78,7 @@ def forward(
             self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
         )  # fmt: skip
-    assert position_embeddings is not None, "looked at above"
+    assert position_embeddings is not None, "checked above"
     return _run(parts, hidden_states, attention_mask, past_key_values, position_embeddings)
 
 
@@ -186,7 +186,7 @@ def _take_apart(layer: Any) -> _Parts | None:
 
 @torch.no_grad()
 def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts | None:
-    """The layer's parts, if two random tokens come out of our pass as out of its own."""
+    """The layer's parts, if our pass and its own agree on two random tokens."""
     weight, attn = layer.input_layernorm.weight, layer.self_attn
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)

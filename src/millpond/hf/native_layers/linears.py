@@ -39,7 +39,7 @@ def use_native_linears(model: nn.Module) -> Callable[[], None]:
     """Let the model's linear layers on the CPU multiply with `kernels.linear`; what torch does best stays with torch.
 
     Weights are read when they are needed; those of larger models move to huge pages once, where the system has them.
-    A module of a subclass, or with a forward of its own, is left alone.
+    A module of a subclass, or with a forward of its own, is not replaced.
 
     Returns:
         What undoes it, once no other caller needs it.

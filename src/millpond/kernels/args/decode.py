@@ -28,7 +28,7 @@ class DecodeArgs(OfQueries):
 
 
 class DecodeOutput(NamedTuple):
-    """What the queries found, and what left."""
+    """The attention output, and the evicted entries."""
 
     out: Tensor  #: (S, Hq, value_dim) in q's dtype
     lse: Tensor  #: (S, Hq) float32, the log of the denominator (sink included)

@@ -20,7 +20,7 @@ def chain(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
         share: (R, N), what a column gives to each one in reach; 0: it gives nothing.
 
     Returns:
-        (R, N, D) in the dtype of `x`. What nothing is given to is as it was.
+        (R, N, D) in the dtype of `x`. Entries that receive nothing are unchanged.
     """
     n_regions, n, dim = x.shape
     most = int(reach.amax())

@@ -24,10 +24,10 @@ BLOCK = 256
 
 
 class Links(NamedTuple):
-    """Which entries are taken in, and by which."""
+    """Which entries are merged, and into which."""
 
     into: Tensor  #: (H, N) int64, the column that takes an entry in; its own where none does
-    leaves: Tensor  #: (H, N) bool, the entries that are taken in
+    leaves: Tensor  #: (H, N) bool, the entries that are merged
 
     @property
     def grows(self) -> Tensor:
@@ -36,7 +36,7 @@ class Links(NamedTuple):
 
 
 def sums(x: Tensor, links: Links) -> Tensor:
-    """(H, N) or (H, N, D): for each column the sum of x over the entries that it takes in, without its own."""
+    """(H, N) or (H, N, D): for each column the sum of x over the entries merged into it, without its own."""
     n_heads, n = links.into.shape
     chosen = links.leaves.flatten().nonzero()[:, 0]
     into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
@@ -84,7 +84,7 @@ def beside(x: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, links: Links) -> Tensor:
-    """(H, N) float64: the squared distance of each row of x (H, N, D) that is taken in to the one that takes it in."""
+    """(H, N) float64: the squared distance of each merged row of x (H, N, D) to the row it is merged into."""
     n_heads, n = links.into.shape
     flat, chosen = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
     into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]

@@ -66,7 +66,7 @@ def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory:
 
 
 def joined_masses(masses: Tensor, links: Links) -> Tensor:
-    """(R, N) float32: the log of each mass, with that of the entries taken in."""
+    """(R, N) float32: the log of each mass, with that of the merged entries."""
     together = (masses + sums(masses, links)).log()
     return torch.where(links.grows, together, masses.log()).float()
 

@@ -50,7 +50,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
     if abi != ABI:
         raise StaleKernelsError(
-            f"{path} has interface {abi} and these sources need {ABI}: it was built from others. Build it anew where "
+            f"{path} has interface {abi} and these sources need {ABI}: it was built from others. Build it again where "
             "millpond was installed from: pip install --no-deps -e . in a checkout, else pip install "
             "--force-reinstall --no-cache-dir --no-deps millpond"
         )

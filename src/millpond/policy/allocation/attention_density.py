@@ -29,7 +29,7 @@ class AttentionDensity:
 
     def measure(self, view: View) -> float:
         """f_l before it is compared with those of other layers: a mean over the heads."""
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         density = view.signal.double().masked_fill(~view.valid, 0)
         count = view.counts.double()
         spread = torch.where(view.valid, density - (density.sum(1) / count)[:, None], 0)

@@ -57,7 +57,7 @@ class Ada:
     among all allocations that respect the floor.
 
     With `every`, the heads of a full layer compete again at each such step of decoding: as many entries as came in
-    leave, the lowest of all heads together. At the steps between each head gives up its own lowest.
+    leave, the lowest of all heads together. At the steps between each head evicts its own lowest.
 
     Departs from the paper: the authors' code blends even shares with the result of a competition without a floor, and
     rounds; `blend` does so too. Of b = budget - protected entries, head h wins b*_h in one top-k of all heads, and

@@ -41,7 +41,7 @@ class PromptLayers(Protocol):
         ...
 
     def measure(self, view: View) -> float:
-        """What the allocation wants to know of one layer."""
+        """What the allocation needs of one layer."""
         ...
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:

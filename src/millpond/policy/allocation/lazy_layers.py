@@ -31,7 +31,7 @@ class LazyLayers:
 
     def measure(self, view: View) -> float:
         """The share of a layer's attention, over all its heads, that stays with the sinks and the newest tokens."""
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
         near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
         return float(attention.masked_fill(~near, 0).sum() / attention.sum())

@@ -59,7 +59,7 @@ class RetrievalHeads:
         return torch.tensor(row, device=view.positions.device) > self.threshold
 
     def _far_share(self, view: View) -> Tensor:
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
         near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
         return attention.masked_fill(near, 0).sum(1) / attention.sum(1)

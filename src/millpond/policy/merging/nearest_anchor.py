@@ -20,7 +20,7 @@ class MergeIntoAnchors:
     An entry that stands for m others counts m times. Accumulators are the anchor's. Without an anchor all are dropped.
 
     Attributes:
-        shift: columns by which the entries taken in lie before those that leave; the paper's code has one per sink.
+        shift: columns by which the merged entries lie before the evicted ones; the paper's code has one per sink.
     """
 
     shift: int = 0
@@ -31,7 +31,7 @@ class MergeIntoAnchors:
         return Merged(keys, values, joined_masses(view, links), own_scores(view))
 
     def links(self, view: View, keep: Tensor) -> Links:
-        """Which entries are taken in, and by which anchor."""
+        """Which entries are merged, and into which anchor."""
         anchors = keep & view.free
         into, reachable = nearest_in_text(view.positions, anchors)
         taken = (view.valid & ~keep).roll(-self.shift, 1)

@@ -23,7 +23,7 @@ class Merged:
         keys: (H, N, key_dim). values: (H, N, value_dim), as they are stored or wider.
         log_masses: (H, N) float32, the log of how many entries a slot stands for.
         scores: (H, N) float32, the accumulators.
-        memory: what the next merge of this sequence wants to know of this one; None for nothing.
+        memory: what the next merge of this sequence needs of this one; None for nothing.
     """
 
     keys: Tensor
@@ -67,12 +67,12 @@ def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int)
 
 
 def joined_masses(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the log of each mass, with that of the entries taken in."""
+    """(H, N) float32: the log of each mass, with that of the merged entries."""
     return merge_reference.joined_masses(view.masses, links)
 
 
 def joined_scores(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the accumulators, with those of the entries taken in."""
+    """(H, N) float32: the accumulators, with those of the merged entries."""
     scores = own_scores(view)
     return scores + sums(scores, links)
 

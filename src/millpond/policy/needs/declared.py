@@ -1,4 +1,4 @@
-"""Declared needs of a policy, so that nothing outside `millpond.policy` looks at its class."""
+"""Declared needs of a policy, so that nothing outside `millpond.policy` depends on its class."""
 
 from __future__ import annotations
 

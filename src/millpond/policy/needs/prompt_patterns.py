@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 
-#: Rows of queries that look at one set of entries.
+#: Rows of queries that attend to one set of entries.
 BLOCK = 64
 
 
@@ -37,13 +37,13 @@ class HeadPrompt(NamedTuple):
         return softmax_with_sink(logits, column <= column[-n:, None], sink)[0]
 
 
-#: Of the queries at positions begin .. end - 1, one block: the positions (n,) that they look at, ascending. Each query
+#: Of the queries at positions begin .. end - 1, one block: positions (n,) that they attend to, ascending. Each query
 #: sees those that are not after it and that `Pattern.near` does not hide from it.
 Look = Callable[[int, int], Tensor]
 
 
 class Pattern(Protocol):
-    """How a head looks at a prompt."""
+    """The attention pattern of a head on a prompt."""
 
     @property
     def near(self) -> tuple[int, int] | None:
@@ -59,12 +59,12 @@ class Pattern(Protocol):
         ...
 
     def look(self, prompt: HeadPrompt) -> Look:
-        """What the queries of a prompt look at, in blocks of BLOCK rows from the first query on."""
+        """The entries that the queries of a prompt attend to, in blocks of BLOCK rows from the first query on."""
         ...
 
 
 class PromptPatterns(Protocol):
-    """How the heads of each layer look at a prompt."""
+    """The attention patterns of each layer's heads on a prompt."""
 
     def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
         """Pattern of each query head of a layer.

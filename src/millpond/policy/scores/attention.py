@@ -39,7 +39,7 @@ class Score(Protocol):
 
 
 def _signal(view: View) -> Tensor:
-    assert view.signal is not None, "the cache hands over the signal that a score declares"
+    assert view.signal is not None, "the cache provides the signal that a score declares"
     return view.signal
 
 

@@ -15,7 +15,7 @@ from millpond.policy.scores.attention import Queries
 from millpond.policy.scores.query_moments import mean_rotation, moments_of
 from millpond.policy.view import View
 
-#: Keys that are looked at together: few, so that their products stay in the cache.
+#: Keys that are processed together: few, so that their products stay in the cache.
 BLOCK = 512
 _REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX}
 

@@ -28,7 +28,7 @@ class GlobalAndLocal:
     evict: Evict | None = None
 
     def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         overall, local = (x.masked_fill(~view.valid, 0) for x in (view.signal, view.window_signal))
         best = blend(overall, local)
         if self.kernel == 1:

@@ -19,7 +19,7 @@ class LagRelative:
     """Chunks of `lag` positions after the sinks, each scored by the range of the next one that still has entries.
 
     u_jd = (x_jd - min_d) / (max_d - min_d) with the range of channel d in the next chunk; the spread of entry j is the
-    softmax over its chunk of std_d(u_jd), averaged over keys and values. Each chunk gives up its lowest first, all
+    softmax over its chunk of std_d(u_jd), averaged over keys and values. Each chunk evicts its lowest first, all
     chunks in step (`across`: the lowest of all chunks). The newest full chunk and what follows it have no full chunk
     after them: they stay before all others, the newest first.
 

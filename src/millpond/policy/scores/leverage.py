@@ -41,7 +41,7 @@ class LeverageAndAttention:
                 raise OptionError(f"{name}={value} must not be negative")
 
     def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         mean = view.signal / (view.seen - view.positions).clamp(min=1)
         attention = torch.where(view.free, mean * view.values.norm(dim=-1), 0)
         smooth = F.avg_pool1d(attention[None], 3, stride=1, padding=1)[0]

@@ -65,7 +65,7 @@ class QueryView(View):
 
 def moments_of(view: View) -> tuple[QueryView, QueryMoments]:
     """The view with the moments that it shows."""
-    assert isinstance(view, QueryView), "the cache hands over the moments that a score declares"
+    assert isinstance(view, QueryView), "the cache provides the moments that a score declares"
     assert view.moments is not None, "a plan comes after a pass, which has queries"
     return view, view.moments
 

@@ -33,7 +33,7 @@ class QuestionAttention:
             raise OptionError(f"chunk={self.chunk} must not be negative; 0 takes the text as a whole")
 
     def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         value = view.signal / (view.seen - view.positions).clamp(1, self.window)
         if not self.chunk:
             return value

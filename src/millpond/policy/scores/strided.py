@@ -64,7 +64,7 @@ class Strided:
         worth = spaced_value(self.spacing, view.positions)
         if not self.heavy:
             return worth
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         assert view.pinned is not None, "a plan tells what is protected"
         free = view.valid & ~view.pinned
         rank = rank_by_value(view.signal, free, torch.zeros_like(free))

@@ -79,7 +79,7 @@ class AnchorPolicy(Policy):
         return self.grow
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; all heads hold the same, so each may look at its own."""
+        """The lowest stored score leaves; all heads hold the same, so each may read its own."""
         return replace(Policy.decode_rule(self, layer), evict=Evict.ACC, shared=False)
 
     def plan(self, view: View, budget: int) -> EvictionPlan:

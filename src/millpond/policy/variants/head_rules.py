@@ -99,7 +99,7 @@ class HeadRulesPolicy(Policy):
             BudgetError: what must be protected does not fit.
             NumericsError: the attention is NaN.
         """
-        assert view.signal is not None, "the cache hands over the signal that a score declares"
+        assert view.signal is not None, "the cache provides the signal that a score declares"
         self.protect.check(budget)
         if bool((view.signal.isnan() & view.valid).any()):
             raise NumericsError(f"layer {view.layer}: attention is NaN; check the model's weights and inputs")
@@ -158,7 +158,7 @@ class HeadRulesPolicy(Policy):
         """(S, H, N) bool: the entries that their head does not keep.
 
         Frequent entries are the best ceil(frequent * seen) of those that nothing else keeps. Where all heads of a
-        sequence together hold more than they may, the longest give up entries until the total is exact: first what
+        sequence together hold more than they may, the longest evict entries until the total is exact: first what
         is neither special, punctuation nor in the newest half of what the head may hold, then what is not special;
         each time those of least attention.
         """

@@ -63,7 +63,7 @@ class VerticalSlash:
     """The columns and the diagonals that the last queries attend to most.
 
     c_j = sum_i A_ij and d_o = sum_i A_i,i-o over the last queries i; the best columns j and distances o are looked at
-    by all. A block of rows looks at every column that a chosen diagonal crosses in it.
+    by all. A block of rows attends to every column that a chosen diagonal crosses in it.
 
     Attributes:
         vertical, slash: how many columns and diagonals. last: queries that choose.
@@ -114,7 +114,7 @@ class BlockSparse:
     """Blocks of entries whose mean key is most like the mean query of a block of rows, and the newest block.
 
     Attributes:
-        blocks: how many blocks of BLOCK entries a block of rows looks at.
+        blocks: how many blocks of BLOCK entries a block of rows attends to.
     """
 
     blocks: int = 100

@@ -25,13 +25,13 @@ class Rebuilt:
     evict: Evict | None = None
 
     def score(self, view: View, seed: int) -> Tensor:
-        assert view.signal is not None, "the cache hands over what the repetition found"
+        assert view.signal is not None, "the cache provides what the repetition found"
         return view.signal
 
 
 @dataclass(frozen=True, slots=True)
 class ReconstructionPolicy(Policy):
-    """After each prompt or turn the model repeats it over its cache; then a plan decides by what that looked at.
+    """After each prompt or turn the model repeats it over its cache; then a plan decides by the attention of that pass.
 
     Attributes:
         ask: what asks for the repetition, for the tokenizer to spell. ids: the same as token ids; None: not known yet.

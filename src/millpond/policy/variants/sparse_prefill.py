@@ -13,7 +13,7 @@ from millpond.policy.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class SparsePrefillPolicy(Policy):
-    """Nothing leaves, and decoding attends to everything; the queries of a prompt look at patterns of it.
+    """Nothing leaves, and decoding attends to everything; the queries of a prompt attend to patterns of it.
 
     Attributes:
         pattern: of every head that the table does not name.

@@ -46,7 +46,7 @@ class EntropyPolicy(Policy):
         if not 0 < self.decay <= 1:
             raise OptionError(f"decay={self.decay:g} must lie in (0, 1]; 1 forgets nothing")
         if not isinstance(self.score, TokenEntropy) or self.protect.newest(1) < 1:
-            raise OptionError("a method that looks at the model's predictions cannot be the score of another method")
+            raise OptionError("a method that needs the model's predictions cannot be the score of another method")
 
     @property
     def needs(self) -> Needs:
@@ -63,5 +63,5 @@ class EntropyPolicy(Policy):
         return True
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; the scores of all heads are the same, so each may look at its own."""
+        """The lowest stored score leaves; the scores of all heads are the same, so each may read its own."""
         return replace(Policy.decode_rule(self, layer), shared=False)
