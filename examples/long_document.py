@@ -1,4 +1,4 @@
-"""A long text that is read and compressed once, kept in a file, and asked twice without being read again."""
+"""A long text that is read and compressed once, kept in a file, and used for two questions without being read again."""
 
 import argparse
 import tempfile

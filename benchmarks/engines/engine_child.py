@@ -54,11 +54,11 @@ def serve(versions: str, load: Callable[[dict[str, Any]], Engine]) -> None:
                 raise RuntimeError("nothing is loaded")
             else:
                 with suppress(OSError):
-                    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew: loading is over
+                    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM after loading
                 answer = engine.run(request["prompts"], request["new_tokens"])
                 peak = resident("VmHWM")
                 answer["rss_bytes"] = None if before is None or peak is None else max(0, peak - before)
-        except Exception as error:  # the parent reports it beside the others' numbers
+        except Exception as error:  # the parent reports it with the others' numbers
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         out.write(json.dumps(answer) + "\n")
         out.flush()

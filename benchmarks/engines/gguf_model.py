@@ -45,7 +45,7 @@ def renamed(name: str) -> str:
 
 
 def interleaved(bits: NDArray[numpy.uint16], heads: int) -> NDArray[numpy.uint16]:
-    """Rows of a projection of queries or keys with the two halves of a head's pairs beside each other."""
+    """Rows of a projection of queries or keys with the two halves of a head's pairs next to each other."""
     rows, columns = bits.shape
     return bits.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

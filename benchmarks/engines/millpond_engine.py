@@ -32,7 +32,7 @@ class Millpond:
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """One reading: steps until every prompt has its first token, then `new_tokens` more."""
-        most = new_tokens + 2 + sum(map(len, prompts)) // 32  # nobody is done before the last step
+        most = new_tokens + 2 + sum(map(len, prompts)) // 32  # none ends before the last step
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         begun = time.perf_counter()
         names = [str(next(self._names)) for _ in prompts]

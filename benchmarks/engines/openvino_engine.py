@@ -42,7 +42,7 @@ class OpenVINO:
         config = genai.GenerationConfig()
         config.ignore_eos, config.do_sample = True, False
         config.set_eos_token_id(0)  # the model has none, which the pipeline refuses
-        config.max_new_tokens = new_tokens + 2 + sum(map(len, prompts)) // BLOCK  # nobody is done before the last step
+        config.max_new_tokens = new_tokens + 2 + sum(map(len, prompts)) // BLOCK  # none ends before the last step
         begun = time.perf_counter()
         handles = [
             self._pipeline.add_request(next(self._names), openvino.Tensor(numpy.array([prompt])), config)

@@ -7,7 +7,7 @@ Sections (--only takes a comma-separated choice):
     graph    a decode step with eviction, captured in a CUDA graph and replayed, against the reference
     decode   attention of one layer, 32 query heads over 8 KV heads of width 128, as a share of copy bandwidth
     prefill  causal attention with and without column sums, against the flash attention of torch
-    codes    decode over packed pages, see gpu_codes.py: every format against the reference and beside bfloat16, and
+    codes    decode over packed pages, see gpu_codes.py: every format against the reference and bfloat16, and
              generate() over codes against the CPU
     sweep    decode with other split, block, warp and stage counts
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of

@@ -1,6 +1,6 @@
 """Attention over codes on a CUDA GPU: the section `codes` of gpu_check.py.
 
-Every format is checked against the reference on the CPU, and timed beside plain bfloat16 pages over equal entries. Then
+Every format is checked against the reference on the CPU, and timed against bfloat16 pages over equal entries. Then
 generate() of a small model runs over codes, with and without eviction: its tokens and kept sets against the CPU's.
 """
 

@@ -2,8 +2,8 @@
 
     python benchmarks/models/model_types.py [TYPE ...] [--json benchmarks/results/model-types.json]
 
-Random weights, float32, a padded batch of two, each type in a process of its own. Some types given by name are put into
-a file that is there already; all types make it anew. `millpond.bench.model_types` says what equal means.
+Random weights, float32, a padded batch of two, each type in a process of its own. Types given by name are updated in an
+existing file; without names the file is written from scratch. `millpond.bench.model_types` defines equality.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def reason(error: Exception) -> str:
 
 
 def hello(presses: list[str]) -> dict[str, Any]:
-    """Who answers, and what is wrong with the presses that will be asked for."""
+    """The versions of this side, and errors in the requested presses."""
     errors = {}
     for text in presses:
         try:

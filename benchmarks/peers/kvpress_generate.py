@@ -79,7 +79,7 @@ def mark_memory() -> int | None:
 
 
 def held(kv: DynamicCache, model: Any) -> int:
-    """Bytes of the cache's buffers, and of the indices that a masking press keeps beside them."""
+    """Bytes of the cache's buffers, and of the indices that a masking press keeps in addition."""
     tensors = [tensor for layer in kv.layers for tensor in (layer.keys, layer.values)]
     for layer in model.model.layers:
         indices = getattr(layer.self_attn, "masked_key_indices", None)
@@ -132,7 +132,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             result = answer(json.loads(line))
-        except Exception as error:  # the parent reports it beside the others' numbers
+        except Exception as error:  # the parent reports it with the others' numbers
             result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         out.write(json.dumps(result) + "\n")
         out.flush()

@@ -1,4 +1,4 @@
-"""Decoding through generate() over codes, beside bf16: a few tokens at a time, on caches that stay, in turns.
+"""Decoding through generate() in quantized formats and bf16, in turns of a few tokens on the same caches.
 
     python benchmarks/performance/codec_turns.py --codec int4 int8 kivi2 --prompt 4096 --rounds 24
 

@@ -3,7 +3,7 @@
     python benchmarks/performance/engine_load.py --prompt 2048 --answer 128 --requests 12 --methods full h2o streaming
 
 All requests are there at the start, and the pool holds `--whole` of them with a full cache. Each line tells how many
-were in flight, tokens per second, and where the time went: steps that read prompts (beside the answers that go on),
+were in flight, tokens per second, and where the time went: steps that read prompts (while answers decode),
 and steps that only decode. Reading costs the same under every method, so what a method can win at most is `full`'s
 time over that of its steps that read. The model is the random Llama of `millpond bench generate`.
 """
@@ -73,7 +73,7 @@ def main() -> None:
     args, shape = begin(parser)
     model = shape.build()
     entry = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of a token: keys and values of two bytes
-    limit = int(args.whole * 1.04 * entry * (args.prompt + args.answer + 32))  # with positions and scores beside them
+    limit = int(args.whole * 1.04 * entry * (args.prompt + args.answer + 32))  # with positions and scores
     params = SamplingParams(max_tokens=args.answer, temperature=0, ignore_eos=True)
     prompts = draw_prompts(shape, args.requests, args.prompt, seed=0).tolist()
     asks = [Request(request_id=str(i), prompt=tuple(ids), params=params) for i, ids in enumerate(prompts)]

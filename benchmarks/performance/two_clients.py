@@ -24,7 +24,7 @@ from millpond.engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class Wait:
-    """One run: memory for so many of the long requests (0: no limit), and what the short one waited for."""
+    """One run: memory for a number of long requests (0: no limit), and how long the short one waited."""
 
     run: str
     room_for: int
@@ -103,7 +103,7 @@ def main() -> None:
         memory = f"memory for {room_for}" if room_for else "no limit"
         print(
             f"{run:16} {memory:13} first token {found.first_s:7.3f} s, all {found.all_s:7.3f} s, "
-            f"carried out {found.preemptions}, others done {found.others_done}",
+            f"preempted {found.preemptions}, others done {found.others_done}",
             flush=True,
         )
     keep(args, [asdict(found) for found in results])

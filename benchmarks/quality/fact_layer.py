@@ -3,7 +3,7 @@
 For every layer, in the KV head that attends to the fact most: how much of what is attended to after the prompt goes
 to it, the share of the entries that may leave whose sum of attention is smaller, and how often H2O keeps it. Then the
 same questions with the fact forced to stay in one layer, in all, and in all but the one that looks it up. Scores are
-of decoded answers, differences are paired. Writes FILE and a table beside it.
+of decoded answers, differences are paired. Writes FILE, and a table next to it.
 
   benchmarks/quality/fact_layer.py --out benchmarks/results/fact-layer.json
 """
@@ -44,7 +44,7 @@ from millpond.policy.view import View
 
 MODEL, METHOD, CODEC = "pond-recall", "h2o", "auto"
 TASK = "recall:length=1024"
-#: Protocols and budgets that are asked.
+#: Protocols and budgets of the questions.
 SETTINGS: tuple[tuple[Protocol, str], ...] = (("aware", "20%"), ("agnostic", "20%"))
 
 
@@ -95,7 +95,7 @@ class SumsAndFacts:
 
 @dataclass(frozen=True)
 class Forced(Compressed):
-    """A candidate: H2O, with the facts that will be asked for forced to stay in some layers."""
+    """A candidate: H2O, with the facts of the questions always kept in some layers."""
 
     layers: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
@@ -110,7 +110,7 @@ class Forced(Compressed):
 
 
 def fact_of(prompt: EncodedPrompt, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The position of the word that is asked for, behind its name in the text."""
+    """The position of the answer's word, after its name in the text."""
     (asked,) = prompt.asked
     name = asked.question.text.split()[1]
     pair = tokenizer.convert_tokens_to_ids([name, *asked.question.references])
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def keep(out: Path, samples: int, seed: int, found: Sequence[dict[str, Any]]) -> None:
-    """Write what was found so far, with the machine, and the table beside it."""
+    """Write what was found so far, with the machine, and the table next to it."""
     machine = describe_machine()
     about = {"model": MODEL, "task": TASK, "method": METHOD, "samples": samples, "seed": seed}
     about |= {"hardware": machine.hardware, "software": machine.software}

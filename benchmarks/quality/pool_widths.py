@@ -2,8 +2,8 @@
 
 One pass reads a prompt. From its keys and its last queries every pool makes its own choice of entries, by the package's
 score and selection; then all choices decode side by side in transformers' own attention. So the widths answer the same
-questions, at a fraction of what runs of their own would cost. Sums up in FILE beside the answers, which go into
-FILE with .jsonl; goes on where it stopped.
+questions, at a fraction of what runs of their own would cost. Writes the summary to FILE; the answers go into
+FILE with .jsonl; an interrupted run continues.
 
   benchmarks/quality/pool_widths.py --model FOLDER --out benchmarks/results/pool-widths.json [--text FILE]
 """
@@ -37,7 +37,7 @@ from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 
 FULL, PAPER = "full", "max 7"
-#: What is asked (numbers of seven digits and of three), and of how many samples at most, by protocol. Compressed before
+#: Tasks (numbers of seven digits and of three) and most samples of each, by protocol. Compressed before
 #: the question is known no pool has the number, which a few samples show.
 ASKED: dict[str, dict[str, float]] = {
     "niah_single:variant=2:length={length}": {"aware": math.inf, "agnostic": 10},
@@ -244,7 +244,7 @@ def _cell(row: dict[str, Any], pool: str) -> str:
 
 
 def main() -> None:
-    """Ask what is not asked yet, and sum up."""
+    """Run the samples that have no answers yet, and write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True, type=Path)

@@ -17,6 +17,8 @@ import millpond
 from millpond.cli.app import app
 
 PACKAGE = Path(millpond.__file__).parent
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [*sorted((ROOT / "benchmarks").rglob("*.py")), ROOT / "examples" / "long_document.py"]
 PARTS = (".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 #: Words that say little, or another thing than the field's word.
 WORDS = (
@@ -84,6 +86,12 @@ def test_docstrings_comments_and_messages_are_in_plain_words(part: str) -> None:
             lines = prose(module.read_text(encoding="utf-8"))
             found += [(f"{name}:{at}", line) for at, line in lines if vague(line, questions=questions)]
     assert found == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_in_plain_words(script: Path) -> None:
+    lines = prose(script.read_text(encoding="utf-8"))
+    assert [(at, line) for at, line in lines if vague(line, questions=False)] == []
 
 
 def test_a_vague_word_is_found_in_prose_and_not_in_code() -> None:
