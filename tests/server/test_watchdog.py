@@ -48,7 +48,7 @@ def test_an_engine_that_hangs_is_not_healthy_and_is_logged(caplog: Any) -> None:
         server.llm.hangs = None
         assert client.get("/health").status_code == 200
         assert client.post("/v1/completions", json={"prompt": "w5"}).status_code == 200
-        until(lambda: "the engine goes on" in caplog.text)
+        until(lambda: "the engine continues" in caplog.text)
 
 
 def test_a_server_whose_engine_hangs_goes_down_in_time() -> None:

@@ -51,7 +51,7 @@ class AdmissionControl:
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_LEAST_WAIT))
         if self.trouble is not None:
-            message = f"{self.trouble}: nothing new is let in"
+            message = f"{self.trouble}: new requests are refused"
             raise ApiError(503, message, "engine_stalled", headers=_after(_MOST_WAIT))
         self.check_number(len(ids))
         waiting = self.waiting
@@ -95,9 +95,9 @@ class AdmissionControl:
         while True:
             trouble = self.trouble
             if trouble is not None and not known:
-                _log.error("%s; /health says 503 until it goes on", trouble)
+                _log.error("%s; /health says 503 until it continues", trouble)
             elif known and trouble is None:
-                _log.warning("the engine goes on")
+                _log.warning("the engine continues")
             known = trouble is not None
             await asyncio.sleep(min(1.0, self._step_limit_s / 4))
 

@@ -141,7 +141,7 @@ class BodyLimitMiddleware:
             if len(body) + len(part) > self._limit:
                 raise self._too_long(str(len(body) + len(part)))
             if self.held + len(part) > self._together:
-                text = f"bodies of {self.held:,} bytes are under way already, and {self._together:,} may be"
+                text = f"bodies of {self.held:,} bytes are in flight already; the limit is {self._together:,}"
                 raise ApiError(503, text, "too_many_bytes", headers=_CLOSE | {"Retry-After": "1"})
             body += part
             self.held += len(part)

@@ -40,7 +40,7 @@ _REASONS = {
     422: "The request is valid but can never be served: its budget, or more memory than there is.",
     429: "Too many prompts wait.",
     500: "The server or its engine failed.",
-    503: "Nothing new is let in now: the server goes down, its engine hangs, or too many bytes are under way.",
+    503: "New requests are refused now: the server shuts down, its engine hangs, or too many bytes are in flight.",
 }
 #: Of every route.
 _ALWAYS = (408, 411, 413, 421, 500, 503)

@@ -41,7 +41,7 @@ class ServedModels(Described):
 
 
 class Health(Described):
-    """Whether new requests are let in; with a reason where the engine does not answer."""
+    """Whether new requests are admitted; with a reason where the engine does not answer."""
 
     status: Literal["ok", "shutting down", "stalled"]
     reason: str | None = None

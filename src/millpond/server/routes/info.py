@@ -38,7 +38,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether new requests are let in: 200, or 503 while the server goes down or the engine hangs or has ended."""
+        """Whether new requests are admitted: 200, or 503 while it shuts down, or the engine hangs or ended."""
         if service.gate.draining:
             return JSONResponse({"status": "shutting down"}, 503)
         if (trouble := service.gate.trouble) is not None:
