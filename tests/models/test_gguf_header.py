@@ -106,6 +106,30 @@ def test_a_file_that_is_cut_off(path: Path) -> None:
         load_model(path)
 
 
+def _small_file(key: bytes, n_tensors: int) -> bytes:
+    """One key of the type string, and tensors of 32 x 32 float32 numbers that all lie at offset 0."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, n_tensors, 2)
+    for name, value in ((b"general.architecture", b"llama"), (key, b"abc")):
+        content += struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value)) + value
+    for index in range(n_tensors):
+        content += struct.pack("<Q", 2) + b"t%d" % index + struct.pack("<IQQIQ", 2, 32, 32, 0, 0)
+    return content + bytes(-len(content) % 32 + 4096)
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "shared.gguf"
+    file.write_bytes(_small_file(b"general.name", 9))
+    with pytest.raises(DataError, match=r"tensor 't\d' lies in the bytes of another"):
+        read_header(file)
+
+
+def test_a_number_of_parts_that_is_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "parts.gguf"
+    file.write_bytes(_small_file(b"split.count", 1))
+    with pytest.raises(OptionError, match=r"part of a GGUF file that was split"):
+        converted_folder(file)
+
+
 @pytest.mark.parametrize(
     "metadata",
     [

@@ -83,7 +83,7 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
 def _check_whole(path: Path, header: GGUFHeader) -> None:
     """Refuse a part of a split file, and an architecture that transformers does not read."""
     part = _PART.search(path.name)
-    if part or int(header.metadata.get("split.count", 1) or 1) > 1:
+    if part or header.metadata.get("split.count", 1) not in (0, 1):
         raise OptionError(
             f"{path.name} is a part of a GGUF file that was split; join the parts with llama.cpp's "
             "'llama-gguf-split --merge' and name the result"

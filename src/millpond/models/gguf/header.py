@@ -119,6 +119,11 @@ class _Reader:
         for tensor, offset, n_bytes in described:
             if begin + offset + n_bytes > len(self._data):
                 self._refuse(f"tensor {tensor.name!r} lies beyond its end: the file is cut off")
+        end = 0
+        for tensor, offset, n_bytes in sorted(described, key=lambda entry: entry[1:]):
+            if offset < end:
+                self._refuse(f"tensor {tensor.name!r} lies in the bytes of another")
+            end = offset + n_bytes
         return GGUFHeader(metadata, tuple(tensor for tensor, _, _ in described))
 
     def _tensor(self, sizes: dict[int, tuple[str, int, int]]) -> tuple[GGUFTensor, int, int]:
