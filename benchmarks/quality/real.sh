@@ -1,0 +1,68 @@
+#!/bin/sh
+# Perplexity of texts under methods, budgets and number formats on a real model; hours, and it goes on where it stopped.
+#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose ...   then: real.sh table
+# DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt. The parts can run next
+# to each other, one thread each. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
+set -eu
+bin=$(cd "$(dirname "$0")/../.." && pwd)/${BIN:-.venv/bin}
+results=$(cd "$(dirname "$0")/../results" && pwd)
+out=${OUT:-out/real}
+model=${MODEL:-smollm2-135m}
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "${DATA:?names a folder with the texts}"
+
+short=context_len=1024:continuation_len=64:stride=1088
+test=text:path=wikitext2_test.txt:$short
+evaluate() {
+  to=$1
+  shift
+  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples 60 --out "$out/$to" "$@"
+}
+
+for part in "$@"; do
+  case $part in
+    all)
+      evaluate w1-a --tasks "$test" --budget 20% --method "full,oracle,h2o,snapkv,streaming,window,random,tova,keydiff,\
+no_heavy,expected_attention,kvmerger,ada,ada:score=h2o,pyramidkv,criticalkv,chunkkv,h2o:recent=0.25"
+      ;;
+    others)
+      evaluate w1-b --tasks "$test" --budget 20% --method "compactor,kvzip,merge_on_evict,merge_on_evict:score=h2o,d2o,\
+ems,cam,elastic,fastgen,finch,fixed,strided,knorm,lagkv,rkv,sirllm,qfilters,dms:window=32,duo_attention:recent=32,\
+infllm:sinks=4:block=8,simlayerkv:recent=32,layer_table:table=3;1,h2o:decay=0.99,h2o:reduce=max,h2o:recent=0.75,\
+snapkv:kernel=7,snapkv:pool=avg,kvmerger:mass_bias=true"
+      ;;
+    more)
+      evaluate w1-more --tasks "$test" --budget 10%,50%,5% \
+        --method full,oracle,h2o,snapkv,expected_attention,kvmerger,ada:score=h2o,compactor,streaming,tova
+      ;;
+    bits)
+      evaluate w1-bits --tasks "$test" --budget 50%,33%,20% --codec int4 --method full,h2o,snapkv,expected_attention
+      evaluate w1-bits --tasks "$test" --budget 50%,33% --codec int3,rotated4 --method full,h2o
+      ;;
+    novels)
+      evaluate g1 --tasks "text:path=bleak_house.txt:$short,text:path=great_expectations.txt:$short" --budget 20% \
+        --method "full,oracle,h2o,snapkv,ada:score=h2o,kvmerger,expected_attention,streaming,random,tova,keydiff,\
+compactor,h2o:recent=0.75,h2o:recent=0.25,window"
+      ;;
+    long)
+      long=text:path=wikitext2_test.txt:context_len=4096:continuation_len=256:stride=4352
+      evaluate w4 --tasks $long --budget 20% --method full,h2o,snapkv
+      evaluate w4 --tasks $long --budget 50%,33% --codec int4 --method h2o,snapkv
+      evaluate w4 --tasks $long --budget 20% --method streaming,window,oracle
+      ;;
+    choose)
+      evaluate v1 --tasks "text:path=wikitext2_valid.txt:$short" --budget 20% \
+        --method full,oracle,h2o,snapkv,ems,kvmerger,expected_attention,ada:score=h2o
+      ;;
+    table)
+      "$bin/python" "$results/../quality/real_text.py" "$out"/w1-a "$out"/w1-b "$out"/w1-more "$out"/w1-bits "$out"/g1 \
+        "$out"/w4 "$out"/v1 --out "$results/real-text.json"
+      ;;
+    *)
+      echo "no part called $part; there are: all others more bits novels long choose table" >&2
+      exit 2
+      ;;
+  esac
+done
