@@ -40,6 +40,7 @@ snapkv:kernel=7,snapkv:pool=avg,kvmerger:mass_bias=true"
     bits)
       evaluate w1-bits --tasks "$test" --budget 50%,33%,20% --codec int4 --method full,h2o,snapkv,expected_attention
       evaluate w1-bits --tasks "$test" --budget 50%,33% --codec int3,rotated4 --method full,h2o
+      evaluate w1-bits --tasks "$test" --budget 60%,70% --codec rotated4 --method h2o
       ;;
     novels)
       evaluate g1 --tasks "text:path=bleak_house.txt:$short,text:path=great_expectations.txt:$short" --budget 20% \
@@ -55,6 +56,7 @@ compactor,h2o:recent=0.75,h2o:recent=0.25,window"
     choose)
       evaluate v1 --tasks "text:path=wikitext2_valid.txt:$short" --budget 20% \
         --method full,oracle,h2o,snapkv,ems,kvmerger,expected_attention,ada:score=h2o
+      evaluate v1 --tasks "text:path=wikitext2_valid.txt:$short" --budget 60%,70% --codec rotated4 --method h2o
       ;;
     table)
       "$bin/python" "$results/../quality/real_text.py" "$out"/w1-a "$out"/w1-b "$out"/w1-more "$out"/w1-bits "$out"/g1 \
