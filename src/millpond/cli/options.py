@@ -15,6 +15,10 @@ from millpond.errors import OptionError
 optional = partial(typer.Option, show_default=False)
 
 ModelName = Annotated[str, typer.Option(help="A name of `millpond models`, a folder, a GGUF file, or a hub id.")]
+BenchModelName = Annotated[
+    str | None,
+    optional(help="Trained weights: a name of `millpond models`, a folder or a GGUF file. Default: random ones."),
+]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
 CodecName = Annotated[str, typer.Option(help="Number format of the entries: see 'millpond codecs'.")]
 CalibrationFile = Annotated[

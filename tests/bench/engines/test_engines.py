@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from millpond.bench.common.optional_peer import OptionalPeer
 from millpond.bench.engines import candidates, run
 from millpond.bench.engines.candidates import FULL, EngineCandidate, Kind
-from millpond.bench.engines.read_floor import Floor, weight_bytes
+from millpond.bench.engines.read_floor import Floor
 from millpond.bench.engines.run import EngineEntry, EnginesPlan, EngineTiming
 from millpond.bench.engines.table import markdown
 from millpond.bench.engines.weights import ConversionError, Weights
@@ -174,7 +174,7 @@ def test_weights_are_made_once_and_named_by_shape_and_seed(tmp_path: Path) -> No
 def test_the_floor_is_that_of_the_bytes_that_are_read() -> None:
     from millpond.kernels import native
 
-    assert weight_bytes(SHAPE) == sum(weight.nbytes for weight in SHAPE.build().parameters())
+    assert SHAPE.weight_bytes() == sum(weight.nbytes for weight in SHAPE.build().parameters())
     floor = Floor(1)
     small, large = floor.read_ms(2**12), floor.read_ms(2**27)
     assert (small is None) == (not native.is_available())
@@ -224,13 +224,15 @@ def test_our_own_child_decodes_all_sequences_at_each_step(
 def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "QUICK", PLAN)
     monkeypatch.setattr(candidates, "ours", lambda *_: [fake("millpond", script)])
+    monkeypatch.setattr(candidates, "stock", lambda: [fake("transformers", script)])
     nowhere = str(tmp_path / "python")
     command = ["bench", "engines", "--quick", "--cells", "1x16", "--repeats", "1", "--folder", str(tmp_path / "models")]
     command += ["--openvino", nowhere, "--llamacpp", nowhere, "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "engines-quick.json").read_text())
-    assert [row["name"] for row in data["results"]] == ["millpond", *["OpenVINO GenAI"] * 3, "llama.cpp"]
+    names = [row["name"] for row in data["results"]]
+    assert names == ["millpond", "transformers", *["OpenVINO GenAI"] * 3, "llama.cpp"]
     text = (tmp_path / "engines-quick.md").read_text()
     assert "## Batch 1, prompt 16" in text
     assert "make one with benchmarks/engines/llamacpp_env.sh" in text

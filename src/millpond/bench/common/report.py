@@ -27,15 +27,23 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
+def model_phrase(model: dict[str, Any]) -> str:
+    """The model of a report: its name and the beginning of its weights' sha256, or that it is random; its shape."""
+    name = f"{model['name']} (weights {model['weights_sha256'][:12]})" if "name" in model else "Random Llama"
+    return (
+        f"{name}, {model['num_hidden_layers']} layers, d {model['hidden_size']}, {model['num_attention_heads']} query "
+        f"and {model['num_key_value_heads']} KV heads, head_dim {model['head_dim']}"
+    )
+
+
 def generate_markdown(data: dict[str, Any]) -> str:
     """The report of `bench generate`: one table per cell, ratios to the anchor in its default setting."""
     model = data["model"]
     parts = [
         "# generate(): speed and memory\n",
         *_origin(data),
-        f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
-        f"{model['hidden_size']}, {model['num_attention_heads']} query and {model['num_key_value_heads']} KV heads, "
-        f"head_dim {model['head_dim']}, tied), {model['dtype']}; {data['new_tokens']} new tokens; budget "
+        f"{model_phrase(model)}, {model['parameters'] / 1e6:.3g}M parameters, {model['dtype']}; "
+        f"{data['new_tokens']} new tokens; budget "
         f"{data['budget']}; medians of {data['repeats']} repetitions in turns. Peak: resident memory above what the "
         f"process held before the run. Peer: {data['peer']}.\n",
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,12 @@ def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[Eng
     ]
 
 
+def stock() -> list[EngineCandidate]:
+    """Transformers with its own cache and attention, in our environment."""
+    kind = Kind("transformers", Path(sys.executable), SCRIPTS / "transformers_engine.py", "make install", Weights.saved)
+    return [EngineCandidate(kind, "DynamicCache, sdpa", lambda *_: {"step_tokens": STEP_TOKENS})]
+
+
 def openvino(python: Path, budget: str, evicting: str) -> list[EngineCandidate]:
     """OpenVINO GenAI: 16 bits and whole prompts in a step, its eviction at our bytes, and its own defaults.
 
@@ -103,11 +109,14 @@ def openvino(python: Path, budget: str, evicting: str) -> list[EngineCandidate]:
     ]
 
 
-def llamacpp(python: Path) -> list[EngineCandidate]:
-    """llama.cpp: keys and values in 16 bits."""
+def llamacpp(python: Path, gguf: Path | None = None) -> list[EngineCandidate]:
+    """llama.cpp: keys and values in 16 bits, weights in bf16; and, where the model has one, its GGUF file as it is."""
     kind = engine("llama.cpp", python, "llamacpp", "gguf_model.py")
 
     def settings(batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
         return {"cache": "f16", "batch": batch, "room": prompt + new_tokens + 1, "step_tokens": STEP_TOKENS}
 
-    return [EngineCandidate(kind, "full", settings)]
+    found = [EngineCandidate(kind, "full", settings)]
+    if gguf is not None:
+        found.append(EngineCandidate(replace(kind, model=lambda _: gguf), f"full, weights of {gguf.name}", settings))
+    return found

@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from millpond.bench.generate.candidates import ModelShape
 from millpond.kernels import native
 
 READINGS = 5  #: of which the median counts
@@ -33,9 +32,3 @@ class Floor:
             native.read_bandwidth(self._memory.data_ptr(), n_bytes, self._threads)
             times.append(1e3 * (time.perf_counter() - start))
         return statistics.median(times)
-
-
-def weight_bytes(shape: ModelShape) -> int:
-    """Bytes of the model's weights, which a step reads once: of tied embeddings as the head."""
-    with torch.device("meta"):
-        return sum(weight.nbytes for weight in shape.build().parameters())

@@ -18,9 +18,9 @@ from typing import Any
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.common.optional_peer import TIMEOUT_S, OptionalPeer
 from millpond.bench.engines.candidates import EngineCandidate
-from millpond.bench.engines.read_floor import Floor, weight_bytes
+from millpond.bench.engines.read_floor import Floor
 from millpond.bench.engines.weights import ConversionError, Weights
-from millpond.bench.generate.candidates import TINY, ModelShape, draw_prompts
+from millpond.bench.generate.candidates import TINY, BenchModel, ModelShape, draw_prompts
 from millpond.peer_process import PeerError
 
 #: Milliseconds to read the weights and the given bytes of entries once; None where nothing can measure it.
@@ -34,7 +34,7 @@ PAUSE = 0.2  #: seconds in which the threads of the engine before go to sleep
 class EnginesPlan:
     """What is measured. timeout_s: that an engine may take to start, to load, or for one reading."""
 
-    shape: ModelShape = field(default_factory=ModelShape)
+    shape: BenchModel = field(default_factory=ModelShape)
     cells: tuple[tuple[int, int], ...] = ((1, 2048), (4, 2048), (1, 8192), (16, 2048))  # (batch, prompt)
     new_tokens: int = 32
     repeats: int = 3
@@ -103,7 +103,7 @@ def run(
     Models are kept in `folder`. After each cell `keep` is handed what is known so far.
     """
     weights, machine = Weights(plan.shape, plan.seed, folder, plan.timeout_s), describe_machine()
-    floor, to_read = Floor(plan.threads), weight_bytes(plan.shape)
+    floor, to_read = Floor(plan.threads), plan.shape.weight_bytes()
     notes: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     data = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, model_phrase
 
 HEAD = (
     "engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "of reading once", "KV MB",
@@ -20,8 +20,7 @@ def markdown(data: dict[str, Any]) -> str:
         "# Engines: speed and memory\n",
         f"{data['hardware']}. {data['software']}.\n",
         f"Made by `{data['command']}`.\n",
-        f"Random Llama ({model['num_hidden_layers']} layers, d {model['hidden_size']}, {model['num_attention_heads']} "
-        f"query and {model['num_key_value_heads']} KV heads, head_dim {model['head_dim']}, tied), {model['dtype']}; "
+        f"{model_phrase(model)}, {model['dtype']}; "
         f"{data['threads']} threads in each engine; {data['new_tokens']} steps; medians of {data['repeats']} "
         "repetitions in turns, ratios within a turn: above 1.00 x ours is faster. Prefill lasts until every sequence "
         "has its first token, in the engine's own order of work. Of reading once: a step "

@@ -1,4 +1,4 @@
-"""The same random weights for every engine: saved once, and converted by scripts in the engines' own environments."""
+"""The same weights for every engine: saved once, and converted by scripts in the engines' own environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from millpond.bench.common.optional_peer import TIMEOUT_S
-from millpond.bench.generate.candidates import ModelShape
+from millpond.bench.generate.candidates import BenchModel
 from millpond.errors import MillpondError
 
 SCRIPTS = Path("benchmarks/engines")  #: of the repository, as seen from its root
@@ -28,7 +28,7 @@ class Weights:
     timeout_s: that a conversion may take.
     """
 
-    shape: ModelShape
+    shape: BenchModel
     seed: int
     folder: Path
     timeout_s: float = TIMEOUT_S

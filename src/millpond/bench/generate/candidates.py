@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from millpond.bench.common.memory import PeakMemory, storage_bytes
 from millpond.bench.common.stopwatch import Stopwatch
+from millpond.bench.generate.saved_model import SavedModel
 from millpond.hf.compress import compress
 from millpond.hf.native_layers.enable import use_native_layers
 
@@ -52,6 +53,14 @@ class ModelShape:
         model.train(False)
         return model
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, which a step reads once: of tied embeddings as the head."""
+        with torch.device("meta"):
+            return sum(weight.nbytes for weight in self.build().parameters())
+
+
+#: What a benchmark runs on: a random model of a shape, or trained weights.
+BenchModel: TypeAlias = ModelShape | SavedModel
 
 #: For a check of the machinery, not for a result.
 TINY = ModelShape(layers=2, width=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512)
@@ -76,7 +85,7 @@ class GenerateCandidate:
     run: Callable[[PreTrainedModel, Tensor, int], GenerateTiming]
 
 
-def draw_prompts(shape: ModelShape, batch: int, length: int, seed: int) -> Tensor:
+def draw_prompts(shape: BenchModel, batch: int, length: int, seed: int) -> Tensor:
     """(batch, length) random ids, every row another."""
     return torch.randint(shape.vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 

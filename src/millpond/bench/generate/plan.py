@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millpond.bench.generate.candidates import TINY, ModelShape
+from millpond.bench.generate.candidates import TINY, BenchModel, ModelShape
 
 
 @dataclass(frozen=True)
 class GeneratePlan:
     """What is measured."""
 
-    shape: ModelShape = field(default_factory=ModelShape)
+    shape: BenchModel = field(default_factory=ModelShape)
     cells: tuple[tuple[int, int], ...] = ((1, 2048), (1, 4096), (4, 2048))  # (batch, prompt)
     new_tokens: int = 64
     repeats: int = 5

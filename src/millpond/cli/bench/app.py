@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, with_given
+from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
 from millpond.cli.console import errors
-from millpond.cli.options import ModelName, Quick, Report, Threads, WeightSeed, optional
+from millpond.cli.options import BenchModelName, ModelName, Quick, Report, Threads, WeightSeed, optional
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def kernels(
 @app.command()
 def generate(
     quick: Quick = False,
+    model: BenchModelName = None,
     cells: Annotated[
         str | None, optional(help="Batch x prompt, separated by commas. Default: 1x2048,1x4096,4x2048.")
     ] = None,
@@ -69,7 +70,7 @@ def generate(
     ] = None,
     out: Report = None,
 ) -> None:
-    """Time generate() under our caches, transformers' and kvpress's, on the same random model."""
+    """Time generate() under our caches, transformers' and kvpress's, on the same model."""
     from millpond.bench.common.report import generate_markdown
     from millpond.bench.generate.codec_candidates import coded_candidates
     from millpond.bench.generate.kvpress import KVPress
@@ -77,8 +78,11 @@ def generate(
     from millpond.bench.generate.run import run
 
     check_share(budget)
+    if model is not None and kvpress is not None:
+        raise OptionError("--kvpress makes random weights of its own: leave it out with --model")
     plan = with_given(
-        QUICK if quick else GeneratePlan(), cells=parse_cells(cells), new_tokens=new_tokens, repeats=repeats,
+        QUICK if quick else GeneratePlan(), shape=saved_model(model), cells=parse_cells(cells),
+        new_tokens=new_tokens, repeats=repeats,
         budget=budget, threads=threads, seed=seed,
     )  # fmt: skip
     candidates = coded_candidates(codec.split(",")) if codec else None

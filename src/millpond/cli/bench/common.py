@@ -16,6 +16,8 @@ from millpond.errors import OptionError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from millpond.bench.generate.saved_model import SavedModel
+
     Plan = TypeVar("Plan", bound=DataclassInstance)
 
 
@@ -48,6 +50,17 @@ def parse_cells(text: str | None) -> tuple[tuple[int, int], ...] | None:
             raise OptionError(f"cell {part.strip()!r} must read BATCHxPROMPT, for example 4x2048")
         cells.append((int(batch), int(prompt)))
     return tuple(cells)
+
+
+def saved_model(name: str | None) -> SavedModel | None:
+    """The model that `--model` names; None from None.
+
+    Raises:
+        OptionError: nothing on this machine.
+    """
+    from millpond.bench.generate.saved_model import SavedModel
+
+    return None if name is None else SavedModel.of(name)
 
 
 def command_line() -> str:

@@ -1,4 +1,4 @@
-"""`millpond bench engines`: Millpond's engine compared with others on the same random model."""
+"""`millpond bench engines`: Millpond's engine compared with others on the same model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, with_given
+from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
 from millpond.cli.console import errors
-from millpond.cli.options import Quick, Report, WeightSeed, optional
+from millpond.cli.options import BenchModelName, Quick, Report, WeightSeed, optional
 
 OPENVINO, LLAMACPP = Path("build/openvino/bin/python"), Path("build/llamacpp/bin/python")
 
 
 def engines(
     quick: Quick = False,
+    model: BenchModelName = None,
     cells: Annotated[
         str | None, optional(help="Batch x prompt, separated by commas. Default: 1x2048,4x2048,1x8192,16x2048.")
     ] = None,
@@ -38,21 +39,23 @@ def engines(
     folder: Annotated[Path, typer.Option(help="Keep the models here.")] = Path("build/engines"),
     out: Report = None,
 ) -> None:
-    """Time our engine, OpenVINO GenAI and llama.cpp in turns; an engine without an environment is skipped."""
+    """Time our engine, transformers, OpenVINO and llama.cpp in turns; an engine without an environment is skipped."""
     from millpond.bench.common.report import write_report
     from millpond.bench.engines import candidates
     from millpond.bench.engines.run import QUICK, EnginesPlan, run
     from millpond.bench.engines.table import markdown
 
     check_share(budget)
+    saved = saved_model(model)
     plan = with_given(
         QUICK if quick else EnginesPlan(), cells=parse_cells(cells), new_tokens=new_tokens, repeats=repeats,
-        threads=threads, seed=seed, timeout_s=timeout,
+        threads=threads, seed=seed, shape=saved, timeout_s=timeout,
     )  # fmt: skip
     names, codecs = _names(methods), _names(codec)
     everyone = candidates.ours(names, codecs, budget)
     evicting = f"millpond, {names[0]} {budget}" if names else candidates.FULL
-    everyone += candidates.openvino(openvino, budget, evicting) + candidates.llamacpp(llamacpp)
+    everyone += candidates.stock() + candidates.openvino(openvino, budget, evicting)
+    everyone += candidates.llamacpp(llamacpp, saved.gguf if saved else None)
     name = "engines-quick" if quick else "engines"
 
     def keep(data: dict[str, Any]) -> None:
