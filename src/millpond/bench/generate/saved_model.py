@@ -1,4 +1,4 @@
-"""A model with trained weights in the place of a random `ModelShape`."""
+"""Trained weights for the benchmarks that otherwise run on random ones."""
 
 from __future__ import annotations
 
