@@ -96,7 +96,7 @@ def markdown(data: dict[str, Any]) -> str:
         for r in data["results"]
     ]
     return (
-        f"# Beside busy processes\n\n{data['hardware']}. {data['software']}. {'; '.join(data['engines'])}. "
+        f"# On cores that other processes use\n\n{data['hardware']}. {data['software']}. {'; '.join(data['engines'])}. "
         f"`{data['command']}`. {model_phrase(data['model'])}, bfloat16, prompts of {data['prompt']:,} tokens, "
         f"{data['steps']} steps, on {data['cores']} cores; {data['repeats']} turns. Ratio: our time over OpenVINO's in "
         "the same turn, its median, least and largest; below 1 ours is faster.\n\n" + markdown_table(head, rows)
