@@ -84,7 +84,7 @@ def test_the_mask_hides_what_left() -> None:
 
 def test_one_entry_that_is_hidden_too_much_is_seen() -> None:
     model, run = llama_with_few()
-    short = [[[[head[1:] for head in heads] for heads in layer] for layer in held] for held in run.held]
+    short = [{n: [[h[1:] for h in heads] for heads in layer] for n, layer in held.items()} for held in run.held]
     with torch.no_grad(), pytest.raises(Wrong, match="logits differ"):
         compare(run, masked_run(model, dataclasses.replace(run, held=short)), "")
 

@@ -42,7 +42,7 @@ def test_encoder_decoders():
 
 def test_layers_without_entries():
     config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
-    with pytest.raises(mp.UnsupportedModelError, match="MambaForCausalLM has layers of type linear_attention"):
+    with pytest.raises(mp.UnsupportedModelError, match="MambaForCausalLM has no attention layers"):
         mp.compress(transformers.MambaForCausalLM(config))
 
 

@@ -196,8 +196,8 @@ def _check(
     window: int,
 ) -> None:
     name = type(module).__name__
-    index = getattr(module, "layer_idx", layer.index)
-    if index != layer.index:
+    index = getattr(module, "layer_idx", None)
+    if index is not None and index >= 0 and index != layer.index:  # one attention of several layers has no number
         raise UnsupportedModelError(
             f"{name} of layer {index} attends to the keys of layer {layer.index}; shared caches are not supported"
         )

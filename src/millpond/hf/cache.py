@@ -35,6 +35,7 @@ from millpond.hf.prompt_parts import PromptParts
 from millpond.hf.signals.reconstruction import PromptReconstruction
 from millpond.hf.signals.rotary import attach_rotations
 from millpond.hf.signals.token_entropy import TokenEntropyHook
+from millpond.hf.state_layers import build_layers
 from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.policy.policy import Policy
@@ -102,8 +103,14 @@ class MillpondCache(Cache):
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         attach_rotations(profile, cores)
-        pairs = zip(cores, profile.windows, strict=True)
-        super().__init__(layers=[MillpondLayer(core, self.journal, self.passes, window) for core, window in pairs])
+        layers, self.states = build_layers(
+            profile,
+            [
+                (core, self.journal, self.passes, window, number)
+                for core, window, number in zip(cores, profile.windows, profile.attending, strict=True)
+            ],
+        )
+        super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ what a user asks
 
@@ -111,6 +118,11 @@ class MillpondCache(Cache):
     def layer_caches(self) -> list[LayerCache]:
         """The layers' caches."""
         return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
+
+    @property
+    def entry_layers(self) -> dict[int, LayerCache]:
+        """The attention layers' caches by the number of the layer in the model; a hybrid has other layers too."""
+        return {layer.index: layer.core for layer in self.layers if isinstance(layer, MillpondLayer)}
 
     @property
     def budget(self) -> Budget | None:
@@ -134,13 +146,15 @@ class MillpondCache(Cache):
         """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
 
         Raises:
-            CacheMismatchError: there is no such layer or sequence.
+            CacheMismatchError: there is no such layer or sequence, or the layer holds a state and no entries.
         """
-        if not 0 <= layer < len(self.layers):
-            raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}")
+        core = self.entry_layers.get(layer)
+        if core is None:
+            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if self.states.layers else ""
+            raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
         if not 0 <= sequence < max(self.timeline.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
-        rows = self.layer_caches[layer].read(sequence).positions
+        rows = core.read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
@@ -217,6 +231,7 @@ class MillpondCache(Cache):
         self.passes.check_free()
         self.journal.reset()
         super().reset()  # type: ignore[no-untyped-call]
+        self.states.reset()
         self.timeline.reset()
         self.text.reset()
         self.filled_inside = False
@@ -271,7 +286,7 @@ class MillpondCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take any tokens back without a recording."""
-        return self.journal.truncatable
+        return self.journal.truncatable and not self.states.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx.tolist()])
@@ -284,6 +299,11 @@ class MillpondCache(Cache):
         self._select([int(i) for i in chosen.tolist()])
 
     def activate_past_recording(self) -> None:
+        """
+        Raises:
+            OptionError: the model holds recurrent states, which cannot go back.
+        """
+        self.states.check_no_drafts()
         self.journal.recording = True
 
     @no_autograd
@@ -291,11 +311,13 @@ class MillpondCache(Cache):
         """Take back the last tokens; a negative count, as transformers passes it.
 
         Raises:
-            CacheMismatchError: a positive count, or entries were evicted and no recording covers the tokens.
+            CacheMismatchError: a positive count, entries were evicted and no recording covers the tokens, or the model
+                holds recurrent states.
         """
         n = -int(tokens_to_remove)  # some versions of transformers pass a tensor
         if n < 0:
             raise CacheMismatchError(f"crop({-n}): pass a negative number, the tokens to take back")
+        self.states.check_no_crop(n)
         self.journal.crop(self.layer_caches, n)
 
     @no_autograd
@@ -308,17 +330,19 @@ class MillpondCache(Cache):
             self.entropies.select(sequences)
         for core in self.layer_caches:
             core.select(sequences)
+        self.states.select(sequences)
         self.timeline.select(sequences)
         if self.rebuilder is not None:
             self.rebuilder.select(sequences)
 
-    def begin_pass(self, draft: int | None, ids: Tensor | None = None) -> None:
+    def begin_pass(self, draft: int | None, ids: Tensor | None = None, length: int = 1) -> None:
         """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
 
-        ids: (B, Q) of its tokens, None where the model was given none.
+        ids: (B, Q) of its tokens, None where the model was given none. length: Q.
 
         Raises:
             CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
+            UnsupportedModelError: the states begin at zero in a pass of several tokens, and this is a later one.
         """
         behind = self._first_out_of_step(self.timeline.columns)
         if behind is not None:
@@ -332,6 +356,7 @@ class MillpondCache(Cache):
             self.entropies.check_running()
         if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
             self._rebuild()
+        self.states.begin_pass(self.timeline.columns, length)
         self._used = True
         self.text.add(ids, self.timeline.columns)
         self.timeline.begin_pass(ids)
@@ -350,6 +375,7 @@ class MillpondCache(Cache):
                 f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
                 "as a decoder does; what it holds is not complete"
             )
+        self.states.end_pass()
         if self.parts.waits(self.timeline.columns):
             give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
             return

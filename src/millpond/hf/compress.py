@@ -13,7 +13,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.codec import Codec, resolve
-from millpond.errors import BudgetError, OptionError
+from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
@@ -79,7 +79,7 @@ def compress(
         attention back.
 
     Raises:
-        UnsupportedModelError: the model bypasses the attention interface.
+        UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid.
         OptionError: an unknown method, option or codec, a value out of range, or options given with a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
@@ -94,6 +94,11 @@ def compress(
         policy.protect.check(int(chosen.amount))
     policy = within(policy, chosen)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    if profile.state_layers and policy.needs.prompt_repeat is not None:
+        raise UnsupportedModelError(
+            f"method {method!r} repeats the prompt, and takes it back after: the states of layers "
+            f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
+        )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
     if isinstance(stored, Codec):
         policy.check_codec(stored)

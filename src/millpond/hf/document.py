@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
-from millpond.errors import CacheMismatchError, DataError, OptionError
+from millpond.errors import CacheMismatchError, DataError, OptionError, UnsupportedModelError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.prompt_parts import part_size
@@ -42,6 +42,7 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     Raises:
         CacheMismatchError: the cache holds several texts, pads, or not these tokens' number.
         OptionError: a policy of one's own, or a method whose memory a file does not hold.
+        UnsupportedModelError: the model is a hybrid, whose states a file does not hold.
         DataError: the file cannot be written.
     """
     settings = cache.settings
@@ -49,6 +50,11 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         raise OptionError("a Policy of one's own has no name to restore it by: register it as a method, and name that")
     if cache.policy.needs.entropies is not None:
         raise OptionError(f"method {settings['method']!r} remembers predictions, which a file does not hold")
+    if cache.states.layers:
+        raise UnsupportedModelError(
+            f"the cache holds states of layers {', '.join(map(str, cache.states.layers))}, which a document does not "
+            "carry yet; fork() the cache for several questions on one text"
+        )
     timeline = cache.timeline
     if timeline.n_seq != 1 or ids.shape[0] != 1:
         raise CacheMismatchError(f"a document is one text; the cache holds {timeline.n_seq}, the ids {ids.shape[0]}")

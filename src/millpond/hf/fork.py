@@ -44,6 +44,7 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
         if core.table is not None:
             core.lend(sequences, new)
         new.columns = core.columns
+    other.states.become(cache.states)
     other.text = cache.text.copy()
     if cache.rebuilder is not None and other.rebuilder is not None:
         other.rebuilder.adopt(cache.rebuilder.done)

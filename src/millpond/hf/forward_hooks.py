@@ -92,7 +92,9 @@ class ForwardHooks:
         cache = self._cache()
         assert cache is not None, "a pass that carries the cache keeps it alive"
         ids = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if isinstance(ids, Tensor) else kwargs.get("inputs_embeds")
         cache.begin_pass(
+            length=tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else 1,
             draft=keep - 1 if isinstance(keep, int) and keep > 0 else None,
             ids=ids if isinstance(ids, Tensor) and ids.ndim == 2 else None,
         )

@@ -31,24 +31,26 @@ class MillpondLayer(CacheLayerMixin):
 
     Args:
         window: the positions that a query sees by the configuration of the model; 0 for all.
+        number: of the layer in the model; None: as among its attention layers.
+
+    Attributes:
+        index: number of the layer in the model.
     """
 
     is_compileable = False
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0) -> None:
+    def __init__(
+        self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0, number: int | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
+        self.index = core.index if number is None else number
         self.core = core
         self.journal = journal
         self.passes = passes
         self.observer: Observer | None = None
-
-    @property
-    def index(self) -> int:
-        """Number of the layer in the model."""
-        return self.core.index
 
     @property
     def batch_size(self) -> int:

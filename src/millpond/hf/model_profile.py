@@ -13,6 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Kind of an attention layer that sees all positions.
 FULL = "full_attention"
+#: Kinds of layers with attention and a recurrent state side by side, and the kind of their attention.
+BOTH = {"hybrid": FULL, "hybrid_sliding": "sliding_attention"}
+#: Kinds of layers that hold a recurrent or convolution state and no entries, and of those that hold nothing.
+STATE_ONLY, NEITHER = {"linear_attention", "conv"}, {"moe", "mlp"}
+#: Families whose states begin at zero in a pass of several tokens, whatever came before it.
+RESTARTING = {"jamba", "zamba"}
 #: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
 ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
 #: What model families call the last linear map of their attention.
@@ -46,7 +52,11 @@ class ModelProfile:
         name: of the model's class. config: of its language side. outer_type: model type of the whole.
         modules: whose calls begin or belong to a pass: the model, and inside it the decoders of the language side,
             outermost first. decoders: of these, the ones that have the language side's configuration.
-        n_layers: that hold a cache; 0 where the configuration names none.
+        depth: layers of all kinds. n_layers: those with attention, whose entries a cache holds; 0 where the
+            configuration names none. What is said of each layer is said of these, numbered from 0.
+        attending: numbers that these have in the model. state_layers: numbers of the layers that hold recurrent or
+            convolution states, in a hybrid; a layer may be both. restarts: these begin at zero in each pass of several
+            tokens, so that only the first pass may have several.
         n_heads: query heads; 0 where none is named, or each layer has its own number.
         layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
             0 for all. sliding: whether the configuration names a window at all.
@@ -65,7 +75,11 @@ class ModelProfile:
     outer_type: str
     modules: tuple[nn.Module, ...]
     decoders: tuple[PreTrainedModel, ...]
+    depth: int
     n_layers: int
+    attending: tuple[int, ...]
+    state_layers: tuple[int, ...]
+    restarts: bool
     n_heads: int
     layer_types: tuple[str, ...]
     windows: tuple[int, ...]
@@ -90,15 +104,21 @@ class ModelProfile:
         every = list(model.modules())
         decoders = tuple(m for m in every if isinstance(m, PreTrainedModel) and m.config is config)
         modules: tuple[nn.Module, ...] = tuple(dict.fromkeys([model, *decoders]))
-        n_layers = int(named(config, "num_hidden_layers") or 0)
-        types = tuple(named(config, "layer_types") or [FULL] * n_layers)
+        depth = int(named(config, "num_hidden_layers") or 0)
+        kinds = tuple(named(config, "layer_types") or [FULL] * depth)
+        attending = tuple(n for n, kind in enumerate(kinds[:depth]) if kind not in STATE_ONLY | NEITHER)
+        nth = {number: n for n, number in enumerate(attending)}
+        projections = _output_projections(modules[-1], kinds)
         return cls(
             name=type(model).__name__, config=config, outer_type=model.config.model_type, modules=modules,
-            decoders=decoders, n_layers=n_layers, n_heads=int(named(config, "num_attention_heads") or 0),
-            layer_types=types, windows=_windows(config, n_layers),
+            decoders=decoders, depth=depth, n_layers=len(attending), attending=attending,
+            state_layers=tuple(n for n, kind in enumerate(kinds[:depth]) if kind in STATE_ONLY or kind in BOTH),
+            restarts=config.model_type in RESTARTING, n_heads=int(named(config, "num_attention_heads") or 0),
+            layer_types=tuple(BOTH.get(kinds[number], kinds[number]) for number in attending),
+            windows=_windows(config, attending),
             sliding=bool(named(config, "sliding_window")), latent=_latent(config), rotary=_rotary(decoders),
             apply_rotary=_apply_rotary(every),
-            unrotated=_unrotated(every, config, types),
+            unrotated=frozenset(nth[number] for number in _unrotated(every, config, kinds) if number in nth),
             position_limit=getattr(config, "max_position_embeddings", None),
             vocabulary=int(getattr(config, "vocab_size", None) or 0),
             begin_tokens=_ids(getattr(config, "bos_token_id", None)),
@@ -106,7 +126,7 @@ class ModelProfile:
             image_ids=frozenset(i for i in (getattr(model.config, n, None) for n in IMAGE_IDS) if isinstance(i, int)),
             takes_images=config is not model.config,
             arguments=frozenset(inspect.signature(model.forward).parameters),
-            output_projections=_output_projections(modules[-1]),
+            output_projections={nth[number]: place for number, place in projections.items() if number in nth},
         )  # fmt: skip
 
 
@@ -118,12 +138,12 @@ def named(config: PreTrainedConfig, field: str) -> Any:
         return None
 
 
-def _windows(config: PreTrainedConfig, n_layers: int) -> tuple[int, ...]:
+def _windows(config: PreTrainedConfig, attending: tuple[int, ...]) -> tuple[int, ...]:
     window = int(named(config, "sliding_window") or 0)
     kinds = named(config, "layer_types")
     if kinds is None:
-        return (window if getattr(config, "use_sliding_window", True) else 0,) * n_layers
-    return tuple(0 if kind == FULL else window for kind in kinds[:n_layers])
+        return (window if getattr(config, "use_sliding_window", True) else 0,) * len(attending)
+    return tuple(0 if BOTH.get(kinds[n], kinds[n]) == FULL else window for n in attending)
 
 
 def _latent(config: PreTrainedConfig) -> LatentShape | None:
@@ -169,16 +189,21 @@ def _layer(module: nn.Module) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def _output_projections(decoder: nn.Module) -> dict[int, OutputProjection]:
+def _output_projections(decoder: nn.Module, kinds: tuple[str, ...]) -> dict[int, OutputProjection]:
     found: dict[int, OutputProjection] = {}
     for module in decoder.modules():
         index = _layer(module)
-        if index is None:
+        if index is None or (kinds[index : index + 1] and kinds[index] in BOTH and not _attends(module)):
             continue
         name = next((name for name in PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
         if name is not None:
             found[index] = OutputProjection(module, name)
     return found
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module of a layer that has attention and a state is its attention."""
+    return "Attention" in type(module).__name__
 
 
 def _end_tokens(*configs: Any) -> tuple[int, ...]:

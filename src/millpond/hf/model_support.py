@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
-from millpond.hf.model_profile import FULL, ModelProfile
+from millpond.hf.model_profile import BOTH, FULL, NEITHER, STATE_ONLY, ModelProfile
 
 #: Families that compute attention in their own code and ignore the attention interface.
 BYPASS = {
@@ -19,13 +19,15 @@ REFUSED = {
     "diffusion_gemma": "writes blocks of text by diffusion, whose tokens see ahead",
     "doge": "masks attention by the values of all tokens, which would not follow an eviction",
     "hrm_text": "passes its layers several times over, with keys and values of their own each time",
+    "minimax": "takes no cache but one of its own class",
+    "recurrent_gemma": "keeps recurrent states in its modules, so that they would not follow the sequences of a cache",
     "git": "takes in keys and attends to them in its own code, so nothing would be compressed",
     "mllama": "has layers that attend to images alone, which hand no keys and values of text to a cache",
     "mllama_text_model": "has layers that attend to images alone, which hand no keys and values of text to a cache",
     "evolla": "is given all of its text again at each step, so a cache would hold it many times over",
 }
-#: Kinds of attention layers whose entries a policy can choose from.
-LAYER_TYPES = {FULL, "sliding_attention"}
+#: Kinds of layers of which entries can be chosen, and of the other layers of a hybrid.
+LAYER_TYPES = {FULL, "sliding_attention"} | set(BOTH) | STATE_ONLY | NEITHER
 
 
 def unwrapped(model: Any) -> Any:
@@ -100,6 +102,11 @@ def supported(model: PreTrainedModel) -> ModelProfile:
     if others:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(others))}, whose cache is not a list of entries"
+        )
+    if profile.depth and not profile.attending:
+        raise UnsupportedModelError(
+            f"{name} has no attention layers: its states have one size however long the text, so there is nothing to "
+            "compress; generate without a cache of Millpond"
         )
     for field in ("num_hidden_layers", "num_attention_heads"):
         if not _names(config, field):

@@ -121,7 +121,7 @@ def _may_be_cut(model: PreTrainedModel, profile: ModelProfile, policy: Policy) -
     if policy.needs.whole_prompt or policy.prefill == "greedy":
         return False
     own_way = any(getattr(type(model), name, None) is not getattr(GenerationMixin, name, None) for name in _OWN)
-    return not (own_way or profile.takes_images or changes_with_length(profile))
+    return not (own_way or profile.takes_images or profile.restarts or changes_with_length(profile))
 
 
 def _pays(profile: ModelProfile) -> bool:

@@ -13,6 +13,7 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.prompt_parts import PromptParts
+from millpond.hf.state_layers import States
 from millpond.hf.tokens_read import TextRead
 
 
@@ -23,7 +24,7 @@ class LayerCaches(Protocol):
         timeline: tokens seen. journal: drafts that may be taken back. text: the ids of every column that was read.
         filled_inside: whether what it holds was read by `generate` inside its `with` block.
         passes: hooks on the model's passes. dtype: of the model.
-        parts: of a prompt that is read in several passes.
+        parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
     """
 
     timeline: PositionTracker
@@ -33,6 +34,11 @@ class LayerCaches(Protocol):
     passes: ForwardHooks
     dtype: torch.dtype
     parts: PromptParts
+    states: States
+
+    @property
+    def entry_layers(self) -> dict[int, LayerCache]:
+        """The attention layers' caches by the number of the layer in the model."""
 
     @property
     def layer_caches(self) -> list[LayerCache]:

@@ -17,7 +17,7 @@ class CacheStats:
 
     Attributes:
         seen: tokens processed, per sequence.
-        stored: entries held, by layer, sequence and KV head.
+        stored: entries held, by layer (that has attention), sequence and KV head.
         evicted: entries evicted, over all layers, sequences and heads.
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
         metadata_bytes: bytes of positions, scores and tables that belong to them.
@@ -25,6 +25,9 @@ class CacheStats:
         full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
         reserved_bytes: bytes of all pool buffers, free pages included.
         bits_per_element: bits that one number of a stored key or value takes, unused slots included.
+        entry_layers: numbers in the model of the layers that hold entries, in the order of `stored`.
+        state_layers: numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
+        state_bytes: bytes of these states, which have one size however long the text and are in no other count.
     """
 
     seen: list[int]
@@ -36,6 +39,9 @@ class CacheStats:
     full_kv_bytes: int
     reserved_bytes: int
     bits_per_element: float
+    entry_layers: list[int]
+    state_layers: list[int]
+    state_bytes: int
 
 
 def measure(cache: LayerCaches) -> CacheStats:
@@ -62,4 +68,7 @@ def measure(cache: LayerCaches) -> CacheStats:
         full_kv_bytes=full,
         reserved_bytes=sum(pool.nbytes for pool in cache.pools),
         bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
+        entry_layers=list(cache.entry_layers),
+        state_layers=list(cache.states.layers),
+        state_bytes=cache.states.nbytes(),
     )

@@ -177,6 +177,12 @@ def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:
 
 def _check_packable(profile: ModelProfile) -> None:
     name = profile.name
+    if profile.state_layers:
+        raise UnsupportedModelError(
+            f"{name} is a hybrid: its recurrent and convolution states (layers "
+            f"{', '.join(map(str, profile.state_layers))}) are not carried with a request yet; use "
+            "compress(model, ...).generate"
+        )
     if profile.latent is not None:
         raise UnsupportedModelError(
             f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "

@@ -13,7 +13,7 @@ _SLIDING_AND_FULL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sl
 
 #: Model type, of a whole or of a part -> fields; of one part of one type, under the part's name.
 FIELDS: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 90} | {f"IMGIMG{c}Z": 60 + i for i, c in enumerate("ABCD")}},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
@@ -44,12 +44,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "vision_config": {"hidden_size": 64},
     },
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_vl_text": {"rope_parameters": _ROPE | {"xdrope_section": [1, 1, 1, 1]}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}, "audio_config": {"text_hidden_size": 32}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "kosmos-2": {"latent_query_num": 4},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},

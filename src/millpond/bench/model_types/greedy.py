@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from millpond import MillpondCache
 from millpond.bench.model_types.masked import Held, Masked, attending
@@ -25,21 +25,23 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """ids (B, n + NEW), logits (NEW, B, V) in float64, and what was held after each pass."""
+    """ids (B, n + new), logits (new, B, V) in float64, and what was held after each pass."""
 
     ids: Tensor
     logits: Tensor
     held: list[Held]
 
 
-def generated(model: PreTrainedModel, cache: Any, follow: Callable[[Tensor, Tensor], Tensor] | None = None) -> Run:
-    """Greedy generation of the prompts; `follow` may replace the scores of each step."""
+def generated(
+    model: PreTrainedModel, cache: Any, follow: Callable[[Tensor, Tensor], Tensor] | None = None, new: int = NEW
+) -> Run:
+    """Greedy generation of `new` tokens after the prompts; `follow` may replace the scores of each step."""
     ids, mask = prompts()
     held: list[Held] = []
 
     def note(ids: Tensor, scores: Tensor) -> Tensor:
         if isinstance(cache, MillpondCache):
-            held.append([[cache.positions(n, s) for s in range(len(ids))] for n in range(len(cache.layers))])
+            held.append({n: [cache.positions(n, s) for s in range(len(ids))] for n in cache.entry_layers})
         return scores if follow is None else follow(ids, scores)
 
     given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
@@ -47,7 +49,7 @@ def generated(model: PreTrainedModel, cache: Any, follow: Callable[[Tensor, Tens
     # that of the model, where it takes a picture in; else not, as one may pass no processors on (Janus)
     generate: Any = type(model).generate if picture else GenerationMixin.generate  # type: ignore[attr-defined]
     out = generate(
-        model, **picture, input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+        model, **picture, input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
         eos_token_id=None, output_logits=True, return_dict_in_generate=True, logits_processor=[note], **given,
     )  # fmt: skip
     return Run(out.sequences, torch.stack(out.logits).double(), held)
@@ -74,7 +76,7 @@ def masked_run(model: PreTrainedModel, run: Run, hide: bool = True) -> Run:
         return torch.full_like(scores, -torch.inf).scatter(1, wanted, 0.0)
 
     with attending(model, masked):
-        return generated(model, DynamicCache(), follow)
+        return generated(model, masked.cache(model), follow, new=len(run.logits))
 
 
 def compare(found: Run, expected: Run, where: str, within: float = WITHIN) -> None:

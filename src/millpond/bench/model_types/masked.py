@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from millpond.hf.attention_switch import switch
@@ -16,8 +17,20 @@ from millpond.hf.model_profile import ModelProfile
 from millpond.hf.stock_attention import plain
 
 NAME = "millpond_masked"
-#: Positions held, [layer][sequence][KV head].
-Held = Sequence[Sequence[Sequence[Sequence[int]]]]
+#: Positions held, by number of the layer in the model: [sequence][KV head].
+Held = Mapping[int, Sequence[Sequence[Sequence[int]]]]
+
+
+class _Full(DynamicCache):
+    """transformers' own cache, which tells what layer has taken in keys last: its attention follows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layer = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.layer = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class Masked:
@@ -31,6 +44,16 @@ class Masked:
     def __init__(self, pads: Tensor) -> None:
         self.pads = pads
         self.held: Held | None = None
+        self._cache: _Full | None = None
+
+    def cache(self, model: PreTrainedModel) -> DynamicCache:
+        """A cache for the run: all keys and values, and the states of a hybrid."""
+        profile = ModelProfile.of(model)
+        self._cache = _Full(config=profile.config) if profile.state_layers else _Full()
+        for number, layer in enumerate(self._cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:  # the model's mask hides what is outside, as with the others
+                self._cache.layers[number] = DynamicLayer()  # type: ignore[no-untyped-call]
+        return self._cache
 
     def attention(
         self,
@@ -46,11 +69,11 @@ class Masked:
     ) -> tuple[Tensor, None]:
         """Attention with masks: query (B, Hq, Q, D), key and value (B, Hkv, T, D) -> (B, Q, Hq, D)."""
         batch, n_heads, n_new, dim = query.shape
-        index = getattr(module, "layer_idx", None)
-        if index is None or getattr(module, "is_cross_attention", False):  # to a picture, not to the text
+        if not hasattr(module, "layer_idx") or getattr(module, "is_cross_attention", False):  # to a picture
             shown = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
         else:
-            shown = self._shown(int(index), batch, n_heads, n_new, key.shape[2])
+            assert self._cache is not None, "the run has a cache of `cache`"
+            shown = self._shown(self._cache.layer, batch, n_heads, n_new, key.shape[2])
         if attention_mask is not None:
             shown = shown & (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)
         scale = scaling if scaling is not None else dim**-0.5

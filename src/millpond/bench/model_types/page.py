@@ -30,6 +30,8 @@ stock generation (torch {torch}, float32, `{command}`): {counts}.
 * **native layers** decode in native calls (`native_layers`) on the CPU of this run; in the others only the large linear
   layers do.
 
+In [hybrids](../how-to/hybrids.md) entries are those of the attention layers; their states are in transformers' own
+layers, and in the comparison.
 A checkpoint may switch on features that the defaults of its type leave off: indexers, shared caches and the like are
 refused in every type.
 """

@@ -117,7 +117,7 @@ def _evict(model: PreTrainedModel, setting: Setting) -> None:
     compare(runs[1], runs[0], "a second time", 0.0)
     grows = cache.policy.grows_when_decoded
     for step, held in enumerate(runs[0].held):
-        most = max(len(head) for layer in held for heads in layer for head in heads)
+        most = max(len(head) for layer in held.values() for heads in layer for head in heads)
         if most > SMALL + grows * step:
             raise Wrong(f"{most} entries of a KV head after step {step}, where {SMALL} may be held")
     if setting.hides:

@@ -112,7 +112,7 @@ def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatc
 def _held(cache: MillpondCache) -> dict[str, Any]:
     """Bytes and positions of a cache with one sequence."""
     stats = cache.stats()
-    kept = [cache.positions(layer) for layer in range(len(cache.layers))]
+    kept = [cache.positions(layer) for layer in cache.entry_layers]
     return {
         "kv_bytes": stats.kv_bytes,
         "full_kv_bytes": stats.full_kv_bytes,

@@ -79,7 +79,7 @@ def method_losses(
 
 def kept_positions(cache: MillpondCache, sequence: int = 0) -> list[list[list[int]]]:
     """The positions that a cache holds of one sequence: [layer][KV head]."""
-    return [cache.positions(layer, sequence) for layer in range(len(cache.layers))]
+    return [cache.positions(layer, sequence) for layer in cache.entry_layers]
 
 
 def attention_losses(model: PreTrainedModel, tokens: Tensor, opening: int, kept: Kept) -> AttentionLosses:

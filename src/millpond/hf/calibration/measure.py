@@ -66,6 +66,11 @@ def calibrate(
     profile = supported(model)
     if profile.latent is not None:
         raise UnsupportedModelError(f"{type(model).__name__} stores latents (MLA), which have no channels of keys")
+    if profile.state_layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is a hybrid, whose layers differ in what they hand to a cache; use a codec "
+            "without calibration"
+        )
     _check_options(bits, normalise, windows, outliers, sinks)
     runs = _runs(ids, windows, min(length, profile.position_limit or length))
     layers = profile.n_layers

@@ -1,0 +1,152 @@
+"""Layers of hybrid models that hold recurrent or convolution states, in transformers' own caches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.hf.layer import MillpondLayer
+from millpond.hf.model_profile import ModelProfile
+
+#: Attributes of a layer of states that hold them: a number of the state -> a tensor, or None before the first token.
+_PARTS = ("conv_states", "recurrent_states")
+#: What else changes with the tokens read, by number of the state.
+_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+
+
+class AttentionAndStates(LinearAttentionLayer, MillpondLayer):  # type: ignore[override]
+    """A layer with attention and a state side by side (Falcon-H1, Zamba): entries in pages, states as transformers'.
+
+    Args:
+        number_of_states: that the layer holds. rest: as of `MillpondLayer`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int, *args: Any) -> None:
+        MillpondLayer.__init__(self, *args)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Forget entries; `States` drops the states."""
+        MillpondLayer.reset(self)
+
+    def __repr__(self) -> str:
+        return MillpondLayer.__repr__(self)
+
+
+class States:
+    """All states of one cache: what moves the batch, copies it or forgets it does the same to them.
+
+    Attributes:
+        layers: by number of the layer in the model; none where a model has attention alone.
+        restarts: the model begins them at zero in each pass of several tokens.
+    """
+
+    def __init__(self, layers: dict[int, Any], restarts: bool = False) -> None:
+        self.layers, self.restarts = layers, restarts
+        self._in_pass = False
+
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for layer in self.layers.values() for state in _tensors(layer))
+
+    def select(self, sequences: list[int]) -> None:
+        """Follow a choice of sequences."""
+        for layer in self.layers.values():
+            _replace(layer, layer, lambda state: state[torch.tensor(sequences, device=state.device)])
+
+    def become(self, other: States) -> None:
+        """Take copies of the states of another cache of the same model."""
+        for number, layer in self.layers.items():
+            of = other.layers[number]
+            _replace(layer, of, torch.clone)
+            for name in _FLAGS:
+                setattr(layer, name, dict(getattr(of, name)))
+            layer.dtype, layer.device = of.dtype, of.device
+
+    def reset(self) -> None:
+        """Drop the states: the next batch may have another size."""
+        self._in_pass = False
+        for layer in self.layers.values():
+            LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+
+    def begin_pass(self, columns: int, length: int) -> None:
+        """A pass of `length` tokens begins behind `columns`.
+
+        Raises:
+            UnsupportedModelError: the model would forget what it has read.
+            CacheMismatchError: an earlier pass was interrupted, and some states have taken in its tokens.
+        """
+        if self._in_pass:
+            raise CacheMismatchError(
+                "a forward pass was interrupted, and recurrent states that have taken in its tokens cannot go back; "
+                "call reset() and run the prompt again"
+            )
+        if self.restarts and columns and length > 1:
+            raise UnsupportedModelError(
+                f"this pass has {length} tokens behind {columns} that were read, and this family of models begins its "
+                "recurrent states at zero in a pass of several tokens: give prompts whole (no prefill_chunk_size), and "
+                "for a later turn call reset() and give the whole text"
+            )
+        self._in_pass = bool(self.layers)
+
+    def end_pass(self) -> None:
+        """The pass came to its end."""
+        self._in_pass = False
+
+    def check_no_drafts(self) -> None:
+        """
+        Raises:
+            OptionError: the model holds states, which cannot be recorded.
+        """
+        if self.layers:
+            raise OptionError(
+                f"{self._told()} cannot go back, as assisted and prompt-lookup generation need it where a draft is "
+                "rejected; generate without assistant_model and prompt_lookup_num_tokens"
+            )
+
+    def check_no_crop(self, n: int) -> None:
+        """
+        Raises:
+            CacheMismatchError: tokens would be taken back.
+        """
+        if self.layers and n:
+            raise CacheMismatchError(
+                f"cannot take back {n} tokens: {self._told()} cannot go back; fork() the cache before them, or reset() "
+                "and run the text again"
+            )
+
+    def _told(self) -> str:
+        return f"the recurrent and convolution states of layers {', '.join(map(str, self.layers))}"
+
+
+def build_layers(profile: ModelProfile, attending: Sequence[tuple[Any, ...]]) -> tuple[list[Any], States]:
+    """The layers of a cache in the order of the model, and those among them that hold states.
+
+    attending: of each attention layer, the arguments of its `MillpondLayer`.
+    """
+    if not profile.state_layers and len(profile.attending) == profile.depth:
+        return [MillpondLayer(*args) for args in attending], States({})
+    layers: list[Any] = list(DynamicCache(config=profile.config).layers)
+    for number, args in zip(profile.attending, attending, strict=True):
+        states = number in profile.state_layers
+        layers[number] = AttentionAndStates(layers[number].number_of_states, *args) if states else MillpondLayer(*args)
+    return layers, States({number: layers[number] for number in profile.state_layers}, profile.restarts)
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    return [state for name in _PARTS for state in getattr(layer, name).values() if state is not None]
+
+
+def _replace(layer: Any, of: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let the states of `layer` be what `change` makes of those of the layer `of`."""
+    for name in _PARTS:
+        found = getattr(of, name).items()
+        setattr(layer, name, {i: None if state is None else change(state) for i, state in found})
