@@ -41,13 +41,13 @@ def check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
     assert ((found.double() - expected).abs() <= bound).all()
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, bias=st.booleans(), seed=st.integers(0, 99))
+@given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, bias=st.booleans(), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_equals_float64(m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int) -> None:
     check(*draw(m, n, k, dtype, bias, seed))
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 70), k=WIDTHS, dtype=DTYPES, bias=st.booleans())
+@given(m=st.integers(1, 32), n=st.integers(1, 70), k=WIDTHS, dtype=DTYPES, bias=st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
     x, w, b = draw(m, n, k, dtype, bias)
@@ -58,9 +58,9 @@ def test_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("n", "k"), [(301, 1000), (3, 2816), (1024, 520), (64, 33)])
 def test_a_row_of_a_batch_has_the_bits_of_the_row_alone(dtype: torch.dtype, n: int, k: int) -> None:
-    x, w, b = draw(16, n, k, dtype, True)
+    x, w, b = draw(32, n, k, dtype, True)
     together = native.linear(x, w, b)
-    for m in range(16):
+    for m in range(32):
         assert torch.equal(native.linear(x[: m + 1], w, b), together[: m + 1])
         assert torch.equal(native.linear(x[m : m + 1], w, b), together[m : m + 1])
 

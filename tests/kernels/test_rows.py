@@ -48,7 +48,7 @@ def close(found: Tensor, expected: Tensor, size: Tensor | None = None) -> None:
     assert ((found.double() - expected).abs().max() / size) <= ERROR[found.dtype]
 
 
-@given(m=st.integers(1, 16), k=WIDTHS, dtype=DTYPES, normed=st.booleans(), seed=st.integers(0, 99))
+@given(m=st.integers(1, 32), k=WIDTHS, dtype=DTYPES, normed=st.booleans(), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed: bool, seed: int) -> None:
     draw = draws(dtype, seed)
@@ -59,7 +59,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
         close(found, F.linear(x64, weight.double(), None if bias is None else bias.double()))
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(GatedActivation)))
+@given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_gate_on_every_instruction_set(
     isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: GatedActivation
@@ -85,7 +85,7 @@ def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
     assert torch.equal(alone, found[1:, 3:4])
 
 
-@given(m=st.integers(1, 16), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
+@given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
 @settings(max_examples=30, deadline=None)
 def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: GatedActivation) -> None:
     draw = draws(dtype)
@@ -115,7 +115,7 @@ def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) ->
     close(found, expected if bias is None else expected + bias.double())
 
 
-@given(m=st.integers(1, 16), k=WIDTHS, dtype=DTYPES)
+@given(m=st.integers(1, 32), k=WIDTHS, dtype=DTYPES)
 @settings(max_examples=20, deadline=None)
 def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> None:
     draw = draws(dtype, k)
@@ -152,7 +152,7 @@ def test_who_may_use_them() -> None:
     x, w = torch.randn(4, 8), torch.randn(3, 8)
     with torch.no_grad():
         assert fits(x, (w, None))
-        assert not fits(torch.randn(17, 8), (w,))
+        assert not fits(torch.randn(33, 8), (w,))
         assert not fits(x, (w.double(),))
         assert not fits(x.double(), (w.double(),))
         assert not fits(x, (w.T,))
@@ -169,7 +169,7 @@ def test_huge_pages_change_nothing() -> None:
     assert use_huge_pages([memory], seconds=0) == 0
 
 
-@given(m=st.integers(1, 16), k=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
+@given(m=st.integers(1, 32), k=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_heads_are_the_matrices_and_the_rotation(isa: str, m: int, k: int, dtype: torch.dtype, seed: int) -> None:
     draw, dim = draws(dtype, seed), 8
@@ -182,7 +182,7 @@ def test_heads_are_the_matrices_and_the_rotation(isa: str, m: int, k: int, dtype
         assert torch.equal(found, expected)
 
 
-@given(m=st.integers(1, 16), dtype=DTYPES, gated=st.booleans(), seed=st.integers(0, 99))
+@given(m=st.integers(1, 32), dtype=DTYPES, gated=st.booleans(), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_behind_attention_is_its_three_steps(isa: str, m: int, dtype: torch.dtype, gated: bool, seed: int) -> None:
     draw, seen_dim, width, inner = draws(dtype, seed), 24, 40, 70

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.drafts import begin_behind_prompt
 from millpond.hf.prompt_parts import part_of_generate
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class _Switched:
 
 _switched: weakref.WeakKeyDictionary[PreTrainedModel, _Switched] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+_DRAFTS = "_get_candidate_generator"
 
 
 def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +79,13 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         switched.running.discard(thread)
 
 
+def _get_candidate_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the model's own, under its name: in `generate` with a cache, drafts begin behind the prompt."""
+    switched = _switched.get(self)
+    found = type(self)._get_candidate_generator(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return begin_behind_prompt(found) if switched is not None and threading.get_ident() in switched.running else found
+
+
 def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], None]:
     """Let `generate` of the model read this cache; returns what undoes it, once no other cache needs it."""
     if not hasattr(model, "generate"):
@@ -86,6 +95,8 @@ def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], Non
         if switched is None:
             switched = _switched[model] = _Switched(model.__dict__.get("generate"))
             model.generate = MethodType(generate, model)  # type: ignore[assignment]
+            if hasattr(type(model), _DRAFTS):
+                model.__dict__[_DRAFTS] = MethodType(_get_candidate_generator, model)
         switched.users += 1
         switched.caches.add(cache)
     reference = weakref.ref(model)
@@ -100,6 +111,7 @@ def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], Non
             if found.users:
                 return
             del _switched[model]
+            model.__dict__.pop(_DRAFTS, None)
             if getattr(model.__dict__.get("generate"), "__func__", None) is generate:
                 del model.generate
                 if found.before is not None:

@@ -19,6 +19,7 @@ from millpond.kernels.reference import (
     admit,
     attend,
     decode,
+    decode_rows,
     merge_slots,
     newest_alike,
     read,
@@ -29,7 +30,7 @@ from millpond.kernels.reference import (
 )
 
 __all__ = [
-    "absolute_sums", "admit", "attend", "decode", "merge_slots", "newest_alike", "prefill",
+    "absolute_sums", "admit", "attend", "decode", "decode_rows", "merge_slots", "newest_alike", "prefill",
     "read", "read_packed", "window_signal", "write", "write_packed",
 ]  # fmt: skip
 

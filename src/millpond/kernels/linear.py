@@ -9,8 +9,8 @@ from torch import Tensor
 
 from millpond.kernels.backends import NATIVE_DTYPES, load_native
 
-#: Rows of a `linear` that memory bounds.
-FEW_ROWS = 16
+#: Rows of a `linear` that memory bounds, or little more: at most as many as the kernel holds.
+FEW_ROWS = 32
 
 
 def _may_be_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

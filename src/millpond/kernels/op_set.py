@@ -14,6 +14,7 @@ from torch import Tensor
 from millpond.kernels.args.after_step import HeadRuleArgs, MergeArgs
 from millpond.kernels.args.attend import AttendArgs, AttendOutput
 from millpond.kernels.args.decode import DecodeArgs, DecodeOutput
+from millpond.kernels.args.decode_rows import DecodeRowsArgs
 from millpond.kernels.args.entries import EntryRows, PaddedEntries
 from millpond.kernels.args.prefill import PrefillArgs, PrefillOutput, WindowSignalArgs
 from millpond.kernels.args.regions import PageRegions
@@ -39,6 +40,17 @@ class OpSet(Protocol):
         Regions of two parts have one softmax, one score update and one victim over both. The new entry is stored in
         the plain part: it is appended where the region holds fewer entries than its cap; where the victim is packed,
         the victim's slot becomes a tombstone and the new entry is appended.
+        """
+        ...
+
+    def decode_rows(self, args: DecodeRowsArgs) -> AttendOutput:
+        """A few new tokens of each sequence, as if decoded one after another with nothing scored and nothing evicted.
+
+        Token i of a sequence attends to the stored entries and to the tokens up to itself, and each result has the bits
+        that `decode` gives for it where it comes alone. All are stored, in order, behind the entries that are there.
+
+        Returns:
+            (S, Hq, n, value_dim) in q's dtype, 0 where there is no token; lse (S, Hq, n), there -inf.
         """
         ...
 

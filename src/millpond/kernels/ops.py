@@ -19,6 +19,7 @@ from millpond.kernels.args import (
     AttendOutput,
     DecodeArgs,
     DecodeOutput,
+    DecodeRowsArgs,
     EntryRows,
     HeadRuleArgs,
     MergeArgs,
@@ -70,6 +71,11 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     if regions.packed is not None:
         regions.packed.check(regions.plain.table.shape[0], regions.plain.pages.key_dim)
     return op_set(regions.plain.pages.dtype, args.q.device).decode(args)
+
+
+def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
+    """See `OpSet.decode_rows`."""
+    return op_set(args.regions.pages.dtype, args.q.device).decode_rows(args)
 
 
 def attend(args: AttendArgs) -> AttendOutput:

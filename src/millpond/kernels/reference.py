@@ -6,6 +6,7 @@ Meaning: see `OpSet`; shapes: `kernels.args`. Arithmetic runs in float32, in flo
 from __future__ import annotations
 
 from millpond.kernels.eager.attend import attend
+from millpond.kernels.eager.decode_rows import decode_rows
 from millpond.kernels.eager.head_rules import admit
 from millpond.kernels.eager.packed_decode import decode
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
@@ -15,6 +16,6 @@ from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.merge.slots import merge_slots
 
 __all__ = [
-    "absolute_sums", "admit", "attend", "decode", "merge_slots", "newest_alike", "prefill",
+    "absolute_sums", "admit", "attend", "decode", "decode_rows", "merge_slots", "newest_alike", "prefill",
     "read", "read_packed", "window_signal", "write", "write_packed",
 ]  # fmt: skip

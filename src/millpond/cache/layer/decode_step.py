@@ -17,11 +17,15 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.planning.budget_growth import grow
 from millpond.cache.planning.head_competition import HeadCompetition
 from millpond.cache.planning.planner import Planner
-from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.sequence_state import SequenceState
-from millpond.kernels.args import AttentionShape, StepRegions
+from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, DecodeRowsArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.policy.policy import Policy, on_sliding_layer
+
+#: Tokens of a sequence that a pass decodes together: more are read as a prompt is.
+FEW_ROWS = 32
 
 
 class PendingStep(NamedTuple):
@@ -109,6 +113,26 @@ class DecodeStep:
         self.end(newest, lse, columns)
         if self._policy.plans_each_step:
             self._planner.stepped(table, q, newest.q_pos, positions)
+        return out
+
+    def takes_rows(self, table: PageTable, shape: AttentionShape, n: int) -> bool:
+        """Whether `rows` takes `n` tokens of a sequence: where all stay, as they are, and a CPU reads the pages."""
+        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
+        return n <= FEW_ROWS and keeps and table.pool.arrays.device.type == "cpu" and self.plain(table, shape)
+
+    def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
+        """A few tokens per sequence, each with the bits of a `step` of its own, where `takes_rows`.
+
+        q: (S, Hq, n, D), k, v: (S, Hkv, n, D) -> (S, Hq, n, value_dim).
+
+        Raises:
+            PoolFullError: the pool is full; nothing was changed.
+        """
+        table.copy_on_write(whole=False)
+        table.make_room(True, span.length)
+        args = DecodeRowsArgs(q, k, v, table.regions, span.grid(), self._attention.shape)
+        out, _ = ops.decode_rows(args)
+        table.stepped(True, span.after > span.before, span.length)
         return out
 
     def begin(

@@ -170,22 +170,23 @@ class PageTable:
         self._rows.grow(np.arange(rows.start, rows.stop), page_demand.lacking(self._rows, rows, lens))
         self._publish(lens=False)
 
-    def make_room(self, grows_always: bool) -> None:
-        """Before a decoding step: a page for every region that may grow by one entry.
+    def make_room(self, grows_always: bool, n: int = 1) -> None:
+        """Before `n` decoding steps: pages for every region that may grow by an entry in each.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
         """
-        if self._slack > 0:
+        if self._slack >= n:
             return
         growing = np.full(self.n_regions, True) if grows_always else self._lengths.host < self._budgets.capacities
         if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
             growing |= self.sealed.live.ravel() > 0
         spare = self._rows.owned * self.pool.slots - self._lengths.host
-        needy = np.flatnonzero(growing & (spare == 0))
+        needy = np.flatnonzero(growing & (spare < n))
         if len(needy):
-            self._rows.grow(needy, np.ones(len(needy), dtype=np.int64))
-            spare[needy] = self.pool.slots
+            more = -(-(n - spare[needy]) // self.pool.slots)
+            self._rows.grow(needy, more)
+            spare[needy] += more * self.pool.slots
             self._publish(lens=False)
         self._slack = int(spare[growing].min()) if growing.any() else 2**30
 
@@ -211,9 +212,9 @@ class PageTable:
         """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
         return page_demand.pages_to_renew(self._rows, most)
 
-    def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_]) -> None:
-        """After a decoding step: follow on the host what the kernel did to the lengths."""
-        self._slack -= 1
+    def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_], n: int = 1) -> None:
+        """After a decoding step, or on the CPU `n` of them: follow on the host what the kernel did to the lengths."""
+        self._slack -= n
         if self.sealed is not None:
             self.sealed.stepped(not grows_always)
             self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"

@@ -3,6 +3,7 @@
 from millpond.kernels.args.after_step import HeadRuleArgs, MergeArgs
 from millpond.kernels.args.attend import AttendArgs, AttendOutput
 from millpond.kernels.args.decode import DecodeArgs, DecodeOutput
+from millpond.kernels.args.decode_rows import DecodeRowsArgs
 from millpond.kernels.args.entries import EntryRows, PaddedEntries
 from millpond.kernels.args.prefill import PrefillArgs, PrefillOutput, WindowSignalArgs
 from millpond.kernels.args.regions import PageRegions, StepRegions
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionShape",
     "DecodeArgs",
     "DecodeOutput",
+    "DecodeRowsArgs",
     "EntryRows",
     "HeadRuleArgs",
     "MergeArgs",

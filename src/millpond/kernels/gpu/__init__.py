@@ -16,12 +16,12 @@ from millpond.kernels.eager.head_rules import admit
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.eager.prefill import window_signal
 from millpond.kernels.eager.scan import absolute_sums, newest_alike
-from millpond.kernels.gpu.decode import decode
+from millpond.kernels.gpu.decode import decode, decode_rows
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
 from millpond.kernels.merge.slots import merge_slots
 
 __all__ = [
-    "absolute_sums", "admit", "attend", "decode", "merge_slots", "newest_alike", "prefill",
+    "absolute_sums", "admit", "attend", "decode", "decode_rows", "merge_slots", "newest_alike", "prefill",
     "read", "read_packed", "window_signal", "write", "write_packed",
 ]  # fmt: skip

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millpond.kernels.args import DecodeArgs, DecodeOutput
+from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.kernels.eager.decode_rows import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.packed import attend_codes
@@ -187,3 +188,8 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         **dims, **heads, **stored, **flags,
     )  # fmt: skip
     return DecodeOutput(out, lse, evicted)
+
+
+def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
+    """A step for each column: a GPU reads many rows fast enough in `prefill`."""
+    return one_by_one(args, decode)

@@ -20,7 +20,7 @@ from millpond.kernels.native.huge_pages import use_huge_pages
 from millpond.kernels.native.layers import Layers
 from millpond.kernels.native.library import NativeKernelsWarning
 from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
-from millpond.kernels.native.ops import attend, decode, linear, prefill, read, window_signal, write
+from millpond.kernels.native.ops import attend, decode, decode_rows, linear, prefill, read, window_signal, write
 from millpond.kernels.native.packed import write_packed
 from millpond.kernels.native.race import race
 
@@ -33,6 +33,7 @@ __all__ = [
     "admit",
     "attend",
     "decode",
+    "decode_rows",
     "gate",
     "gemm",
     "gemm_serves",

@@ -19,6 +19,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/common/args.hpp
 DECODE = Struct("=44q3d").pack
+COLUMNS_OF_TOKENS = Struct("=4q").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
@@ -117,6 +118,27 @@ def decode_struct(
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
         n_seq, n_heads, k_new.shape[1], window, *rule, torch.get_num_threads(), scale, softcap, decay,
     )  # fmt: skip
+
+
+def decode_rows(
+    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, q_pos: Tensor,
+    sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Columns of tokens: see `DecodeRowsArgs`. Both results lie column by column."""
+    q, k_new, v_new, table = _rows(q), _rows(k_new), _rows(v_new), _flat(table)
+    by_column = _flat(q_pos.t().contiguous())
+    sinks = None if sink_logits is None else sink_logits.float().contiguous()
+    n_seq, n_heads, n_columns, _ = q.shape
+    out = torch.empty((n_columns, n_seq, n_heads, pool[3]), dtype=q.dtype)
+    lse = torch.empty((n_columns, n_seq, n_heads), dtype=torch.float32)
+    unused = torch.zeros_like(lens)
+    first = decode_struct(
+        q[:, :, 0], k_new[:, :, 0], v_new[:, :, 0], bases, table, lens, unused, unused, by_column, sinks, pool, rule,
+        window, scale, softcap, 1.0, out, lse, unused,
+    )  # fmt: skip
+    if entry_point("mp_decode_rows")(first + COLUMNS_OF_TOKENS(n_columns, *(t.stride(2) for t in (q, k_new, v_new)))):
+        raise MemoryError("no memory for the work space of the decode kernel")
+    return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
 def prefill(

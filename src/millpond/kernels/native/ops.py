@@ -14,6 +14,7 @@ from millpond.kernels.args import (
     AttendOutput,
     DecodeArgs,
     DecodeOutput,
+    DecodeRowsArgs,
     EntryRows,
     PaddedEntries,
     PageRegions,
@@ -21,6 +22,7 @@ from millpond.kernels.args import (
     PrefillOutput,
     WindowSignalArgs,
 )
+from millpond.kernels.decode_rules import KEEP_ALL
 from millpond.kernels.eager.attend import nothing_found
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.abi import pool_numbers, rule_numbers
@@ -113,6 +115,14 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         return DecodeOutput(*abi.decode(*given, regions_struct(regions.packed)))
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
     return DecodeOutput(*call(*given))
+
+
+def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
+    (pages, table, lens), shape = args.regions.parts, args.shape
+    return AttendOutput(*abi.decode_rows(
+        args.q, args.k_new, args.v_new, pages.bases, table, lens, args.q_pos, shape.sink_logits, pool_numbers(pages),
+        rule_numbers(KEEP_ALL), shape.window, shape.scale, shape.softcap,
+    ))  # fmt: skip
 
 
 def attend(args: AttendArgs) -> AttendOutput:

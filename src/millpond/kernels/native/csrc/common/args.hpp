@@ -45,6 +45,14 @@ struct DecodeArgs {
   double scale, softcap, decay;
 };
 
+// Several columns of new tokens, decoded one after another. Of `decode`: q, k_new, v_new and lens are those of the first
+// column; q_pos (n, S), -1 where a sequence has no token in a column; out (n, S, Hq, value_dim); lse (n, S, Hq). Nothing
+// leaves and nothing is scored.
+struct DecodeRowsArgs {
+  DecodeArgs decode;
+  int64_t n_columns, q_row, k_row, v_row;  // strides, from column to column
+};
+
 struct WriteArgs {
   PoolArgs pool;
   const int32_t* table;  // (R, n)

@@ -21,7 +21,8 @@ namespace mp {
 namespace {
 
 constexpr int BLOCK = 64;                   // rows of w per work item
-constexpr int MOST_ROWS = 16;               // of x
+constexpr int MOST_ROWS = 16;               // of x that meet a row of w together
+constexpr int MOST_GROUPS = 2;              // of so many rows
 constexpr int64_t CACHED = 128 * 1024;      // bytes of w that stay in the L2 cache between passes over rows of x
 constexpr int64_t BYTES_PER_THREAD = 128 * 1024;  // of w: what a thread is worth waking for
 
@@ -191,12 +192,18 @@ int linear(const LinearArgs& a) {
   static thread_local Workspace workspace;
   const int m = int(a.m), dim = int(a.k);
   const int64_t x_row = round_up(dim, QUERY_PAD), item = dtype_bytes(a.dtype);
-  const int64_t held = round_up(MOST_ROWS * x_row * int64_t(sizeof(Q)), 64);
+  const int n_groups = (m + MOST_ROWS - 1) / MOST_ROWS, together = (m + n_groups - 1) / n_groups;
+  const int64_t held = round_up(n_groups * MOST_ROWS * x_row * int64_t(sizeof(Q)), 64);
   char* memory = workspace.get(2 * held + x_row * 4);
   if (memory == nullptr) return 1;
   Q* rows = reinterpret_cast<Q*>(memory);
   take_in<T>(a, rows, x_row, reinterpret_cast<float*>(memory + 2 * held));
-  const Q* x = arranged<T>(rows, x_row, m, reinterpret_cast<Q*>(memory + held));
+  const Q* x[MOST_GROUPS];
+  for (int g = 0; g < n_groups; ++g)
+    x[g] = arranged<T>(rows + g * together * x_row, x_row, std::min(together, m - g * together),
+                       reinterpret_cast<Q*>(memory + held) + g * MOST_ROWS * x_row);
+  // rows of w that stay in the L2 cache until every group has met them: whole tiles
+  const int slice = n_groups == 1 ? BLOCK : int(std::clamp<int64_t>(2 * CACHED / (dim * item) / 16 * 16, 16, BLOCK));
 
   const bool gated = a.gate != NO_GATE && a.n_parts == 2, activated = a.gate != NO_GATE && !gated;
   const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part
@@ -209,7 +216,11 @@ int linear(const LinearArgs& a) {
   const int n_threads = int(std::min({a.n_threads, worth, n_blocks, int64_t(Shares::MOST)}));
   Shares shares(n_blocks, n_threads);
   auto product = [&](const LinearPart& part, int64_t begin, int n, float* out) {
-    block<T>(static_cast<const T*>(part.w) + begin * part.w_row, n, part.w_row, dim, x, x_row, m, out);
+    const T* w = static_cast<const T*>(part.w) + begin * part.w_row;
+    for (int t = 0; t < n; t += slice)
+      for (int g = 0, h = 0; g < n_groups; ++g, h += together)
+        block<T>(w + t * part.w_row, std::min(slice, n - t), part.w_row, dim, x[g], x_row, std::min(together, m - h),
+                 out + h * BLOCK + t);
     if (part.bias == nullptr) return;
     float bias[BLOCK];
     widen(bias, static_cast<const char*>(part.bias) + begin * item, a.dtype, n);
@@ -217,7 +228,7 @@ int linear(const LinearArgs& a) {
       for (int t = 0; t < n; ++t) out[h * BLOCK + t] += bias[t];
   };
   auto work = [&](int thread) {
-    float out[MOST_ROWS * BLOCK], other[MOST_ROWS * BLOCK];
+    float out[MOST_GROUPS * MOST_ROWS * BLOCK], other[MOST_GROUPS * MOST_ROWS * BLOCK];
     for (int64_t i; (i = shares.take(thread)) >= 0;) {
       int p = 0;
       while (i >= first[p + 1]) ++p;
