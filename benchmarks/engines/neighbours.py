@@ -27,7 +27,10 @@ from millpond.bench.engines.weights import Weights
 from millpond.bench.generate.candidates import BenchModel, ModelShape, draw_prompts
 from millpond.bench.generate.saved_model import SavedModel
 
-BUSY = "import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+#: Ends with the process that started it, also where that one was killed.
+BUSY = "import os; os.sched_setaffinity(0, {{{core}}}); mine = os.getppid()\nwhile os.getppid() == mine: pass"
+#: Variables that change how threads wait, kept with the result.
+TOLD = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MILLPOND_THREADS")
 WARM_UP = 4  #: steps before the clock runs
 
 
@@ -97,9 +100,11 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     return (
         f"# On cores that other processes use\n\n{data['hardware']}. {data['software']}. {'; '.join(data['engines'])}. "
-        f"`{data['command']}`. {model_phrase(data['model'])}, bfloat16, prompts of {data['prompt']:,} tokens, "
-        f"{data['steps']} steps, on {data['cores']} cores; {data['repeats']} turns. Ratio: our time over OpenVINO's in "
-        "the same turn, its median, least and largest; below 1 ours is faster.\n\n" + markdown_table(head, rows)
+        f"`{data['command']}`, with {data['environment'] or 'no variable set'}; load average {data['load_before']:.1f} "
+        f"before it on a machine with other cores in use. {model_phrase(data['model'])}, bfloat16, prompts of "
+        f"{data['prompt']:,} tokens, {data['steps']} steps, on {data['cores']} cores; {data['repeats']} "
+        "turns. Ratio: our time over OpenVINO's in the same turn, its median, least and largest; below 1 ours is "
+        "faster.\n\n" + markdown_table(head, rows)
     )  # fmt: skip
 
 
@@ -127,7 +132,8 @@ def main() -> None:
     command = " ".join(["benchmarks/engines/neighbours.py", *sys.argv[1:]])
     data: dict[str, Any] = {
         **describe_machine().header("neighbours"), "command": command, "model": shape.config(), "prompt": args.prompt,
-        "steps": args.steps, "repeats": args.repeats, "cores": len(cores), "engines": [], "results": [],
+        "steps": args.steps, "repeats": args.repeats, "cores": len(cores), "load_before": os.getloadavg()[0],
+        "environment": {name: os.environ[name] for name in TOLD if name in os.environ}, "engines": [], "results": [],
     }  # fmt: skip
     for batch, n in itertools.product(batches, threads):
         with ExitStack() as stack:

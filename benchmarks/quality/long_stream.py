@@ -62,15 +62,27 @@ def stream(model: Any, ids: Tensor, method: str, budget: int, rows: int, keep: i
                 losses, times = [], []
 
 
+@torch.inference_mode()
+def windows(model: Any, ids: Tensor, count: int, length: int = 2048) -> Iterator[dict[str, Any]]:
+    """The loss of tokens length/2 .. length of stretches that begin at multiples of `length` (summed, in nats)."""
+    for n in range(count):
+        begin = (ids.shape[1] - length - 1) * n // count // length * length
+        half = begin + length // 2
+        logits = model(ids[:, begin : begin + length], logits_to_keep=length // 2).logits[0].float()
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, half + 1 : begin + length + 1], reduction="sum")
+        yield {"begin": half, "tokens": length // 2, "losses": [round(float(loss), 3)]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--method", required=True, help="with options, as in h2o:decay=0.999")
+    parser.add_argument("--method", default="full", help="with options, as in h2o:decay=0.999")
     parser.add_argument("--budget", type=int, default=512, help="entries per KV head")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=1, help="tokens of a pass")
     parser.add_argument("--keep", type=int, default=10_000, help="tokens between two lines of the result")
+    parser.add_argument("--windows", type=int, default=0, help="the reference instead: how many")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -89,7 +101,8 @@ def main() -> None:
     model = load_model(args.model, "bf16")
     with args.out.open("w", encoding="utf-8") as out:
         out.write(json.dumps(head) + "\n")
-        for record in stream(model, ids, args.method, args.budget, args.rows, args.keep):
+        streamed = stream(model, ids, args.method, args.budget, args.rows, args.keep)
+        for record in windows(model, ids, args.windows) if args.windows else streamed:
             out.write(json.dumps(record) + "\n")
             out.flush()
 
