@@ -183,6 +183,8 @@ def test_an_interrupted_pass_is_seen_though_no_entry_was_written() -> None:
         with pytest.raises(KeyboardInterrupt):
             model(ids, past_key_values=held)
         hook.remove()
+        with pytest.raises(mp.errors.CacheMismatchError, match="interrupted; call reset"):
+            held.fork()
         with pytest.raises(mp.errors.CacheMismatchError, match="interrupted, and recurrent states"):
             model(ids, past_key_values=held)
         held.reset()

@@ -103,13 +103,7 @@ class MillpondCache(Cache):
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         attach_rotations(profile, cores)
-        layers, self.states = build_layers(
-            profile,
-            [
-                (core, self.journal, self.passes, window, number)
-                for core, window, number in zip(cores, profile.windows, profile.attending, strict=True)
-            ],
-        )
+        layers, self.states = build_layers(profile, cores, self.journal, self.passes)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ what a user asks
@@ -117,7 +111,7 @@ class MillpondCache(Cache):
     @property
     def layer_caches(self) -> list[LayerCache]:
         """The layers' caches."""
-        return [layer.core for layer in self.layers if isinstance(layer, MillpondLayer)]
+        return list(self.entry_layers.values())
 
     @property
     def entry_layers(self) -> dict[int, LayerCache]:
@@ -183,7 +177,7 @@ class MillpondCache(Cache):
         if model is None or self.make_another is None or self._closed:
             raise CacheMismatchError("this cache is closed, or its model is gone: fork it before")
         self.passes.check_free()
-        if self._first_out_of_step(self.timeline.columns) is not None:
+        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
         other = self.make_another(model)
         other._used = True
@@ -347,7 +341,7 @@ class MillpondCache(Cache):
         behind = self._first_out_of_step(self.timeline.columns)
         if behind is not None:
             raise CacheMismatchError(
-                f"layer {behind.index} has seen {behind.columns} tokens where the cache has seen "
+                f"layer {behind[0]} has seen {behind[1].columns} tokens where the cache has seen "
                 f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
         for other in self.kin:  # pages and their counts are shared
@@ -372,7 +366,7 @@ class MillpondCache(Cache):
         behind = self._first_out_of_step(max(self.timeline.columns, self._before_pass + 1))
         if behind is not None:
             raise UnsupportedModelError(
-                f"layer {behind.index} was given no keys and values in this pass, so the model does not use its cache "
+                f"layer {behind[0]} was given no keys and values in this pass, so the model does not use its cache "
                 "as a decoder does; what it holds is not complete"
             )
         self.states.end_pass()
@@ -399,6 +393,6 @@ class MillpondCache(Cache):
             if core.pending:
                 core.settle()
 
-    def _first_out_of_step(self, columns: int) -> LayerCache | None:
-        """The first layer that has not seen `columns` columns."""
-        return next((core for core in self.layer_caches if core.columns != columns), None)
+    def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
+        """The first layer that has not seen `columns` columns, with its number in the model."""
+        return next((layer for layer in self.entry_layers.items() if layer[1].columns != columns), None)

@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from millpond.cache.layer.draft_rollback import DraftRollback
+from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
+from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.layer import MillpondLayer
 from millpond.hf.model_profile import ModelProfile
 
@@ -47,11 +50,12 @@ class States:
     Attributes:
         layers: by number of the layer in the model; none where a model has attention alone.
         restarts: the model begins them at zero in each pass of several tokens.
+        in_pass: a pass has begun, and has not come to its end.
     """
 
     def __init__(self, layers: dict[int, Any], restarts: bool = False) -> None:
         self.layers, self.restarts = layers, restarts
-        self._in_pass = False
+        self.in_pass = False
 
     def nbytes(self) -> int:
         """Bytes of all states."""
@@ -73,7 +77,7 @@ class States:
 
     def reset(self) -> None:
         """Drop the states: the next batch may have another size."""
-        self._in_pass = False
+        self.in_pass = False
         for layer in self.layers.values():
             LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
 
@@ -84,7 +88,7 @@ class States:
             UnsupportedModelError: the model would forget what it has read.
             CacheMismatchError: an earlier pass was interrupted, and some states have taken in its tokens.
         """
-        if self._in_pass:
+        if self.in_pass:
             raise CacheMismatchError(
                 "a forward pass was interrupted, and recurrent states that have taken in its tokens cannot go back; "
                 "call reset() and run the prompt again"
@@ -95,11 +99,11 @@ class States:
                 "recurrent states at zero in a pass of several tokens: give prompts whole (no prefill_chunk_size), and "
                 "for a later turn call reset() and give the whole text"
             )
-        self._in_pass = bool(self.layers)
+        self.in_pass = bool(self.layers)
 
     def end_pass(self) -> None:
         """The pass came to its end."""
-        self._in_pass = False
+        self.in_pass = False
 
     def check_no_drafts(self) -> None:
         """
@@ -127,11 +131,15 @@ class States:
         return f"the recurrent and convolution states of layers {', '.join(map(str, self.layers))}"
 
 
-def build_layers(profile: ModelProfile, attending: Sequence[tuple[Any, ...]]) -> tuple[list[Any], States]:
+def build_layers(
+    profile: ModelProfile, cores: Sequence[LayerCache], journal: DraftRollback, passes: ForwardHooks
+) -> tuple[list[Any], States]:
     """The layers of a cache in the order of the model, and those among them that hold states.
 
-    attending: of each attention layer, the arguments of its `MillpondLayer`.
+    cores: of the attention layers. journal, passes: as of `MillpondLayer`.
     """
+    of_each = zip(cores, profile.windows, profile.attending, strict=True)
+    attending = [(core, journal, passes, window, number) for core, window, number in of_each]
     if not profile.state_layers and len(profile.attending) == profile.depth:
         return [MillpondLayer(*args) for args in attending], States({})
     layers: list[Any] = list(DynamicCache(config=profile.config).layers)
