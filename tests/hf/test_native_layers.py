@@ -9,6 +9,7 @@ import millpond as mp
 from millpond.hf.native_layers import decoder_layers
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.kernels import native
+from millpond.kernels.linear import FEW_ROWS
 from tests.helpers.hf.families import NAMES, family, generate, left_padded, one, shared_model
 from tests.helpers.hf.switches import (
     copied_and_pickled,
@@ -93,7 +94,7 @@ def test_gradients_training_and_long_passes_take_the_layers_own(passes):
     model(**one(6), labels=one(6)["input_ids"]).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
     with torch.no_grad():
-        model(**one(17))
+        model(**one(FEW_ROWS + 1))
         model.train()
         model(**one(6))
         model.eval()

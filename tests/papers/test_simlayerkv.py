@@ -100,16 +100,22 @@ def test_each_turn_is_decided_and_a_reset_forgets() -> None:
         cache.check_integrity()
 
 
-def test_assisted_generation_is_refused() -> None:
-    model, (ids, mask) = llama(), prompts(1)
-    with (
-        mp.compress(model, "simlayerkv", 16, **SETTINGS) as cache,
-        pytest.raises(OptionError, match="assisted generation does not wait"),
-    ):
-        model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False, past_key_values=cache,
-            prompt_lookup_num_tokens=3,
-        )  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_assisted_generation_equals_plain_decoding(seed: int) -> None:
+    """Drafts begin behind the prompt, so that all layers have read it when the first one decides."""
+    model = llama()
+    ids = torch.randint(3, 90, (1, 8), generator=torch.Generator().manual_seed(seed)).repeat(1, 6)
+    found, lengths = [], []
+    for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+        with mp.compress(model, "simlayerkv", 16, **SETTINGS) as cache:
+            hook = model.register_forward_pre_hook(
+                lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+            )
+            out = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, past_key_values=cache, **drafts)
+            found.append(out.tolist())
+            hook.remove()
+    assert found[0] == found[1]
+    assert 4 in lengths  # a draft of three was verified
 
 
 @pytest.mark.parametrize(

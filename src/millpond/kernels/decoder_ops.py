@@ -20,6 +20,7 @@ from millpond.kernels import native
 from millpond.kernels.backends import NATIVE_DTYPES
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import FEW_ROWS
+from millpond.kernels.many_rows import has_products, multiply_rows
 
 #: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -105,8 +106,8 @@ class DecoderOps:
         """Norm(x) through each matrix: (N, n) each, with contiguous rows."""
         x = x if projection.norm is None else self.norm(x, projection.norm)
         if projection.whole is None:
-            return [functional.linear(x, *part) for part in projection.parts]
-        together = functional.linear(x, *projection.whole)
+            return [multiply_rows(x, *part) for part in projection.parts]
+        together = multiply_rows(x, *projection.whole)
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
@@ -119,9 +120,9 @@ class DecoderOps:
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         """X through the matrix, plus the residual (N, n)."""
         ((weight, bias),) = projection.parts
-        if bias is None:
+        if bias is None and has_products(x):
             return torch.addmm(residual, x, weight.t())
-        return functional.linear(x, weight, bias).add_(residual)
+        return multiply_rows(x, weight, bias).add_(residual)
 
     def heads(
         self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
@@ -176,7 +177,7 @@ class NativeDense(DecoderOps):
         if not halves:
             return super().activated(x, projection)
         x = x if projection.norm is None else self.norm(x, projection.norm)
-        return native.gate(functional.linear(x, *whole), act)
+        return native.gate(multiply_rows(x, *whole), act)
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         if self.few:

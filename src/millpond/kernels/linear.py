@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.backends import NATIVE_DTYPES, load_native
+from millpond.kernels.many_rows import multiply_rows
 
 #: Rows of a `linear` that memory bounds, or little more: at most as many as the kernel holds.
 FEW_ROWS = 32
@@ -74,4 +75,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if native.gemm_serves(rows, weight):
             many: Tensor = native.gemm(rows, weight, bias)
             return many.view(*x.shape[:-1], -1)
+        return multiply_rows(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)

@@ -115,10 +115,13 @@ class DecodeStep:
             self._planner.stepped(table, q, newest.q_pos, positions)
         return out
 
-    def takes_rows(self, table: PageTable, shape: AttentionShape, n: int) -> bool:
-        """Whether `rows` takes `n` tokens of a sequence: where all stay, as they are, and a CPU reads the pages."""
+    def takes_rows(self, table: PageTable, q: Tensor) -> bool:
+        """Whether `rows` takes q (S, Hq, n, D): where all stay, stored as they are, and a CPU reads the pages."""
+        arrays = table.pool.arrays
         keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
-        return n <= FEW_ROWS and keeps and table.pool.arrays.device.type == "cpu" and self.plain(table, shape)
+        if not keeps or q.shape[2] > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not q.dtype:
+            return False
+        return self.plain(table, self._attention.shape)
 
     def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
         """A few tokens per sequence, each with the bits of a `step` of its own, where `takes_rows`.

@@ -1,0 +1,45 @@
+"""Products of many rows through torch, in float32 where the CPU multiplies 16-bit numbers slowly.
+
+Without AVX-512 (or its bf16 in 256-bit vectors) torch multiplies bf16 and f16 in a loop of its own, several times as
+slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+#: Numbers of a matrix that are widened at a time: 8 MB of float32.
+BLOCK = 2 << 20
+
+
+def has_products(x: Tensor) -> bool:
+    """Whether torch multiplies numbers of this type, where they are, with instructions made for it."""
+    return not x.is_cpu or _on_cpu(x.dtype)
+
+
+@cache
+def _on_cpu(dtype: torch.dtype) -> bool:
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T + bias. x: (..., k). weight: (n, k). bias: (n,) or None. -> (..., n) in x's dtype.
+
+    Without gradients: a caller that needs some uses torch's own function.
+    """
+    if has_products(x):
+        return functional.linear(x, weight, bias)
+    wide, out = x.float(), x.new_empty((*x.shape[:-1], len(weight)))
+    step = max(1, BLOCK // weight.shape[1])
+    for first in range(0, len(weight), step):
+        part = slice(first, first + step)
+        out[..., part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
