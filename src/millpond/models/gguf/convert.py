@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +22,14 @@ from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.progress import progress
+from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
 
 #: transformers types these too loosely for a checker.
 _AUTO: Any = AutoModelForCausalLM
 #: Written into each converted folder.
 NOTE = "millpond-gguf.json"
+_UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 #: One at a time in a process: while transformers loads a model, functions of torch are replaced for all threads.
@@ -117,29 +117,36 @@ def _digest(path: Path) -> str:
 
 def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Path) -> None:
     make_room(target.parent, header.size * _BYTES[dtype] + 2**26, f"converting {path.name} to {dtype}")
-    made = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    for folder in target.parent.parent.iterdir():
+        remove_left(folder, _UNDER_WAY)
     try:
-        with _quiet():
-            config = _config(path)
-            _check_size(path, header, config)
-            with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
-                model = _load(path, dtype)
-            with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
-                model.save_pretrained(made)
-            if header.has_tokenizer:
-                _tokenizer(path).save_pretrained(made)
-        note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture}
-        (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
-        made.chmod(0o755)
-        try:
-            made.rename(target)
-        except OSError:
-            if not (target / NOTE).exists():  # else another process was faster
-                raise
+        with workplace(target.parent, _UNDER_WAY) as made:
+            _write(path, header, dtype, digest, made)
+            try:
+                made.rename(target)
+            except OSError:
+                if not (target / NOTE).exists():  # else another process was faster
+                    raise
     except OSError as error:
-        raise OptionError(f"{path.name} could not be converted in {target.parent}: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        raise OptionError(
+            f"{path.name} could not be converted in {target.parent}: {error}; set MILLPOND_CACHE to a folder that can "
+            "be written, or remove that one"
+        ) from error
+
+
+def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
+    with _quiet():
+        config = _config(path)
+        _check_size(path, header, config)
+        with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
+            model = _load(path, dtype)
+        with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
+            model.save_pretrained(made)
+        if header.has_tokenizer:
+            _tokenizer(path).save_pretrained(made)
+    note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture}
+    (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+    made.chmod(0o755)
 
 
 def _config(path: Path) -> PreTrainedConfig:
