@@ -54,7 +54,7 @@ def write_gguf(
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10_000.0)
     if tokenizer:
-        _add_tokenizer(writer)
+        add_tokenizer(writer)
     outer = (VOCAB, WIDTH)
     shapes: dict[str, tuple[int, ...]] = {"token_embd": outer, "output": outer, "output_norm": (WIDTH,)}
     for layer in range(LAYERS):
@@ -94,7 +94,7 @@ def _layer(architecture: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _add_tokenizer(writer: GGUFWriter) -> None:
+def add_tokenizer(writer: GGUFWriter) -> None:
     """Bytes and a few pairs of them, as GPT-2 spells them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]

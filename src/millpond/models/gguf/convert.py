@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
 from millpond.models.gguf.header import GGUFHeader, read_header
+from millpond.models.gguf.unread import unread
 from millpond.models.progress import progress
 from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
@@ -101,8 +103,10 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
 
 
 def supported_architectures() -> list[str]:
-    """llama.cpp's names of the architectures that the installed transformers reads from GGUF, sorted."""
-    found = {*import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES}
+    """llama.cpp's names of the architectures of which the installed transformers makes decoders, sorted."""
+    known = import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES
+    # among them are encoders, and types of which the installed version has no model
+    found = {name for name in known if name.replace("-", "_") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     with suppress(ImportError, AttributeError):  # older versions have one list only
         found |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
     # transformers writes some with underscores that llama.cpp writes with hyphens, or in one word
@@ -137,7 +141,7 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
     with _quiet():
         config = _config(path)
-        _check_size(path, header, config)
+        _check_described(path, header, config)
         with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
             model = _load(path, dtype)
         with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
@@ -157,15 +161,24 @@ def _config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _check_size(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:
-    """Refuse metadata that describe more parameters than the tensors hold, before any is allocated."""
+def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:
+    """Refuse metadata that describe more parameters than the tensors hold, or less than the file says, on meta."""
     try:
         with torch.device("meta"):
-            needed = sum(p.numel() for p in _AUTO.from_config(config).parameters())
+            model = _AUTO.from_config(config)
+        needed = sum(p.numel() for p in model.parameters())
     except Exception as error:
-        raise OptionError(f"{path.name}: transformers builds no decoder of it ({_first_line(error)})") from error
+        raise OptionError(
+            f"{path.name}: transformers builds no decoder of it ({_first_line(error)}); use another model, one that "
+            "continues texts"
+        ) from error
     if needed > header.size:
         _contradicts(path, f"its metadata describe {needed:,} parameters, and its tensors hold {header.size:,}")
+    if missed := unread(header, config, model):
+        raise OptionError(
+            f"{path.name}: transformers {transformers.__version__} does not read {'; nor '.join(missed)}, so the model "
+            "would answer wrongly; use the model's safetensors instead"
+        )
 
 
 def _load(path: Path, dtype: str) -> PreTrainedModel:
@@ -174,6 +187,11 @@ def _load(path: Path, dtype: str) -> PreTrainedModel:
         given, info = _AUTO.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True, **_dequantized()
         )
+    except NotImplementedError as error:
+        raise OptionError(
+            f"{path.name}: transformers has no place for its tensors ({_first_line(error)}); use the model's "
+            "safetensors instead"
+        ) from error
     except Exception as error:
         _contradicts(path, f"transformers cannot load its tensors ({_first_line(error)})")
     if info["missing_keys"]:
