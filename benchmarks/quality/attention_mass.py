@@ -183,8 +183,8 @@ def _rank(values: Tensor) -> np.ndarray:
 
 
 def rounded(value: Tensor) -> Any:
-    """Five figures, which is more than the windows say."""
-    return json.loads(json.dumps(value.tolist()), parse_float=lambda text: float(f"{float(text):.5g}"))
+    """Four figures, which is more than the windows say."""
+    return json.loads(json.dumps(value.tolist()), parse_float=lambda number: float(f"{float(number):.4g}"))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Perplexity of texts under methods, budgets and number formats on a real model; hours, and it goes on where it stopped.
-#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose ...   then: real.sh table
+#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|parts|greedy ...   then: real.sh table
 # DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt. The parts can run next
 # to each other, one thread each. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
 set -eu
@@ -58,12 +58,25 @@ compactor,h2o:recent=0.75,h2o:recent=0.25,window"
         --method full,oracle,h2o,snapkv,ems,kvmerger,expected_attention,ada:score=h2o
       evaluate v1 --tasks "text:path=wikitext2_valid.txt:$short" --budget 60%,70% --codec rotated4 --method h2o
       ;;
+    parts)
+      # the reference and H2O again, so that the folder can be read alone
+      evaluate w1-parts --tasks "$test" --budget 20% --method "full,h2o,h2o:sinks=0,no_heavy:sinks=4,\
+h2o:recent=0:sinks=0,h2o:recent=0"
+      ;;
+    greedy)
+      evaluate w1-greedy --samples 12 --tasks "$test" --budget 20% --method full,h2o,h2o:prefill=greedy
+      ;;
+    table-parts)
+      compare="$bin/python $results/../quality/real_text.py $out/w1-parts"
+      $compare --out "$results/h2o-parts-real.json"
+      $compare --against h2o 20% --out "$results/h2o-parts-real-paired.json"
+      ;;
     table)
       "$bin/python" "$results/../quality/real_text.py" "$out"/w1-a "$out"/w1-b "$out"/w1-more "$out"/w1-bits "$out"/g1 \
         "$out"/w4 "$out"/v1 --out "$results/real-text.json"
       ;;
     *)
-      echo "no part called $part; there are: all others more bits novels long choose table" >&2
+      echo "no part called $part; there are: all others more bits novels long choose parts greedy table table-parts" >&2
       exit 2
       ;;
   esac

@@ -1,6 +1,6 @@
 """Perplexity of a real model's text under methods, budgets and number formats, each paired with the full cache.
 
-Reads folders that `millpond eval` wrote (`benchmarks/quality/real.sh` makes them), and writes one JSON file and one
+With --against another cell than the full cache's is the one that all are paired with. Reads folders that `millpond eval` wrote (`benchmarks/quality/real.sh` makes them), and writes one JSON file and one
 Markdown table per task: the ratio to the full cache's perplexity, with a paired bootstrap over windows.
 """
 
@@ -27,12 +27,18 @@ def cells(folders: list[Path]) -> dict[tuple[str, ...], dict[str, dict[str, Any]
     return found
 
 
-def compared(found: dict[tuple[str, ...], dict[str, dict[str, Any]]], windows: int) -> list[dict[str, Any]]:
-    """One row per cell that has all windows, best first in each task."""
+def compared(
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]], windows: int, against: tuple[str, str] = ("full", "")
+) -> list[dict[str, Any]]:
+    """One row per cell that has all windows, best first in each task.
+
+    Args:
+        against: method and budget of the cell, in bf16, that the others are paired with.
+    """
     rows, left_out = [], []
     for key, own in found.items():
         task, method, budget, codec = key
-        full = found.get((task, "full", "", "auto"), {})
+        full = found.get((task, *against, "auto"), {})
         if len(own) < windows or own.keys() != full.keys():
             left_out.append(" ".join(key[1:]) + f" ({len(own)} windows)")
             continue
@@ -53,10 +59,10 @@ def compared(found: dict[tuple[str, ...], dict[str, dict[str, Any]]], windows: i
     return sorted(rows, key=lambda row: (row["task"], row["perplexity"]))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], against: str = "full") -> str:
     """The rows of one task."""
     lines = [
-        "| method | budget | stored in | bytes of full | perplexity | more than full | 95 % |",
+        f"| method | budget | stored in | bytes of full | perplexity | more than {against} | 95 % |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- |",
     ]
     lines += [
@@ -71,12 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--windows", type=int, default=60, help="windows that a finished cell has")
+    parser.add_argument("--against", nargs=2, default=("full", ""), metavar=("METHOD", "BUDGET"))
     parser.add_argument("--out", type=Path, required=True, help="results, as .json; the table lies next to it, as .md")
     args = parser.parse_args()
-    rows = compared(cells(args.folders), args.windows)
+    rows = compared(cells(args.folders), args.windows, tuple(args.against))
     args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     parts = [
-        f"## {task}\n\n{table([row for row in rows if row['task'] == task])}\n"
+        f"## {task}\n\n{table([row for row in rows if row['task'] == task], ' '.join(args.against).strip())}\n"
         for task in dict.fromkeys(row["task"] for row in rows)
     ]
     args.out.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")

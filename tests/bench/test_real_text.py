@@ -35,3 +35,7 @@ def test_windows_are_paired_and_unfinished_cells_left_out(tmp_path: Path, capsys
         assert h2o[name] == pytest.approx(math.exp(0.1) - 1)
     assert (h2o["bytes"], h2o["windows"]) == (0.2, 5)
     assert "| `h2o` | 20% | bf16 | 20.0% | 60.34 | +10.5% | +10.5% to +10.5% |" in script.table([h2o])
+    rows_against = script.compared(script.cells([tmp_path]), 5, ("h2o", "20%"))
+    (against_h2o,) = (row for row in rows_against if row["method"] == "full")
+    assert against_h2o["more"] == pytest.approx(math.exp(-0.1) - 1)
+    assert "more than h2o 20%" in script.table([against_h2o], "h2o 20%")

@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.gguf.files import ARCHITECTURES, KINDS, TEMPLATE, VOCAB, write_gguf
-from tests.helpers.models import REAL, needs_real_model
+from tests.helpers.models import NO_REAL, REAL, needs_real_model
 from transformers import AutoModelForCausalLM
 
 import millpond as mp
 from millpond.errors import OptionError
+from millpond.models.downloads import downloaded_gguf
 from millpond.models.gguf import convert
+from millpond.models.gguf.convert import find_gguf
 from millpond.models.load import find_tokenizer, load_model, load_tokenizer, resolve
+
+WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "wikitext2_test.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +120,9 @@ def test_two_at_once_make_one(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
+from millpond.models.downloads import downloaded_gguf
 from millpond.models.gguf import convert
+from millpond.models.gguf.convert import find_gguf
 
 def wait(path, dtype):
     print("converting", flush=True)
@@ -201,3 +207,36 @@ def test_a_real_model_says_what_transformers_says() -> None:
         cache.reset()
         found = model(stock, past_key_values=cache).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@needs_real_model
+@pytest.mark.slow
+def test_the_file_says_what_transformers_reads_of_it(tmp_path: Path) -> None:
+    """Weights and 50 greedy tokens, against transformers' own reading of the same GGUF file."""
+    file = downloaded_gguf("smollm2-135m") if REAL == "smollm2-135m" else find_gguf(Path(str(REAL)))
+    if file is None:
+        pytest.skip(f"{REAL} is no GGUF file")
+    model, tokenizer = load_model(file, "f32"), load_tokenizer(file)
+    stock = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ours, theirs = model.state_dict(), stock.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ids = tokenizer("The history of the printing press", return_tensors="pt")["input_ids"]
+    wanted = stock.generate(ids, max_new_tokens=50, do_sample=False)
+    with mp.compress(model, "full"):
+        assert torch.equal(model.generate(ids, max_new_tokens=50, do_sample=False), wanted)  # type: ignore[operator]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.skipif(REAL != "smollm2-135m", reason=NO_REAL)
+@pytest.mark.skipif(not WIKITEXT.is_file(), reason=f"{WIKITEXT.name} is not in ../shared/data/text")
+def test_perplexity_of_a_real_text() -> None:
+    """WikiText-2, the first 2,048 tokens, in one pass: 13.4."""
+    model, tokenizer = load_model("smollm2-135m", "f32"), load_tokenizer("smollm2-135m")
+    text = WIKITEXT.read_text(encoding="utf-8")[:20_000]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :2048]
+    assert ids.shape[1] == 2048
+    with mp.compress(model, "full") as cache, torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits[0, :-1]
+    assert 13.3 < torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp() < 13.5
