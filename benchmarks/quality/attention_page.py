@@ -1,6 +1,6 @@
 """Attention of a real model as tables in a page and as a picture, out of the file of attention_mass.py.
 
-    attention_page.py benchmarks/results/attention-mass.json --page docs/explanation/attention-real.md --svg FILE
+attention_page.py benchmarks/results/attention-mass.json --page docs/explanation/attention-real.md --svg FILE
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def fits(ranked: np.ndarray, found: Found) -> tuple[float, list[float]]:
 def tables(found: Found) -> str:
     """The measurements in Markdown, a column per text."""
     texts, even = found["texts"], np.array(found["even"])
-    get = {name: {key: np.array(value) for key, value in text.items() if key != "words"} for name, text in texts.items()}
+    get = {
+        name: {key: np.array(value) for key, value in text.items() if key != "words"} for name, text in texts.items()
+    }
     named = {
         "first four tokens, share of attention": lambda t: spread(t["sink"]),
         "heaviest 5 % of columns": lambda t: spread(t["curve"][..., 5]),

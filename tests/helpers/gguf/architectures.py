@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from tests.helpers.gguf.files import add_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers.gguf.files import add_tokenizer
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}  # fmt: skip
@@ -42,7 +43,8 @@ def write_architecture(
     """Write a model of random float32 weights; returns the configuration that it was written of.
 
     Args:
-        called: the name of the model in the file. also: metadata added to that of the architecture. more: shapes of tensors that the model does not have.
+        called: the name of the model in the file. also: metadata added to that of the architecture.
+        more: shapes of tensors that the model does not have.
     """
     legacy = import_module("transformers.modeling_gguf_pytorch_utils")
     kind, options = TYPES[name]

@@ -79,7 +79,10 @@ def write_gguf(
 def _layer(architecture: str) -> dict[str, tuple[int, ...]]:
     kv = KV_HEADS * HEAD
     shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,), "attn_output": (WIDTH, WIDTH), "ffn_down": (WIDTH, INNER)
+        "attn_norm": (WIDTH,),
+        "ffn_norm": (WIDTH,),
+        "attn_output": (WIDTH, WIDTH),
+        "ffn_down": (WIDTH, INNER),
     }
     if architecture == "phi3":
         return shapes | {"attn_qkv": (WIDTH + 2 * kv, WIDTH), "ffn_up": (2 * INNER, WIDTH)}
