@@ -1,9 +1,9 @@
 """Attention of a real model with the full cache: the sink, heavy columns, sparsity, and what the next tokens look at.
 
-    attention_mass.py --model smollm2-135m --windows 4 --length 2048 --out benchmarks/results/attention-mass.json TEXT...
+    attention_mass.py --model smollm2-135m --windows 4 --length 2048 --out RESULTS.json TEXT...
 
 Each window is read by itself, without a token before it, in float32. One layer's weights are held at a time. All
-numbers are kept per text, layer and head, as means over the windows; attention_page.py makes the tables and the picture.
+numbers are kept per text, layer and head, as means over the windows; attention_page.py makes tables and a picture.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ def main() -> None:
         ids = tokenizer(read_document(text), add_special_tokens=False, verbose=False).input_ids
         found[text.name] = measure(model, spread_windows(ids, None, args.length, args.windows))
     even, machine = gathered(even_columns(args.length)[None])[0], describe_machine()
+    digest = hashlib.sha256((Path(folder) / "model.safetensors").read_bytes())
     result = {
-        "model": args.model, "weights_sha256": hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest(),
+        "model": args.model, "weights_sha256": digest.hexdigest(),
         "windows": args.windows, "length": args.length,
         "choices": CHOICES, "ranks": ranks(args.length).tolist(), "even": rounded(even),
         "hardware": machine.hardware, "software": machine.software, "texts": found,

@@ -1,6 +1,8 @@
 """Perplexity of a real model's text under methods, budgets and number formats, each paired with the full cache.
 
-With --against another cell than the full cache's is the one that all are paired with. Reads folders that `millpond eval` wrote (`benchmarks/quality/real.sh` makes them), and writes one JSON file and one
+With --against all are paired with another cell than the full cache's.
+
+Reads folders that `millpond eval` wrote (`benchmarks/quality/real.sh` makes them), and writes one JSON file and one
 Markdown table per task: the ratio to the full cache's perplexity, with a paired bootstrap over windows.
 """
 
@@ -39,20 +41,21 @@ def compared(
     for key, own in found.items():
         task, method, budget, codec = key
         full = found.get((task, *against, "auto"), {})
-        if len(own) < windows or own.keys() != full.keys():
+        names = [*full][:windows]
+        if len(names) < windows or not own.keys() >= {*names}:
             left_out.append(" ".join(key[1:]) + f" ({len(own)} windows)")
             continue
-        nll = np.array([own[name]["score"] for name in full])
-        lost = nll - np.array([record["score"] for record in full.values()])
+        nll = np.array([own[name]["score"] for name in names])
+        lost = nll - np.array([full[name]["score"] for name in names])
         draws = np.random.default_rng(SEED).integers(0, len(lost), (DRAWS, len(lost)))
         low, high = np.exp(np.percentile(lost[draws].mean(1), [2.5, 97.5])) - 1
         rows.append(
             {
-                "task": task, "method": method, "budget": budget, "codec": codec, "windows": len(own),
+                "task": task, "method": method, "budget": budget, "codec": codec, "windows": len(names),
                 "perplexity": float(np.exp(nll.mean())), "more": float(np.exp(lost.mean()) - 1),
                 "low": float(low), "high": float(high),
-                "bytes": float(np.mean([r["kv_bytes"] / r["full_kv_bytes"] for r in own.values()])),
-                "failures": sum(bool(record["failure"]) for record in own.values()),
+                "bytes": float(np.mean([r["kv_bytes"] / r["full_kv_bytes"] for r in (own[name] for name in names)])),
+                "failures": sum(bool(record["failure"]) for record in (own[name] for name in names)),
             }
         )  # fmt: skip
     print("left out, not finished:", *(left_out or ["nothing"]), sep="\n  ")
@@ -76,7 +79,9 @@ def table(rows: list[dict[str, Any]], against: str = "full") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--windows", type=int, default=60, help="windows that a finished cell has")
+    parser.add_argument(
+        "--windows", type=int, default=60, help="first windows of the reference, which a finished cell has all"
+    )
     parser.add_argument("--against", nargs=2, default=("full", ""), metavar=("METHOD", "BUDGET"))
     parser.add_argument("--out", type=Path, required=True, help="results, as .json; the table lies next to it, as .md")
     args = parser.parse_args()

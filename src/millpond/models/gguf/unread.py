@@ -1,4 +1,4 @@
-"""What a GGUF file says and transformers does not read: a model without it would answer, and answer wrongly."""
+"""Parts of a GGUF file that transformers does not read: a model without them would answer, and answer wrongly."""
 
 from __future__ import annotations
 
