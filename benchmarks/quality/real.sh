@@ -67,7 +67,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       evaluate w1-greedy --samples 12 --tasks "$test" --budget 20% --method full,h2o,h2o:prefill=greedy
       ;;
     table-parts)
-      compare="$bin/python $results/../quality/real_text.py $out/w1-parts"
+      compare="$bin/python $results/../quality/real_text.py $out/w1-parts --windows ${WINDOWS:-60}"
       $compare --out "$results/h2o-parts-real.json"
       $compare --against h2o 20% --out "$results/h2o-parts-real-paired.json"
       ;;

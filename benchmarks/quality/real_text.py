@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument(
-        "--windows", type=int, default=60, help="first windows of the reference, which a finished cell has all"
+        "--windows", type=int, default=60, help="how many of the reference's a finished cell has"
     )
     parser.add_argument("--against", nargs=2, default=("full", ""), metavar=("METHOD", "BUDGET"))
     parser.add_argument("--out", type=Path, required=True, help="results, as .json; the table lies next to it, as .md")
