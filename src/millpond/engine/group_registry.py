@@ -60,6 +60,11 @@ class GroupRegistry:
         """All groups so far."""
         return list(self._groups.values())
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all requests in memory."""
+        return 0 if self._slots is None else self._slots.nbytes
+
     def group(self, asked: CacheOptions) -> DecodeGroup:
         """The group of a request.
 
