@@ -194,8 +194,8 @@ def test_states_are_counted_and_admitted_by() -> None:
     assert done.completions[0].kv is not None
     assert done.completions[0].kv.state_bytes == each
 
+    tight = engine_for("qwen3_next", kv_memory=each + 1000)
     with pytest.raises(mp.BudgetError, match="bytes of cache"):
-        tight = engine_for("qwen3_next", kv_memory=each + 1000)
         add(tight, ask(31))
     tight.close()
     tight = engine_for("qwen3_next", kv_memory=each + 30_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.pool_protocol import Pool

@@ -6,7 +6,6 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Hashable
-from typing import Any
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit

@@ -40,7 +40,8 @@ class CacheFactory:
     """Makes stacks of one kind: sequences of the same recipe decode together.
 
     Args:
-        find_pools: where their pages come from. slots: what counts the states of a hybrid. The rest: as of `compress`; a budget in bytes is that of one sequence.
+        find_pools: where their pages come from. slots: what counts the states of a hybrid. The rest: as of `compress`;
+            a budget in bytes is that of one sequence.
 
     Attributes:
         policy, budget: what is kept. pools: where entries lie.

@@ -43,7 +43,9 @@ class EngineCollector(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"millpond_{name}", text, value)
         if stats.kv_limit is not None:
-            yield GaugeMetricFamily("millpond_kv_limit_bytes", "What pages and states may never exceed.", stats.kv_limit)
+            yield GaugeMetricFamily(
+                "millpond_kv_limit_bytes", "What pages and states may never exceed.", stats.kv_limit
+            )
         counters = {
             "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
             "generated_tokens": ("Tokens written.", stats.generated_tokens),
