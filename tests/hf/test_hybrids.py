@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import millpond as mp
 from millpond.bench.model_types.greedy import Run, compare, generated, masked_run, prompts
 from millpond.bench.model_types.tiny_model import tiny_model
+from millpond.hf.document import checksum
 from millpond.hf.model_profile import RESTARTING
 
 FAST = ["lfm2", "qwen3_next", "zamba2", "jamba"]
@@ -160,16 +164,52 @@ def test_what_cannot_go_back_is_refused() -> None:
         assert not held.is_croppable
         with pytest.raises(mp.errors.CacheMismatchError, match=r"layer 0: .* 0 to 1, of which 1 hold entries"):
             held.positions(0)
-        with pytest.raises(mp.errors.UnsupportedModelError, match="holds states of layers 0, which a document"):
-            mp.save_document(held, ids, "unused.safetensors")
     with pytest.raises(mp.errors.UnsupportedModelError, match=r"repeats the prompt, .* states of layers 0"):
         mp.compress(model, "kvzip", 16, ask="none")
-    with pytest.raises(mp.errors.UnsupportedModelError, match=r"is a hybrid: its .* states .layers 0. are not carried"):
-        mp.LLM(model, None)
     with pytest.raises(mp.errors.UnsupportedModelError, match="has no attention layers"):
         mp.compress(tiny_model("falcon_mamba"), "h2o")
     with pytest.raises(mp.errors.UnsupportedModelError, match="keeps recurrent states in its modules"):
         mp.compress(tiny_model("recurrent_gemma"), "h2o")
+
+
+@pytest.mark.parametrize("method", ["full", "h2o"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "zamba2", "falcon_h1"])
+@torch.no_grad()
+def test_a_document_holds_the_states(kind: str, method: str, tmp_path: Path) -> None:
+    model, ids, question, path = model_of(kind), ids_of(30), ids_of(4, 5), tmp_path / "text.safetensors"
+    both = torch.cat([ids, question], 1)
+    with mp.compress(model, method, None if method == "full" else 16) as held:
+        model(ids, past_key_values=held)
+        mp.save_document(held, ids, path)
+        expected = write(model, both, past_key_values=held)
+        assert held.stats().state_bytes > 0
+    restored, known = mp.restore_document(model, path)
+    with restored:
+        assert torch.equal(known, ids)
+        assert restored.stats().state_bytes > 0
+        assert torch.equal(write(model, both, past_key_values=restored), expected)
+    if method == "full":
+        assert torch.equal(expected, write(model, both))
+
+
+@torch.no_grad()
+def test_a_document_without_its_states_is_refused(tmp_path: Path) -> None:
+    model, ids, path = model_of("lfm2"), ids_of(20), tmp_path / "text.safetensors"
+    with mp.compress(model, "full") as held:
+        model(ids, past_key_values=held)
+        mp.save_document(held, ids, path)
+    with safe_open(path, "pt") as file:
+        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    (name,) = [name for name in tensors if name.startswith("state.")]
+    save_file(tensors | {name: tensors[name] + 1}, path, about)
+    with pytest.raises(mp.errors.DataError, match="its checksum differs"):
+        mp.restore_document(model, path)
+    for changed, why in ((None, "layer 0: the file lacks its states"), (tensors[name].repeat(2, 1, 1), "of one text")):
+        others = {other: tensor for other, tensor in tensors.items() if other != name}
+        given = others if changed is None else others | {name: changed}
+        save_file(given, path, about | {"checksum": checksum(about, given)})
+        with pytest.raises(mp.errors.DataError, match=why):
+            mp.restore_document(model, path)
 
 
 def test_an_interrupted_pass_is_seen_though_no_entry_was_written() -> None:

@@ -6,39 +6,46 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.cache.swap.files import SwapFile, SwapFiles
-from millpond.cache.swap.pages import SwappedPages, copy_out, release_all, restore
+from millpond.cache.swap.pages import Content, SwappedPages, copy_out, release_all, restore
 
-#: How many pages of each pool.
-Pages = dict[RefCountedPool[Any], int]
+#: How many pages of each pool; of `StateSlots`, how many sequences.
+Pages = dict[Pool, int]
 
 
 class BatchCache:
     """A batch of sequences that read or decode in step. Holds pages until it is cleared.
 
     Args:
-        layers: one per layer, new ones. timeline: theirs. before_plan: called when the prompt is about to be planned.
+        layers: one per layer with attention, new ones. timeline: theirs. before_plan: called when the prompt is about
+            to be planned. states: of the layers that hold some, in a hybrid.
 
     Attributes:
         reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
     """
 
     def __init__(
-        self, cores: Sequence[LayerCache], timeline: PositionTracker, before_plan: Callable[[], None] = lambda: None
+        self,
+        cores: Sequence[LayerCache],
+        timeline: PositionTracker,
+        before_plan: Callable[[], None] = lambda: None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self.layers = list(cores)
         self.timeline = timeline
+        self.states = states
         self._before_plan = before_plan
         self._swapped: list[list[SwappedPages]] | None = None
+        self._swapped_states: tuple[int, Content] = (0, ())  # of how many sequences
         self._file: SwapFile | None = None  # where the content of what is carried lies; None: in memory
 
     @property
@@ -79,6 +86,8 @@ class BatchCache:
         """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
         for core, joining in zip(self.layers, other.layers, strict=True):
             core.join(joining)
+        if self.states is not None and other.states is not None:
+            self.states.join(other.states)
         self.timeline.join(other.timeline)
         other.timeline.reset()
 
@@ -91,12 +100,16 @@ class BatchCache:
             return
         for core in self.layers:
             core.select(sequences)
+        if self.states is not None:
+            self.states.select(sequences)
         self.timeline.select(sequences)
 
     def part(self, sequences: list[int], into: BatchCache) -> None:
         """Move some sequences to `into`, an empty stack of the same kind."""
         for core, other in zip(self.layers, into.layers, strict=True):
             core.lend(sequences, other)
+        if self.states is not None and into.states is not None:
+            self.states.part(sequences, into.states)
         into.timeline.join(self.timeline.copy(sequences))
         self.select([s for s in range(self.n_seq) if s not in set(sequences)])
 
@@ -104,6 +117,8 @@ class BatchCache:
         """Give every page back and forget every sequence."""
         for core in self.layers:
             core.reset()
+        if self.states is not None:
+            self.states.reset()
         self.timeline.reset()
         self._forget_swapped()
 
@@ -111,14 +126,14 @@ class BatchCache:
 
     def pages_for_step(self) -> Pages:
         """Most pages that the next decoding step may take of each pool."""
-        need: Counter[RefCountedPool[Any]] = Counter()
+        need: Counter[Pool] = Counter()
         for core in self.layers:
             need.update(core.pages_for_step())
         return dict(need)
 
     def pages_for(self, n_tokens: int) -> Pages:
         """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
-        need: Counter[RefCountedPool[Any]] = Counter()
+        need: Counter[Pool] = Counter()
         for core in self.layers:
             if core.table is not None:
                 need[core.table.pool] += core.pages_for(n_tokens)
@@ -132,39 +147,49 @@ class BatchCache:
         return self._swapped is not None
 
     def swap_out(self, files: SwapFiles | None = None) -> None:
-        """Copy all pages to the host's memory, or to a file, and give them back.
+        """Copy all pages and states to the host's memory, or to a file, and give them back.
 
         Raises:
             DataError: the file cannot be written; nothing was changed.
         """
-        tables = self._tables()
+        tables, states = self._tables(), self.states
+        n_states, of_states = (0, ()) if states is None else (states.n_seq, states.copy_out())
         content = [copy_out(table) for table in tables]
         if files is not None:
-            self._file = files.write(content)
-            content = [[()] * len(parts) for parts in content]
+            self._file = files.write([*content, [of_states]])
+            content, of_states = [[()] * len(parts) for parts in content], ()
         self._swapped = [release_all(table, parts) for table, parts in zip(tables, content, strict=True)]
+        self._swapped_states = n_states, of_states
+        if states is not None:
+            states.drop()
 
     def swap_in(self) -> None:
-        """Take the pages in again. Ask `pages_to_swap_in` for room first.
+        """Take the pages and states in again. Ask `pages_to_swap_in` for room first.
 
         Raises:
             DataError: the file with them is gone or broken; they can only be forgotten.
         """
         assert self._swapped is not None, "only swapped-out pages can be swapped in"
+        _, of_states = self._swapped_states
         if self._file is not None:
+            *pages, (of_states,) = self._file.read()
             self._swapped = [
                 [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
-                for parts, found in zip(self._swapped, self._file.read(), strict=True)
+                for parts, found in zip(self._swapped, pages, strict=True)
             ]
         for table, carried in zip(self._tables(), self._swapped, strict=True):
             restore(table, carried)
+        if self.states is not None:
+            self.states.put_back(of_states)
         self._forget_swapped()
 
     def pages_to_swap_in(self) -> Pages:
-        """Pages of each pool that `swap_in` takes."""
-        need: Counter[RefCountedPool[Any]] = Counter()
+        """Pages of each pool that `swap_in` takes, and sequences whose states it brings back."""
+        need: Counter[Pool] = Counter()
         for part in chain.from_iterable(self._swapped or []):
             need[part.pool] += part.n_pages
+        if self.states is not None and self.states.slots is not None:
+            need[self.states.slots] += self._swapped_states[0]
         return dict(need)
 
     def _tables(self) -> list[PageTable]:
@@ -174,6 +199,7 @@ class BatchCache:
         if self._file is not None:
             self._file.remove()
         self._swapped = self._file = None
+        self._swapped_states = 0, ()
 
     # ------------------------------------------------------------------ figures
 

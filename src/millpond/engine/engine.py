@@ -320,10 +320,11 @@ class Engine:
     def _count(self) -> EngineStats:
         scheduler, going = self._scheduler, [a for live in self._live.values() for a in live.unfinished]
         figures = [answer.kv for answer in going if answer.kv is not None]
+        of_states = self._recipes.state_bytes
         return EngineStats(
             running=scheduler.count(State.READING, State.DECODING), waiting=scheduler.count(State.WAITING),
-            swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes, kv_reserved=self._account.nbytes,
-            kv_limit=self._account.limit_bytes, kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
-            preemptions=self._room.n_preempted, finished=self._finished, evicted_entries=self._evicted,
-            **self._turn.counts,
+            swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes - of_states,
+            kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
+            kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
+            finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states, **self._turn.counts,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.state.recurrent_states import StateSlots
 from millpond.codec import Codec
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
@@ -51,12 +52,18 @@ class GroupRegistry:
         self._calibration = calibration
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
+        self._slots = None if model.states is None else StateSlots(model.states.nbytes, account)
         self._completed: dict[tuple[Any, ...], CacheOptions] = {}
 
     @property
     def groups(self) -> list[DecodeGroup]:
         """All groups so far."""
         return list(self._groups.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all requests in memory."""
+        return 0 if self._slots is None else self._slots.nbytes
 
     def group(self, asked: CacheOptions) -> DecodeGroup:
         """The group of a request.
@@ -79,7 +86,7 @@ class GroupRegistry:
                 self._forget_idle()
                 recipe = CacheFactory(
                     self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
-                    self._calibration if needs_calibration(codec) else None,
+                    self._calibration if needs_calibration(codec) else None, self._slots,
                 )  # fmt: skip
                 self._groups[key] = DecodeGroup(recipe, self._model.layers)
         return self._groups[key]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_factory import CacheFactory
@@ -20,9 +19,10 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
     codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
-    those of the answer too.
+    those of the answer too. The states of a hybrid have one size, and each answer has its own.
     """
-    reading = shared = each = 0
+    reading = each = recipe.state_bytes
+    shared = 0
     copies = _writes_everywhere(recipe)
     for index, layer in enumerate(layers):
         pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
@@ -52,7 +52,7 @@ def pages_to_settle(
     written when the prompt's have gone, but for those that are shared; `stack`: what was read, None where
     nothing was.
     """
-    need: Counter[RefCountedPool[Any]] = Counter()
+    need: Counter[Pool] = Counter()
     for index, layer in enumerate(layers):
         pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
         before, _ = _entries(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)

@@ -41,6 +41,7 @@ class KVStats:
         evicted: entries evicted, over all layers and heads.
         unused_bytes: bytes of `kv_bytes` in slots without an entry.
         shared_tokens: tokens of the prompt that were taken from shared pages.
+        state_bytes: bytes of its recurrent and convolution states, in a hybrid, which no other count includes.
     """
 
     seen: int
@@ -50,6 +51,7 @@ class KVStats:
     evicted: int
     unused_bytes: int = 0
     shared_tokens: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class CacheSnapshot:
     """Entries that one layer holds of a request's first answer at one moment.
 
     Attributes:
-        layer: index of the layer.
-        n_layers: layers of the model.
+        layer: index of the layer among those with attention, as all layers are in models that are no hybrids.
+        n_layers: how many these are.
         n_kv_heads: KV heads of the layer.
         token_ids: tokens of prompt and answer that were processed.
         kept: per token the share of the KV heads that hold it, 0 to 1.
@@ -142,7 +144,7 @@ class EngineStats:
         waiting: requests that have not begun.
         swapped: requests that were preempted.
         kv_bytes: bytes of keys, values and their metadata in pages in use.
-        kv_reserved: bytes of all pages, free ones included.
+        kv_reserved: bytes of all pages, free ones included, and of states.
         kv_limit: limit of `kv_reserved`; None for none.
         kv_saved: bytes that full caches of the running requests would hold beyond `kv_bytes`.
         prompt_tokens: counter of tokens read.
@@ -151,6 +153,7 @@ class EngineStats:
         shared_tokens: counter of tokens taken from shared pages.
         preemptions: counter of requests swapped out.
         finished: counter of requests that ended.
+        state_bytes: bytes of recurrent and convolution states, in a hybrid.
     """
 
     running: int
@@ -166,3 +169,4 @@ class EngineStats:
     shared_tokens: int
     preemptions: int
     finished: int
+    state_bytes: int = 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from millpond.cache.batch_cache import Pages
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.swap.files import SwapFiles
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.prefix_sharing import PrefixSharing
@@ -108,7 +107,7 @@ class Preemptor:
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""
-        need: Counter[RefCountedPool[Any]] = Counter()
+        need: Counter[Pool] = Counter()
         for group in groups_of(step, self._live):
             need.update(group.stack.pages_for_step())
         for job, n in step.chunks:
@@ -117,15 +116,19 @@ class Preemptor:
                 need.update(self._pages_to_read(live, n))
         for live in self._ending(step):
             need.update(self._sharing.pages_to_settle(live))
+            if (slots := live.group.recipe.slots) is not None:
+                need[slots] += len(live.unfinished) - 1
         return dict(need)
 
     def _pages_to_read(self, live: RequestState, n: int) -> Pages:
         if live.stack is not None and live.stack.n_seq:
             return live.stack.pages_for(n)
-        need: Counter[RefCountedPool[Any]] = Counter()
+        need: Counter[Pool] = Counter()
         for layer in self._layers:
             pool = live.group.recipe.prompt_pool(layer.key_dim, layer.value_dim)
             need[pool] += layer.n_kv_heads * -(-n // pool.slots)
+        if (slots := live.group.recipe.slots) is not None:
+            need[slots] += 1
         return dict(need)
 
 

@@ -6,11 +6,10 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Hashable
-from typing import Any
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.request_state import RequestState
@@ -103,12 +102,14 @@ def can_share(recipe: CacheFactory) -> bool:
     moves = policy.prefill == "greedy" or policy.positions != "absolute"
     codec = recipe.pools.codec
     observes = codec is not None and (codec.balanced or codec.prune > 0)
+    if recipe.slots is not None:  # the states at the end of what is shared are not kept
+        return False
     return not (sums or moves or observes or recipe.whole_prompt)
 
 
 def together(*parts: Pages) -> Pages:
     """All these pages."""
-    need: Counter[RefCountedPool[Any]] = Counter()
+    need: Counter[Pool] = Counter()
     for pages in parts:
         need.update(pages)
     return dict(need)

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
-from millpond.errors import CacheMismatchError, DataError, OptionError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.prompt_parts import part_size
+from millpond.hf.state_tensors import restore_states, state_tensors
 
 #: First bytes of a file, so that another file is refused at once.
 FORMAT = "millpond-document-2"
@@ -42,7 +43,6 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     Raises:
         CacheMismatchError: the cache holds several texts, pads, or not these tokens' number.
         OptionError: a policy of one's own, or a method whose memory a file does not hold.
-        UnsupportedModelError: the model is a hybrid, whose states a file does not hold.
         DataError: the file cannot be written.
     """
     settings = cache.settings
@@ -50,11 +50,8 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         raise OptionError("a Policy of one's own has no name to restore it by: register it as a method, and name that")
     if cache.policy.needs.entropies is not None:
         raise OptionError(f"method {settings['method']!r} remembers predictions, which a file does not hold")
-    if cache.states.layers:
-        raise UnsupportedModelError(
-            f"the cache holds states of layers {', '.join(map(str, cache.states.layers))}, which a document does not "
-            "carry yet; fork() the cache for several questions on one text"
-        )
+    if cache.states.in_pass:
+        raise CacheMismatchError("a forward pass was interrupted; call reset() and read the text again")
     timeline = cache.timeline
     if timeline.n_seq != 1 or ids.shape[0] != 1:
         raise CacheMismatchError(f"a document is one text; the cache holds {timeline.n_seq}, the ids {ids.shape[0]}")
@@ -67,6 +64,7 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         if core.pending:
             core.settle()
     tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
+    tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
     model = cache.model()
     if model is None:
@@ -126,6 +124,7 @@ def restore_document(
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
             from_tensors(core, part, n_tokens, model.device)
+        restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)
     except BaseException:
         cache.close()

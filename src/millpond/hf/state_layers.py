@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,18 +59,26 @@ class States:
 
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return sum(state.nbytes for layer in self.layers.values() for state in _tensors(layer))
+        return sum(state.nbytes for state in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All states, (S, ...) each, layer by layer."""
+        return (state for layer in self.layers.values() for state in _tensors(layer))
+
+    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let each state be what `change` makes of it, in the order of `tensors`."""
+        for layer in self.layers.values():
+            _replace(layer, layer, change)
 
     def select(self, sequences: list[int]) -> None:
         """Follow a choice of sequences."""
-        for layer in self.layers.values():
-            _replace(layer, layer, lambda state: state[torch.tensor(sequences, device=state.device)])
+        self.replace(lambda state: state[torch.tensor(sequences, device=state.device)])
 
-    def become(self, other: States) -> None:
-        """Take copies of the states of another cache of the same model."""
+    def become(self, other: States, *, copied: bool = True) -> None:
+        """Take copies of the states of another cache of the same model; or them, where that one will drop them."""
         for number, layer in self.layers.items():
             of = other.layers[number]
-            _replace(layer, of, torch.clone)
+            _replace(layer, of, torch.clone if copied else lambda state: state)
             for name in _FLAGS:
                 setattr(layer, name, dict(getattr(of, name)))
             layer.dtype, layer.device = of.dtype, of.device

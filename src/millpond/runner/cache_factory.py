@@ -17,6 +17,7 @@ from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.quantized_pool import QuantizedPool
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError
@@ -28,6 +29,7 @@ from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.policy.needs.declared import Needs
+from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import LayerShape, PackedModel
 
 #: Finds the pools of a number format, of entries with masses or without.
@@ -38,11 +40,13 @@ class CacheFactory:
     """Makes stacks of one kind: sequences of the same recipe decode together.
 
     Args:
-        find_pools: where their pages come from. The rest: as of `compress`; a budget in bytes is that of one sequence.
+        find_pools: where their pages come from. slots: what counts the states of a hybrid. The rest: as of `compress`;
+            a budget in bytes is that of one sequence.
 
     Attributes:
         policy, budget: what is kept. pools: where entries lie.
         whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
+        slots: what counts the states of a hybrid; None for other models.
 
     Raises:
         OptionError: as `compress`, or the method cannot run with others in one pass; the message says why.
@@ -58,6 +62,7 @@ class CacheFactory:
         codec: str | tuple[str, str],
         tokenizer: PreTrainedTokenizerBase | None = None,
         calibration: CalibrationSource = None,
+        slots: StateSlots | None = None,
     ) -> None:
         policy = policy_of(method, dict(options))
         _check_packable(method, policy.needs)
@@ -71,7 +76,8 @@ class CacheFactory:
         if isinstance(stored, Codec):
             policy.check_codec(stored)
         self.pools = find_pools(stored or model.dtype, policy.mass_bias)
-        self.whole_prompt = policy.needs.whole_prompt
+        self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
+        self.slots = slots
         self._model = model
         self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._budgets = _RequestBudgets(self.budget, policy, [layer.window for layer in model.layers])
@@ -91,7 +97,8 @@ class CacheFactory:
         def before_plan() -> None:
             self._budgets.cores = cores
 
-        stack = BatchCache(cores, timeline, before_plan)
+        states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
+        stack = BatchCache(cores, timeline, before_plan, states)
         stack.reading = prompt > 0
         return stack
 
@@ -114,6 +121,11 @@ class CacheFactory:
         if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
             return None
         return self.pools.packed(layer.index, layer.key_dim, layer.value_dim, self._model.device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence."""
+        return 0 if self._model.states is None else self._model.states.nbytes
 
     def entry_bytes(self, layer: LayerShape) -> int:
         """Bytes of a token's keys and values in one layer, in the model's dtype."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import DummyLayer
 
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
@@ -16,6 +17,7 @@ from millpond.errors import CacheMismatchError
 from millpond.hf.attention import tag
 from millpond.hf.single_pass_layer import PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
+from millpond.runner.carried_states import CarriedStates
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
@@ -26,13 +28,15 @@ class Segment:
     """Rows of a pass that go to one batch of caches.
 
     Attributes:
-        cores: of all layers. begin, end: which rows. decoding: one row per sequence; else all rows are one sequence's.
+        cores: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
+            one sequence's. states: of its sequences, in a hybrid.
     """
 
     cores: Sequence[LayerCache]
     begin: int
     end: int
     decoding: bool
+    states: CarriedStates | None = None
 
 
 class FusedSteps(NamedTuple):
@@ -52,18 +56,22 @@ class FusedSteps(NamedTuple):
 
 
 class SegmentedAttention:
-    """Attention of each layer, segment by segment."""
+    """Attention of each layer, segment by segment.
+
+    Attributes:
+        segments: cut all rows of the pass, in order.
+    """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+        self.segments = segments
 
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
-        if len(self._segments) == 1:
-            return self._one(self._segments[0], index, q, k, v, shape)
+        if len(self.segments) == 1:
+            return self._one(self.segments[0], index, q, k, v, shape)
         outs = [
             self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
-            for s in self._segments
+            for s in self.segments
         ]
         return torch.cat(outs)
 
@@ -74,9 +82,9 @@ class SegmentedAttention:
 
     def steps(self, shapes: Sequence[AttentionShape]) -> FusedSteps | None:
         """All layers ready for one decoding step, where the segment is one and each layer `is_fusable`."""
-        segment = self._segments[0]
+        segment = self.segments[0]
         n, cores = segment.end - segment.begin, segment.cores
-        if len(self._segments) > 1 or not segment.decoding:
+        if len(self.segments) > 1 or not segment.decoding:
             return None
         if not all(core.is_fusable(n, shape) for core, shape in zip(cores, shapes, strict=True)):
             return None
@@ -93,9 +101,14 @@ class SegmentedAttention:
 
 
 class ShapeWatch:
-    """Learns the shapes of keys and values, and keeps none."""
+    """Learns the shapes of keys and values, and keeps none.
 
-    def __init__(self) -> None:
+    Args:
+        segments: of the pass, where modules run segment by segment.
+    """
+
+    def __init__(self, segments: Sequence[Segment] = ()) -> None:
+        self.segments = segments
         self.found: dict[int, tuple[int, int, int]] = {}
         self.shapes: dict[int, AttentionShape] = {}
 
@@ -120,11 +133,16 @@ Served = SegmentedAttention | ShapeWatch | FunctionAttention
 
 
 class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
-    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries."""
+    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries.
 
-    def __init__(self, index: int, served: Served) -> None:
+    Args:
+        index: number of the layer in the model. nth: its number among those with attention.
+    """
+
+    def __init__(self, index: int, nth: int, served: Served) -> None:
         super().__init__()
         self.index = index
+        self._nth = nth
         self._served = served
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -134,11 +152,25 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
         """See `SegmentedAttention.attend`. The mask of the row says nothing: no row is a pad."""
         if q.shape[0] != 1:
             raise CacheMismatchError(f"a packed pass has one row of tokens, and a layer brought {q.shape[0]}")
-        return self._served.attend(self.index, q, k, v, shape)
+        return self._served.attend(self._nth, q, k, v, shape)
 
 
 class PackedPass(Cache):
-    """The `past_key_values` of one packed pass."""
+    """The `past_key_values` of one packed pass.
 
-    def __init__(self, served: Served, layers: int) -> None:
-        super().__init__(layers=[_PackedLayer(index, served) for index in range(layers)])
+    Args:
+        attending: numbers of the layers with attention. depth: layers of all kinds.
+    """
+
+    def __init__(self, served: Served, attending: Sequence[int], depth: int) -> None:
+        layers: list[Any] = [DummyLayer() for _ in range(depth)]  # type: ignore[no-untyped-call]
+        for nth, number in enumerate(attending):
+            layers[number] = _PackedLayer(number, nth, served)
+        super().__init__(layers=layers)
+        self._served = served
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Those of all its rows, for modules that run segment by segment."""
+        assert isinstance(self._served, SegmentedAttention | ShapeWatch), "only families without states run lean"
+        return self._served.segments

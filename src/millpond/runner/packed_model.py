@@ -23,6 +23,7 @@ from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.signals.rotary import CHANGING
+from millpond.runner.carried_states import CarriedStates, StateShape
 from millpond.runner.native_forward import NativeForward
 from millpond.runner.packed_cache import (
     FunctionAttention,
@@ -33,6 +34,7 @@ from millpond.runner.packed_cache import (
     Served,
     ShapeWatch,
 )
+from millpond.runner.state_mixers import find_mixers, use_segments
 
 #: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
 Runner = Literal["auto", "lean", "modules"]
@@ -62,7 +64,7 @@ class PackedModel:
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
-        layers: what each layer stores.
+        layers: what each layer with attention stores. states: what the others hold of a sequence, in a hybrid.
         end_tokens: ids that end a text, as the model's configuration has them.
         runner: which of the two runs.
 
@@ -89,9 +91,13 @@ class PackedModel:
         self.end_tokens = profile.end_tokens
         self.vocabulary = profile.vocabulary
         self._picks_rows = "logits_to_keep" in profile.arguments
-        self._n_layers = profile.n_layers
-        self._undo: list[Callable[[], None]] = [switch_attention(profile.config)]
+        self._attending, self._depth = profile.attending, max(profile.depth, profile.n_layers)
+        self.states: StateShape | None = None
+        self._undo: list[Callable[[], None]] = []
         try:
+            if profile.state_layers:
+                self._use_states(profile)
+            self._undo.append(switch_attention(profile.config))
             watch = self._probe()
             self.layers = _layers_of(profile, watch)
             self._lean = self._make_lean(watch, runner if native_layers else "modules")
@@ -128,7 +134,7 @@ class PackedModel:
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
         begin_pass()
-        cache = PackedPass(served, self._n_layers)
+        cache = PackedPass(served, self._attending, self._depth)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
@@ -136,6 +142,12 @@ class PackedModel:
         end_pass()
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
+
+    @no_autograd
+    def _use_states(self, profile: ModelProfile) -> None:
+        """Let the modules with states run segment by segment."""
+        mixers, self.states = find_mixers(self.model, profile)
+        self._undo.append(use_segments(mixers))
 
     @no_autograd
     def _make_lean(self, watch: ShapeWatch, runner: Runner) -> NativeForward | None:
@@ -160,7 +172,8 @@ class PackedModel:
     @no_autograd
     def _probe(self) -> ShapeWatch:
         """What the layers do with a token: one runs through the model and is not kept."""
-        watch = ShapeWatch()
+        states = None if self.states is None else CarriedStates(self.states)
+        watch = ShapeWatch([Segment([], 0, 1, False, states)])
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(token, token, watch, token)
         return watch
@@ -177,12 +190,6 @@ def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:
 
 def _check_packable(profile: ModelProfile) -> None:
     name = profile.name
-    if profile.state_layers:
-        raise UnsupportedModelError(
-            f"{name} is a hybrid: its recurrent and convolution states (layers "
-            f"{', '.join(map(str, profile.state_layers))}) are not carried with a request yet; use "
-            "compress(model, ...).generate"
-        )
     if profile.latent is not None:
         raise UnsupportedModelError(
             f"{name} caches latents (MLA) and expands the kept ones of a whole batch in each pass, which packed "

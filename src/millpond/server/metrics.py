@@ -36,13 +36,16 @@ class EngineCollector(Collector):
             "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
             "engine_stalled": ("1 while the engine hangs or has ended.", int(self._gate.trouble is not None)),
             "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
-            "kv_reserved_bytes": ("Bytes of all pages, free ones included.", stats.kv_reserved),
+            "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
+            "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
             "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"millpond_{name}", text, value)
         if stats.kv_limit is not None:
-            yield GaugeMetricFamily("millpond_kv_limit_bytes", "What pages may never exceed.", stats.kv_limit)
+            yield GaugeMetricFamily(
+                "millpond_kv_limit_bytes", "What pages and states may never exceed.", stats.kv_limit
+            )
         counters = {
             "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
             "generated_tokens": ("Tokens written.", stats.generated_tokens),

@@ -29,6 +29,7 @@ def sums(held: Sequence[KVStats]) -> dict[str, Any]:
         "kv_bytes": sum(kv.kv_bytes for kv in held),
         "unused_bytes": sum(kv.unused_bytes for kv in held),
         "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
+        "state_bytes": sum(kv.state_bytes for kv in held),
         "evicted": sum(kv.evicted for kv in held),
         "seen": sum(kv.seen for kv in held),
         "held": round(sum(kv.held for kv in held) / len(held), 2) if held else 0.0,

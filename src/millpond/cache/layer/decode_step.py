@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.nan_check import NanCheck
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.planning.budget_growth import grow
 from millpond.cache.planning.head_competition import HeadCompetition
 from millpond.cache.planning.planner import Planner
@@ -80,11 +80,11 @@ class DecodeStep:
         """Forget what was noticed."""
         self._finite = NanCheck(self._index)
 
-    def pages(self, table: PageTable) -> dict[RefCountedPool[Any], int]:
+    def pages(self, table: PageTable) -> dict[Pool, int]:
         """Most pages that the next step may take of each pool."""
         always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
         grows = always or self._policy.grows or bool(self._rivals.every)
-        need: dict[RefCountedPool[Any], int] = {table.pool: table.pages_for_step(grows, whole or not always)}
+        need: dict[Pool, int] = {table.pool: table.pages_for_step(grows, whole or not always)}
         if table.sealed is not None:
             need[table.sealed.pool] = quantize.pages_due(table)
         return need

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
 from millpond.cache.pages.heap import give_back_after
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.pages.quantized_store import QuantizedStore
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.planning.planner import Planner
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
@@ -246,7 +246,7 @@ class LayerCache(LayerStorage):
         whole = self.policy.observes_all or self.policy.prefill == "greedy"
         return 0 if self._table is None else self._table.pages_for(n_tokens, whole)
 
-    def pages_for_step(self) -> dict[RefCountedPool[Any], int]:
+    def pages_for_step(self) -> dict[Pool, int]:
         """Most pages that the next decoding step may take of each pool."""
         return {} if self._table is None else self._stepper.pages(self._table)
 

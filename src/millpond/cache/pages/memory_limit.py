@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, RefCountedPool
+from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES
 
 #: Arenas that the limit is cut into, so that pools of several shapes can share it.
 GRAIN = 64
@@ -23,7 +23,7 @@ class MemoryLimit:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self.pools: list[RefCountedPool[Any]] = []
+        self.pools: list[Pool] = []
 
     @property
     def arena_bytes(self) -> int:
@@ -40,7 +40,7 @@ class MemoryLimit:
         """Bytes of the pages in use, side arrays included."""
         return sum(pool.n_live * pool.page_bytes for pool in self.pools)
 
-    def can_take(self, pages: Mapping[RefCountedPool[Any], int]) -> bool:
+    def can_take(self, pages: Mapping[Pool, int]) -> bool:
         """Whether all these pages, of pools of this account, can be allocated."""
         if self.limit_bytes is None:
             return True

@@ -7,12 +7,13 @@ lies in its pages.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.errors import OptionError, PoolFullError
 from millpond.kernels.arenas import Arenas
 
@@ -26,12 +27,12 @@ class Limit(Protocol):
     """What several pools may hold together."""
 
     limit_bytes: int | None
-    pools: list[RefCountedPool[Any]]
+    pools: list[Pool]
 
     @property
     def arena_bytes(self) -> int: ...
 
-    def can_take(self, pages: Mapping[RefCountedPool[Any], int]) -> bool: ...
+    def can_take(self, pages: Mapping[Pool, int]) -> bool: ...
 
 
 A = TypeVar("A", bound=Arenas)

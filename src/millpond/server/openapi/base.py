@@ -33,11 +33,13 @@ class ErrorAnswer(Described):
 
 
 class KeptFigures(Described):
-    """What caches held: bytes of pages, of slots in them without an entry, and of a full cache; entries that left."""
+    """What caches held: bytes of pages, of slots in them without an entry, of a full cache, and of the states of a
+    hybrid; entries that left."""
 
     kv_bytes: int
     unused_bytes: int
     full_kv_bytes: int
+    state_bytes: int
     evicted: int
     seen: int
     held: float
@@ -59,6 +61,7 @@ class ChoiceFigures(Described):
     kv_bytes: int | None = None
     unused_bytes: int | None = None
     full_kv_bytes: int | None = None
+    state_bytes: int | None = None
     evicted: int | None = None
     seen: int | None = None
     held: float | None = None

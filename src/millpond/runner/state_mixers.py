@@ -1,0 +1,135 @@
+"""Modules of a hybrid that read and write states, called segment by segment in a packed pass.
+
+Such a module takes (batch, tokens) rows and the cache with their states. In a packed pass the tokens of all sequences
+lie in one row; so it runs once for each segment: over the newest tokens of all sequences of a batch, or over tokens of
+one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from millpond.errors import UnsupportedModelError
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.native_layers.forward_override import ForwardOverride
+from millpond.models.lean.watch import own_forward
+from millpond.runner.carried_states import StateShape
+from millpond.runner.packed_cache import PackedPass, Segment
+
+#: Methods of a layer of states that a module writes them with.
+_WRITES = ("update_conv_state", "update_recurrent_state")
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the forward of a module that has states."""
+    own = type(self).forward
+    packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedPass)), None)
+    if packed is None:
+        return own(self, *args, **kwargs)
+    segments = packed.segments
+
+    def cut(value: Any, segment: Segment) -> Any:
+        return _cut(value, segment, segments[-1].end)
+
+    found = [
+        own(self, *(cut(value, one) for value in args), **{name: cut(value, one) for name, value in kwargs.items()})
+        for one in segments
+    ]
+    return _joined(found, segments)
+
+
+_STAND_IN = ForwardOverride(forward)
+
+
+def use_segments(mixers: list[nn.Module]) -> Callable[[], None]:
+    """Let these modules run segment by segment in packed passes; returns what ends it."""
+    return _STAND_IN.begin(mixers)
+
+
+def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.Module], StateShape]:
+    """The modules that write the states of a hybrid, and what they write of one sequence.
+
+    One token runs through the model as transformers runs it, to see which module is at work when a state is written.
+
+    Raises:
+        UnsupportedModelError: a layer writes no state, or writes it in code that was put in place of a module's own.
+    """
+    cache = DynamicCache(config=profile.config)
+    running: list[nn.Module] = []
+    writers: dict[int, list[nn.Module]] = {number: [] for number in profile.state_layers}
+
+    def noting(number: int, write: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            writers[number].append(running[-1])
+            return write(*args, **kwargs)
+
+        return noted
+
+    for number in profile.state_layers:
+        for name in _WRITES:
+            setattr(cache.layers[number], name, noting(number, getattr(cache.layers[number], name)))
+    hooks = [module.register_forward_pre_hook(lambda module, _: running.append(module)) for module in model.modules()]
+    hooks += [
+        module.register_forward_hook(lambda *_: running.pop() and None, always_call=True) for module in model.modules()
+    ]
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    mixers = list(dict.fromkeys(module for found in writers.values() for module in found))
+    _check(profile.name, writers, mixers)
+    counts = {number: cache.layers[number].number_of_states for number in profile.state_layers}
+    states = [
+        state
+        for number in profile.state_layers
+        for name in ("conv_states", "recurrent_states")
+        for state in getattr(cache.layers[number], name).values()
+    ]
+    nbytes = sum(state.nbytes for state in states if state is not None)
+    return mixers, StateShape(counts, profile.depth, nbytes, profile.restarts)
+
+
+def _check(name: str, writers: dict[int, list[nn.Module]], mixers: list[nn.Module]) -> None:
+    """
+    Raises:
+        UnsupportedModelError: see `find_mixers`.
+    """
+    silent = next((number for number, found in writers.items() if not found), None)
+    if silent is not None:
+        raise UnsupportedModelError(f"layer {silent} of {name} hands no state to its cache")
+    for module in mixers:
+        if not _STAND_IN.serves(module) and own_forward(module) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} of {name} has a forward of its own, which the engine does not cut into the "
+                "rows of its requests; remove it, or use compress(model, ...).generate"
+            )
+
+
+def _cut(value: Any, segment: Segment, n_rows: int) -> Any:
+    """What a module is given for one segment: its rows of what holds one for each of all `n_rows`, and its states."""
+    if isinstance(value, PackedPass):
+        assert segment.states is not None, "sequences of a hybrid have states"
+        return segment.states.cache
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(one, segment, n_rows) for one in value)
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != 1 or value.shape[1] != n_rows:
+        return value
+    rows = value[:, segment.begin : segment.end]
+    return rows.transpose(0, 1) if segment.decoding else rows
+
+
+def _joined(found: list[Any], segments: Sequence[Segment]) -> Any:
+    """The outputs of all segments as that of the whole row."""
+    if isinstance(found[0], tuple):
+        return tuple(_joined(list(parts), segments) for parts in zip(*found, strict=True))
+    if found[0] is None:
+        return None
+    rows = [part.transpose(0, 1) if one.decoding else part for part, one in zip(found, segments, strict=True)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
