@@ -206,12 +206,12 @@ def _layer_size(
 
 
 def _dtype(saved: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
-    kinds = {spec["dtype"] for spec in saved.values()}
-    if len(kinds) != 1 or (kind := kinds.pop()) not in _DTYPES:
+    kinds = sorted({spec["dtype"] for spec in saved.values()})
+    if len(kinds) != 1 or kinds[0] not in _DTYPES:
         raise UnsupportedModelError(
-            f"weights are saved as {', '.join(sorted(kinds)) or kind}: a sweep takes one of {', '.join(_DTYPES)}"
+            f"weights are saved as {', '.join(kinds)}: a sweep takes one of {', '.join(_DTYPES)} for all of them"
         )
-    return _DTYPES[kind]
+    return _DTYPES[kinds[0]]
 
 
 def _bytes(spec: Mapping[str, Any]) -> int:
