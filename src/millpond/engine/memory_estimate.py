@@ -59,7 +59,7 @@ def pages_to_settle(
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
-        plain = layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1)
+        plain = layer.n_kv_heads * (unquantized(recipe, layer, before) // pool.slots + 1)
         held = None if stack is None else stack.layers[index].table
         if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
             need[pool] += plain
@@ -71,11 +71,11 @@ def pages_to_settle(
 def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> int:
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer.key_dim, layer.value_dim)
-    plain = pool.page_bytes * layer.n_kv_heads * (_plain(recipe, layer, entries) // pool.slots + 1)
+    plain = pool.page_bytes * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
     return plain + _codes(recipe, layer, entries, seen)
 
 
-def _plain(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
+def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     """Of `entries` entries per KV head, those that are not quantized."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
