@@ -14,11 +14,13 @@ class Capabilities:
 
     Attributes:
         weights, kv: tiers that may hold them. schedules: that it runs.
+        micro_batches: whether a block may pass a layer in several parts.
     """
 
     weights: tuple[str, ...] = (HOST, DISK)
     kv: tuple[str, ...] = (HOST,)
     schedules: tuple[str, ...] = ("row", "zigzag")
+    micro_batches: bool = False
 
     def check(self, plan: Plan) -> None:
         """
@@ -45,5 +47,5 @@ class Capabilities:
 ENGINE = Capabilities()
 #: Everything that the cost model knows.
 EVERYTHING = Capabilities(
-    weights=(DEVICE, HOST, DISK), kv=(DEVICE, HOST, DISK), schedules=("row", "zigzag", "diagonal")
+    weights=(DEVICE, HOST, DISK), kv=(DEVICE, HOST, DISK), schedules=("row", "zigzag", "diagonal"), micro_batches=True
 )

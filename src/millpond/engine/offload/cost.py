@@ -13,6 +13,7 @@ from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Schedule
+from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
@@ -141,14 +142,17 @@ class CostModel:
         return found
 
     def activations(self, block: BlockShape) -> dict[str, int]:
-        """Bytes of hidden states, of what a layer writes in between, and of logits, by purpose."""
-        model, item = self.model, self._item
-        rows = block.sequences + block.prompt_rows
-        passing = min(block.sequences, block.micro_batch) + block.prompt_rows
+        """Bytes of the rows that pass a layer, and of logits, by purpose; as the engine counts them in a step.
+
+        A step has at most `prompt_rows` rows, or all that decode and a few of prompts.
+        """
+        model, some = self.model, max(block.prompt_rows // READING_SHARE, 1)
+        passing = max(block.prompt_rows, min(block.sequences, block.micro_batch) + some)
+        rows = max(block.prompt_rows, block.sequences + some)
+        answers = min(block.sequences + MOST_PIECES, rows)
         return {
-            "hidden": 3 * rows * model.width * item,
-            "scratch": passing * max(layer.row_numbers for layer in model.layers) * item,
-            "logits": block.sequences * model.vocabulary * (item + 4 + 4),  # and two copies in float32 to draw from
+            "activations": passing * max(layer.row_bytes for layer in model.layers) + model.widening_bytes,
+            "logits": answers * model.vocabulary * (self._item + 4),
         }
 
     def _extra_kv(self, block: BlockShape) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from millpond.errors import DataError, OptionError, UnsupportedModelError
+from millpond.errors import OptionError
 from millpond.hf.model_support import supported
+from millpond.kernels.many_rows import BLOCK
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.load import resolve
+from millpond.models.weights.skeleton import Skeleton
+from millpond.models.weights.streamed import WeightSizes
 from millpond.runner.packed_model import LayerShape
-
-#: Bounds of a direct read: both ends of what is read lie on multiples of it.
-ALIGNED = 4096
-#: Most bytes of the header of a safetensors file, as that format has it.
-_MOST_HEADER = 100_000_000
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+from millpond.tiers.aligned import aligned_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +32,15 @@ class LayerSize:
 
     Attributes:
         shape: what it stores of a token. n_heads: query heads.
-        n_bytes: of its weights as saved. slot_bytes: that a slot needs, each tensor widened to `ALIGNED`.
-        parameters: numbers of its matrices. row_numbers: numbers of scratch that a row takes while it passes.
+        n_bytes: of its weights as they are read. parameters: numbers of its matrices.
+        row_bytes: that a row takes besides weights and KV while it passes the layer.
     """
 
     shape: LayerShape
     n_heads: int
     n_bytes: int
-    slot_bytes: int
     parameters: int
-    row_numbers: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +51,8 @@ class ModelSize:
         folder: where its files are. name: of its class. dtype: of its weights. fingerprint: of shapes and places of all
             tensors.
         layers: in their order. end_bytes: of embeddings, head and all that is in no layer; always in memory.
-        width, vocabulary: of hidden states and logits. head_parameters: numbers of the last matrix.
+        slot_bytes: of a slot that any layer fits in. widening_bytes: scratch of products in 16 bits.
+        vocabulary, head_parameters: of the logits, and numbers of the last matrix. width: of hidden states.
         context: most tokens of a text; None: no limit.
     """
 
@@ -66,6 +62,8 @@ class ModelSize:
     fingerprint: str
     layers: tuple[LayerSize, ...]
     end_bytes: int
+    slot_bytes: int
+    widening_bytes: int
     width: int
     vocabulary: int
     head_parameters: int
@@ -86,11 +84,6 @@ class ModelSize:
         """Bytes of all weights."""
         return self.layer_bytes + self.end_bytes
 
-    @cached_property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot that any layer fits in."""
-        return max(layer.slot_bytes for layer in self.layers)
-
 
 def model_size(model: str | os.PathLike[str]) -> ModelSize:
     """Read the sizes of a model.
@@ -99,121 +92,54 @@ def model_size(model: str | os.PathLike[str]) -> ModelSize:
         model: a folder with config.json and safetensors, a GGUF file, or a name of `millpond models`.
 
     Raises:
-        OptionError: there is no such folder, or it holds no safetensors. DataError: a file is damaged, or lacks
-            weights of the model. UnsupportedModelError: the layers are not built as Llama's, OPT's or GPT-NeoX's.
+        OptionError: there is no such folder, or it holds no safetensors. DataError: a file is damaged, or does not fit
+            the configuration. UnsupportedModelError: the layers are not built as Llama's, OPT's or GPT-NeoX's.
     """
     folder = Path(resolve(model))
-    if not (folder / "config.json").is_file():
+    if not folder.is_dir():
         raise OptionError(
-            f"{os.fspath(model)}: no folder with a config.json; a plan needs the model's folder, its config.json and "
-            "its safetensors"
+            f"{os.fspath(model)}: there is no such folder; a plan needs a model's folder with its config.json and "
+            "safetensors, a GGUF file, or a name of 'millpond models'"
         )
-    saved = _saved(folder)
-    skeleton = _skeleton(folder)
-    profile = supported(skeleton)
-    layers = _layers_module(skeleton)
-    dtype = _dtype(saved)
-    sizes = tuple(
-        _layer_size(name, layer, index, profile.windows[index], saved) for index, (name, layer) in enumerate(layers)
-    )
-    inside = {f"{name}.{tensor}" for name, layer in layers for tensor in layer.state_dict()}
-    head: Any = skeleton.get_output_embeddings()
-    marks = sorted((name, spec["dtype"], spec["shape"], spec["data_offsets"]) for name, spec in saved.items())
+    skeleton = Skeleton.of(folder)
+    profile = supported(skeleton.model)
+    sizes = WeightSizes(skeleton)
+    head: Any = skeleton.model.get_output_embeddings()
+    item = skeleton.dtype.itemsize
     return ModelSize(
-        folder=folder, name=profile.name, dtype=dtype,
-        fingerprint=hashlib.sha256(json.dumps([profile.name, marks]).encode()).hexdigest()[:16],
-        layers=sizes, end_bytes=sum(_bytes(spec) for name, spec in saved.items() if name not in inside),
+        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=_fingerprint(profile.name, skeleton),
+        layers=tuple(
+            _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
+            for index, (layer, window, layout) in enumerate(
+                zip(skeleton.layers, profile.windows, sizes.layers, strict=True)
+            )
+        ),
+        end_bytes=sizes.kept_bytes(()), slot_bytes=sizes.slot_bytes, widening_bytes=2 * 4 * BLOCK if item < 4 else 0,
         width=int(profile.config.hidden_size), vocabulary=profile.vocabulary, head_parameters=head.weight.numel(),
         context=profile.position_limit,
     )  # fmt: skip
 
 
-def _saved(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The tensors in all safetensors files of a folder, by name: dtype, shape and offsets."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise OptionError(
-            f"{folder}: holds no safetensors files, which are what weights are streamed from; save the model with "
-            "save_pretrained"
-        )
-    return {name: spec for file in files for name, spec in _header(file)}
-
-
-def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names and descriptions of the tensors of one file.
-
-    Raises:
-        DataError: it is no safetensors file, or is shorter than its header says.
-    """
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MOST_HEADER:
-                raise ValueError(f"its header has {length} bytes")
-            header = json.loads(stream.read(length))
-        size, most = file.stat().st_size, 8 + length
-        for name, spec in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = spec["data_offsets"]
-            if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= size - most):
-                raise ValueError(f"{name} lies at {begin} to {end}, and {size - most} bytes follow the header")
-            if not isinstance(spec["dtype"], str) or not all(isinstance(n, int) for n in spec["shape"]):
-                raise ValueError(f"{name} has no dtype and shape")
-            yield name, spec
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise DataError(f"{file} is no complete safetensors file: {error}; download it again") from error
-
-
-def _skeleton(folder: Path) -> PreTrainedModel:
-    """The model without memory for its weights."""
-    try:
-        config = AutoConfig.from_pretrained(str(folder))
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{folder}: no model that transformers can build: {error}") from error
-    return model
-
-
-def _layers_module(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The decoder layers with their names."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and name.endswith("layers")]
-    if len(found) != 1:
-        raise UnsupportedModelError(f"{type(model).__name__} is not one list of layers, so no plan can be made for it")
-    name, modules = found[0]
-    return [(f"{name}.{index}", module) for index, module in enumerate(modules)]
-
-
-def _layer_size(
-    name: str, layer: nn.Module, index: int, window: int, saved: Mapping[str, Mapping[str, Any]]
-) -> LayerSize:
+def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: int) -> LayerSize:
     block = block_of(layer, fusable)
     dim = block.head_dim
     out = [len(weight) for weight, _ in block.qkv.parts]
     q, k = (out[0], out[1]) if len(out) == 3 else (out[0] // 3, out[0] // 3)
-    missing = [tensor for tensor in layer.state_dict() if f"{name}.{tensor}" not in saved]
-    if missing:
-        raise DataError(f"the safetensors files lack {name}.{missing[0]}; download the model again")
-    each = [_bytes(saved[f"{name}.{tensor}"]) for tensor in layer.state_dict()]
-    wide = sum(len(weight) for weight, _ in block.up.parts)
+    up = sum(len(weight) for weight, _ in block.up.parts)
+    ((down, _),) = block.down.parts
+    width, inner = down.shape
     return LayerSize(
-        shape=LayerShape(k // dim, dim, dim, window, index), n_heads=q // dim, n_bytes=sum(each),
-        slot_bytes=sum(-(-n // ALIGNED) * ALIGNED + ALIGNED for n in each),
+        shape=LayerShape(k // dim, dim, dim, window, index), n_heads=q // dim, n_bytes=n_bytes,
         parameters=sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2),
-        row_numbers=sum(out) + q + 2 * wide,
+        row_bytes=item * (3 * width + max(sum(out), 2 * up + inner)) + 4 * max(width, inner),
     )  # fmt: skip
 
 
-def _dtype(saved: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
-    kinds = sorted({spec["dtype"] for spec in saved.values()})
-    if len(kinds) != 1 or kinds[0] not in _DTYPES:
-        raise UnsupportedModelError(
-            f"weights are saved as {', '.join(kinds)}: a sweep takes one of {', '.join(_DTYPES)} for all of them"
-        )
-    return _DTYPES[kinds[0]]
-
-
-def _bytes(spec: Mapping[str, Any]) -> int:
-    begin, end = spec["data_offsets"]
-    return int(end - begin)
+def _fingerprint(name: str, skeleton: Skeleton) -> str:
+    """Of the class, and of name, shape, dtype and place of each tensor."""
+    places: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
+    marks = [
+        (place.name, str(place.dtype), place.shape, place.path.name, place.offset)
+        for part in places for place in part.values()
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps([name, *sorted(marks)]).encode()).hexdigest()[:16]

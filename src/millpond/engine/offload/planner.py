@@ -17,7 +17,7 @@ from millpond.engine.offload.machine_file import machine_constants
 from millpond.engine.offload.measure import Report, check_folder
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.plan import DISK, HOST, Plan
-from millpond.engine.offload.search import Limits, search
+from millpond.engine.offload.search import Limits, check_memory, search
 from millpond.errors import MillpondError, OptionError
 
 
@@ -87,6 +87,7 @@ def plan(
     can = capabilities
     if disk is None:
         can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
+    check_memory(CostModel(size, own, EXAMPLE), limits, can)  # which no constant of the machine changes
     if machine is None:
         machine = machine_constants(size.folder if disk is None else Path(disk), anew=measure, report=report)
     cost = CostModel(size, own, machine)

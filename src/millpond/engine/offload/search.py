@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
@@ -16,9 +16,11 @@ from millpond.optional import require
 
 #: Prompt tokens in a sweep that are tried; and sequences of a block, at most.
 PROMPT_ROWS = (16, 64, 128, 256, 512, 1024, 2048)
-MOST_SEQUENCES = 1024
+MOST_SEQUENCES = 256
 #: Micro-batches that are tried besides the whole block.
 MICRO_BATCHES = (8, 32, 128)
+#: Of plans whose throughput differs by less, the one whose block ends first is chosen.
+INDIFFERENT = 0.03
 Shares = Mapping[str, float]
 
 
@@ -41,7 +43,7 @@ class Limits:
 
 
 def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
-    """The plan of the highest throughput.
+    """The plan of the highest throughput; of those that come within 3 % of it, the one whose block ends first.
 
     Every block size is tried, without the assumption that throughput has one peak.
 
@@ -49,7 +51,7 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
         BudgetError: nothing fits the memory, with the least that does; or nothing meets the latency, with the least.
         OptionError: scipy is not installed.
     """
-    best: Plan | None = None
+    found: list[tuple[Prediction, Plan]] = []
     quickest = inf
     for block in _blocks(cost, limits, can):
         shares = solve(cost, block, limits, can)
@@ -60,11 +62,12 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
         quickest = min(quickest, plan.prediction.seconds)
         if limits.latency_s is not None and plan.prediction.seconds > limits.latency_s:
             continue
-        if best is None or best.prediction is None or plan.prediction.tokens_per_s > best.prediction.tokens_per_s:
-            best = plan
-    if best is None:
+        found.append((plan.prediction, plan))
+    if not found:
         raise _nothing(cost, limits, can, quickest)
-    return best
+    most = max(prediction.tokens_per_s for prediction, _ in found)
+    near = [one for one in found if one[0].tokens_per_s >= most * (1 - INDIFFERENT)]
+    return min(near, key=lambda one: one[0].seconds)[1]
 
 
 def least_memory(cost: CostModel, can: Capabilities = ENGINE) -> int:
@@ -73,7 +76,7 @@ def least_memory(cost: CostModel, can: Capabilities = ENGINE) -> int:
     block = BlockShape(sequences=1, micro_batch=1, prompt_rows=min(PROMPT_ROWS), slots=2 if disk else 0)
     weights = "weights disk" if disk else "weights host"
     kv = "kv disk" if DISK in can.kv else "kv host"
-    return int(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]) + 1)
+    return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
 
 
 def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
@@ -200,10 +203,11 @@ def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[Bloc
                 whole = min(rows, sequences * cost.kv.prompt)
                 if whole < rows and rows > PROMPT_ROWS[0] and whole <= PROMPT_ROWS[PROMPT_ROWS.index(rows) - 1]:
                     continue  # as with fewer rows
-                micro = {sequences, *(n for n in MICRO_BATCHES if n < sequences and schedule != "row")}
+                parts = can.micro_batches and schedule != "row"
+                micro = {sequences, *(n for n in MICRO_BATCHES if parts and n < sequences)}
                 some = False
                 for batch in sorted(micro):
-                    for slots in (0, SLOTS) if DISK in can.weights else (0,):
+                    for slots in (0, 2, SLOTS) if DISK in can.weights else (0,):
                         block = _block(schedule, sequences, batch, rows, slots)
                         if _may_fit(cost, block, limits, can):
                             some = True
@@ -232,10 +236,19 @@ def _counts() -> Iterator[int]:
         n += max(1, n // 5)
 
 
+def check_memory(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> None:
+    """
+    Raises:
+        BudgetError: the memory is below the smallest that runs.
+    """
+    if limits.memory < least_memory(cost, can):
+        raise _nothing(cost, limits, can, inf)
+
+
 def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float) -> BudgetError:
     if quickest < inf and limits.latency_s is not None:
         return BudgetError(
-            f"latency={limits.latency_s:g} s: the quickest plan takes {quickest:.3g} s for one block; allow more, or "
+            f"latency_s={limits.latency_s:g} s: the quickest plan takes {quickest:.3g} s for one block; allow more, or "
             "shorten prompts or answers"
         )
     least = least_memory(cost, can)
