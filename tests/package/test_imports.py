@@ -42,6 +42,7 @@ OUTSIDE = {
     "ray": {"cluster"},
     "fastapi": {"server"},
     "xgrammar": {"engine"},
+    "scipy": {"engine"},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
@@ -145,20 +145,31 @@ def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
     prefill_s, decode_s = n_prefill * prefill[0], n_decode * decode[0]
     prompts, new = block.sequences * cost.kv.prompt, block.sequences * cost.kv.new
     seconds = prefill_s + decode_s
-    return Plan(
+    plan = Plan(
         weights=_of("weights", shares), kv=_of("kv", shares), schedule=block.schedule,
         micro_batch=min(block.micro_batch, block.sequences), block=block.sequences, prompt_rows=block.prompt_rows,
         slots=block.slots or SLOTS, model=cost.model.fingerprint,
-        prediction=Prediction(
-            seconds=seconds, prefill_s=prefill_s, decode_s=decode_s, tokens_per_s=new / seconds,
-            prefill_tokens_per_s=prompts / (prefill_s or seconds), decode_tokens_per_s=new / (decode_s or seconds),
-            prefill_bound=prefill[1], decode_bound=decode[1],
-            bytes={
-                tier: {term.name: n for term in terms if (n := round(term.at(shares)))}
-                for tier, terms in cost.bytes(block).items()
-            },
-        ),
     )  # fmt: skip
+    prediction = Prediction(
+        seconds=seconds, prefill_s=prefill_s, decode_s=decode_s, tokens_per_s=new / seconds,
+        prefill_tokens_per_s=prompts / (prefill_s or seconds), decode_tokens_per_s=new / (decode_s or seconds),
+        prefill_bound=prefill[1], decode_bound=decode[1], bytes=_bytes(cost, block, shares, plan),
+    )  # fmt: skip
+    return replace(plan, prediction=prediction)
+
+
+def _bytes(cost: CostModel, block: BlockShape, shares: Shares, plan: Plan) -> dict[str, dict[str, int]]:
+    """Bytes by tier and purpose; of weights without an accelerator those of the very layers."""
+    found = {
+        tier: {term.name: n for term in terms if (n := round(term.at(shares)))}
+        for tier, terms in cost.bytes(block).items()
+    }
+    if not plan.share("weights", DEVICE):
+        layers = cost.model.layers
+        for tier, indices in ((HOST, plan.kept_layers(len(layers))), (DISK, plan.streamed_layers(len(layers)))):
+            if indices:
+                found[tier]["weights"] = sum(layers[index].n_bytes for index in indices)
+    return found
 
 
 def _sweeps(cost: CostModel, block: BlockShape) -> tuple[int, int]:
