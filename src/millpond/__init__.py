@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
+    from millpond.engine.offload.plan import Plan
+    from millpond.engine.offload.planner import plan
     from millpond.engine.sampling.params import SamplingParams
     from millpond.errors import (
         BudgetError,
@@ -53,6 +55,7 @@ _HOME = {
     "NotPicklableError": "millpond.errors",
     "NumericsError": "millpond.errors",
     "OptionError": "millpond.errors",
+    "Plan": "millpond.engine.offload.plan",
     "Policy": "millpond.policy.policy",
     "PoolFullError": "millpond.errors",
     "SamplingParams": "millpond.engine.sampling.params",
@@ -62,6 +65,7 @@ _HOME = {
     "list_methods": "millpond.methods",
     "load_model": "millpond.models.load",
     "load_tokenizer": "millpond.models.load",
+    "plan": "millpond.engine.offload.planner",
     "preset": "millpond.presets",
     "restore_document": "millpond.hf.document",
     "save_document": "millpond.hf.document",
@@ -81,6 +85,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "NotPicklableError",
     "NumericsError",
     "OptionError",
+    "Plan",
     "Policy",
     "PoolFullError",
     "SamplingParams",
@@ -90,6 +95,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "list_methods",
     "load_model",
     "load_tokenizer",
+    "plan",
     "preset",
     "restore_document",
     "save_document",

@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 #: A part imports only what stands to its left.
 ORDER = [
     {"errors", "scalar", "budget", "markdown", "optional", "option_files", "peer_process", "registry"},
-    {"kernels"},
+    {"kernels", "tiers"},
     {"codec"},
     {"policy"},
     {"methods", "presets"},
@@ -42,6 +42,7 @@ OUTSIDE = {
     "ray": {"cluster"},
     "fastapi": {"server"},
     "xgrammar": {"engine"},
+    "scipy": {"engine"},
 }
 
 

@@ -19,6 +19,7 @@ from millpond.cli import (
     list_registry,
     lm_eval,
     models,
+    plan,
     plot,
     serve,
 )
@@ -82,7 +83,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
     "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
     "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
-    "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
+    "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
     "codecs": list_registry.codecs,
 }  # fmt: skip
 #: lm-eval reads all of its arguments itself.

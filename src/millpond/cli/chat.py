@@ -15,7 +15,7 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DtypeName, Temperature, TopP, TypicalP, optional
+from millpond.cli.options import DtypeName, Memory, Temperature, TopP, TypicalP, optional
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -42,6 +42,7 @@ def chat(
     kv_memory: Annotated[
         str | None, optional(help="Limit of the memory for the cache ('2GiB'). Default: no limit.")
     ] = None,
+    memory: Memory = None,
     dtype: DtypeName = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
     temperature: Temperature = 0.7,
@@ -62,10 +63,10 @@ def chat(
     if url is None:
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory}
         who: AbstractContextManager[ChatBackend] = _here(
-            model or "pond-recall", None if dtype == "auto" else dtype, config, drawn
+            model or "pond-recall", None if dtype == "auto" else dtype, memory, config, drawn
         )
-    elif kv_memory or dtype != "auto" or cache.calibration:
-        raise OptionError("--kv-memory, --dtype and --calibration are the server's; leave them out with --url")
+    elif kv_memory or memory or dtype != "auto" or cache.calibration:
+        raise OptionError("--kv-memory, --memory, --dtype and --calibration are the server's; leave them out with --url")
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
@@ -139,14 +140,16 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 
 @contextmanager
-def _here(model: str, dtype: str | None, config: dict[str, Any], drawn: dict[str, Any]) -> Iterator[LocalBackend]:
+def _here(
+    model: str, dtype: str | None, memory: str | None, config: dict[str, Any], drawn: dict[str, Any]
+) -> Iterator[LocalBackend]:
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(model, EngineConfig(**config), dtype=dtype)
+        llm = LLM(model, EngineConfig(**config), dtype=dtype, memory=memory)
     with llm:
         yield LocalBackend(llm, params, model)
 

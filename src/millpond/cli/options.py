@@ -27,6 +27,13 @@ CalibrationFile = Annotated[
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
 Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]
+Memory = Annotated[
+    str | None,
+    optional(
+        help="Limit of the host's memory for weights, caches and buffers together ('512MiB'); layers that do not fit are "
+        "read from the model's folder in every step. Default: no limit."
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]
 TypicalP = Annotated[

@@ -10,13 +10,15 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from os import PathLike
 from typing import Any, TypeVar, Unpack
 
 from millpond.engine.call_queue import CallQueue
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
-from millpond.engine.llm import load
+from millpond.engine.llm import open_engine
+from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
@@ -41,6 +43,7 @@ class AsyncLLM:
         tokenizer: the model's; None: loaded with it.
         dtype: of a model that is given by name; see `LLM`.
         threads: of torch in this process; None leaves them as they are.
+        memory, plan: of a model that is given by name; see `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -57,14 +60,15 @@ class AsyncLLM:
         tokenizer: Any = None,
         dtype: str | None = None,
         threads: int | None = None,
+        memory: str | int | None = None,
+        plan: Plan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        loaded, tokenizer = load(model, tokenizer, dtype, threads)
+        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
         self.model_name = model_name or str(
-            model if loaded is not model else getattr(model, "name_or_path", "") or "model"
+            model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )
-        self._engine = Engine(loaded, tokenizer, config)
         self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread reads it
         self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()

@@ -35,6 +35,7 @@ from millpond.engine.scheduler import Scheduler, State
 from millpond.engine.step_executor import StepExecutor
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
+from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import PackedModel
 
 
@@ -44,6 +45,7 @@ class Engine:
     Args:
         model: a transformers decoder. tokenizer: its own; without one requests bring token ids and get no text.
         config: settings; None for the defaults.
+        streamed: the layers of `model` where their weights are read while it runs; the engine closes it.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -56,6 +58,8 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
+        *,
+        streamed: StreamedLayers | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config = config = EngineConfig.of(config, options)
@@ -65,7 +69,9 @@ class Engine:
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
         )
-        self._model = PackedModel(model, runner=config.runner, native_layers=config.native_layers)
+        self._model = PackedModel(
+            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed
+        )
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}

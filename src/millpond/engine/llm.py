@@ -11,6 +11,8 @@ import torch
 
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
+from millpond.engine.offload.open import Placement, open_in_memory
+from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
@@ -32,10 +34,17 @@ class LLM:
             what needs texts is refused.
         dtype: "f32", "bf16" or "f16" of a model that is given by name; None: as it was saved.
         threads: of torch in this process; None leaves them as they are.
+        memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a model
+            that does not fit, layers are read from its folder in every step. None: no limit.
+        plan: which layers stay in memory, and how many sequences run together; None: made from `memory`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
-        OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded.
+        OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded, or not in
+            that memory. DataError: a damaged file of weights.
+
+    Attributes:
+        engine: that runs the requests. plan: what lies where; None without `memory` and `plan`.
 
     Example:
         >>> with LLM("pond-recall", method="snapkv", budget=64) as llm:
@@ -52,11 +61,12 @@ class LLM:
         tokenizer: Any = None,
         dtype: str | None = None,
         threads: int | None = None,
+        memory: str | int | None = None,
+        plan: Plan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        model, tokenizer = load(model, tokenizer, dtype, threads)
-        self.engine = Engine(model, tokenizer, config)
+        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
         self._names = count()
 
     @property
@@ -136,6 +146,40 @@ class LLM:
                     raise output.error
                 if output.finished:
                     yield output
+
+
+def open_engine(
+    model: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    dtype: str | None,
+    threads: int | None,
+    memory: str | int | None,
+    plan: Plan | None,
+) -> tuple[Engine, Placement | None]:
+    """An engine with a model, and what lies where if its memory is limited.
+
+    Raises:
+        OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
+    """
+    if memory is None and plan is None:
+        loaded, tokenizer = load(model, tokenizer, dtype, threads)
+        return Engine(loaded, tokenizer, config), None
+    if not isinstance(model, str | PathLike):
+        raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
+    if plan is not None and not isinstance(plan, Plan):
+        raise OptionError(f"plan={plan!r} must be a Plan, or be left out")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    opened = open_in_memory(model, memory, plan, dtype, config)
+    try:
+        tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
+        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed)
+    except BaseException:
+        if opened.streamed is not None:
+            opened.streamed.close()
+        raise
+    return engine, opened.placement
 
 
 def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> tuple[Any, Any]:

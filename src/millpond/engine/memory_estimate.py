@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
 
 
-def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer: int, n: int) -> MemoryNeed:
+def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, answer: int, n: int) -> MemoryNeed:
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
@@ -27,7 +28,7 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
     for index, layer in enumerate(layers):
         pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
         table = PageTable(pool, 1, layer.n_kv_heads)
-        before, after = _entries(recipe, index, layer, table, prompt, answer)
+        before, after = entries_of(recipe, index, layer, table, prompt, answer)
         page = pool.page_bytes * layer.n_kv_heads
         read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
         beside = _codes if own is pool else _held
@@ -44,7 +45,7 @@ def estimate(recipe: CacheFactory, layers: list[LayerShape], prompt: int, answer
 
 
 def pages_to_settle(
-    recipe: CacheFactory, layers: list[LayerShape], prompt: int, stack: BatchCache | None = None
+    recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, stack: BatchCache | None = None
 ) -> Pages:
     """Pages that the plan of a prompt takes in addition to those that it frees before.
 
@@ -55,10 +56,10 @@ def pages_to_settle(
     need: Counter[Pool] = Counter()
     for index, layer in enumerate(layers):
         pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
-        before, _ = _entries(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
+        before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
-        plain = layer.n_kv_heads * (_plain(recipe, layer, before) // pool.slots + 1)
+        plain = layer.n_kv_heads * (unquantized(recipe, layer, before) // pool.slots + 1)
         held = None if stack is None else stack.layers[index].table
         if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
             need[pool] += plain
@@ -67,14 +68,14 @@ def pages_to_settle(
     return dict(need)
 
 
-def _held(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
+def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> int:
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer.key_dim, layer.value_dim)
-    plain = pool.page_bytes * layer.n_kv_heads * (_plain(recipe, layer, entries) // pool.slots + 1)
+    plain = pool.page_bytes * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
     return plain + _codes(recipe, layer, entries, seen)
 
 
-def _plain(recipe: CacheFactory, layer: LayerShape, entries: int) -> int:
+def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     """Of `entries` entries per KV head, those that are not quantized."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
@@ -83,7 +84,7 @@ def _plain(recipe: CacheFactory, layer: LayerShape, entries: int) -> int:
     return entries + loose if codec.tiered else min(entries, loose)
 
 
-def _codes(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> int:
+def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> int:
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
@@ -94,8 +95,8 @@ def _codes(recipe: CacheFactory, layer: LayerShape, entries: int, seen: int) -> 
     return packed.page_bytes * layer.n_kv_heads * (stored // packed.slots + 2)
 
 
-def _entries(
-    recipe: CacheFactory, index: int, layer: LayerShape, table: PageTable, prompt: int, answer: int
+def entries_of(
+    recipe: CacheLayout, index: int, layer: LayerShape, table: PageTable, prompt: int, answer: int
 ) -> tuple[int, int]:
     """Entries per KV head, on average over the heads, that a layer holds after the plan, and at most while decoding."""
     policy, total = recipe.policy, prompt + answer
@@ -117,7 +118,7 @@ def _entries(
     return before, max(before, after)
 
 
-def _writes_everywhere(recipe: CacheFactory) -> bool:
+def _writes_everywhere(recipe: CacheLayout) -> bool:
     """Whether a decoding step writes to more than the last page of a head, so that answers cannot share pages."""
     policy = recipe.policy
     rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None

@@ -14,6 +14,7 @@ from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.lean.block import Attend
+from millpond.models.lean.decoder import BlockSource
 from millpond.models.lean.describe import describe
 from millpond.models.lean.watch import own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
@@ -27,7 +28,7 @@ class NativeForward:
 
     Args:
         shapes: what the attention of each layer does. run: a pass of the modules, run(ids, positions, attend) -> logits
-            of all tokens.
+            of all tokens. streamed: the layers where their weights come and go.
 
     Raises:
         UnsupportedModelError: the model is of another family, or a part of it gives something else than ours.
@@ -38,10 +39,11 @@ class NativeForward:
         model: PreTrainedModel,
         shapes: Sequence[AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
+        streamed: BlockSource | None = None,
     ) -> None:
         if any(own_forward(module) is not None for module in model.modules()):
             raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
-        described = describe(model)
+        described = describe(model, streamed)
         self._shapes = shapes
         self._decoder, self._watch, self._layers = described.decoder, described.watch, described.layers
         self._name = type(model).__name__

@@ -8,6 +8,7 @@ tokens of one prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.signals.rotary import CHANGING
+from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.carried_states import CarriedStates, StateShape
 from millpond.runner.native_forward import NativeForward
 from millpond.runner.packed_cache import (
@@ -61,6 +63,7 @@ class PackedModel:
         runner: "lean": without the model's modules, whose weights are fused (`NativeForward`); "modules": through them;
             "auto": lean where that gives what the modules give. Passes with hooks go through the modules.
         native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
+        streamed: the layers of `model` where their weights are read while it runs; it is closed with this.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
@@ -73,7 +76,14 @@ class PackedModel:
         OptionError: no such runner, or runner="lean" with native_layers=False.
     """
 
-    def __init__(self, model: PreTrainedModel, *, runner: Runner = "auto", native_layers: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        runner: Runner = "auto",
+        native_layers: bool = True,
+        streamed: StreamedLayers | None = None,
+    ) -> None:
         if runner not in get_args(Runner):
             raise unknown("runner", runner, get_args(Runner))
         if not native_layers and runner == "lean":
@@ -81,9 +91,15 @@ class PackedModel:
                 "native_layers=False leaves layers to transformers and torch, and runner='lean' runs none of them; "
                 "leave one of the two out"
             )
+        if streamed is not None and (runner == "modules" or not native_layers):
+            raise OptionError(
+                "weights that are read layer by layer run without the model's modules; leave runner='modules' and "
+                "native_layers=False out, or load the model without memory="
+            )
         model = unwrapped(model)
         profile = supported(model)
         _check_packable(profile)
+        self._streamed = streamed
         self.model = model
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -94,6 +110,9 @@ class PackedModel:
         self._attending, self._depth = profile.attending, max(profile.depth, profile.n_layers)
         self.states: StateShape | None = None
         self._undo: list[Callable[[], None]] = []
+        if streamed is not None:
+            self._undo.append(streamed.close)
+            runner = "lean"
         try:
             if profile.state_layers:
                 self._use_states(profile)
@@ -101,7 +120,7 @@ class PackedModel:
             watch = self._probe()
             self.layers = _layers_of(profile, watch)
             self._lean = self._make_lean(watch, runner if native_layers else "modules")
-            if native_layers:
+            if native_layers and streamed is None:
                 self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
         except BaseException:
             self.close()
@@ -136,9 +155,10 @@ class PackedModel:
         begin_pass()
         cache = PackedPass(served, self._attending, self._depth)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
-        out = self.model(
-            input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
-        )
+        with nullcontext() if self._streamed is None else self._streamed.in_modules():
+            out = self.model(
+                input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
+            )
         end_pass()
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
@@ -163,7 +183,7 @@ class PackedModel:
             return self._run(ids, positions, FunctionAttention(attend), torch.arange(len(ids), device=ids.device))
 
         try:
-            return NativeForward(self.model, shapes, run)
+            return NativeForward(self.model, shapes, run, self._streamed)
         except UnsupportedModelError as error:
             if runner == "auto":
                 return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional
@@ -18,11 +19,23 @@ from millpond.models.lean.block import Attend, Block
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class BlockSource(Protocol):
+    """Layers in their order: a tuple, or some whose weights come and go.
+
+    The weights of a block are there from when it is given until the next one is asked for.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Block]: ...
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A model, by what it is made of.
 
     Attributes:
+        blocks: the layers, first to last; only a tuple of them runs in one call.
         tokens: (vocabulary, width), embeddings. positions: (n, width), learned ones, the first `offset` unused.
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
         project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
@@ -30,7 +43,7 @@ class Decoder:
     """
 
     tokens: Tensor
-    blocks: tuple[Block, ...]
+    blocks: BlockSource
     norm: Norm | None
     head: tuple[Tensor, Tensor | None]
     rotary: Rotary | None = None
@@ -47,8 +60,9 @@ class Decoder:
         x = self.embed(ids, positions)
         rotary, dense = self.angles(x, positions), choose(x)
         some = rows if len(rows) < len(ids) else None
-        for block in self.blocks:
-            x = block.forward(x, rotary, attend, dense, some if block is self.blocks[-1] else None)
+        last = len(self.blocks) - 1
+        for n, block in enumerate(self.blocks):
+            x = block.forward(x, rotary, attend, dense, some if n == last else None)
         return self.logits(x)
 
     def in_one_call(self, n: int) -> Layers | None:
@@ -57,10 +71,13 @@ class Decoder:
 
     @cached_property
     def _in_one_call(self) -> Layers | None:
-        sizes = {(block.head_dim, *(len(weight) for weight, _ in block.qkv.parts)) for block in self.blocks}
-        if self.rotary is None or len(sizes) > 1 or not all(block.in_order for block in self.blocks):
+        blocks = self.blocks
+        if not isinstance(blocks, tuple):
             return None
-        return in_one_call([(block.qkv, block.rest) for block in self.blocks], self.blocks[0].head_dim)
+        sizes = {(block.head_dim, *(len(weight) for weight, _ in block.qkv.parts)) for block in blocks}
+        if self.rotary is None or len(sizes) > 1 or not all(block.in_order for block in blocks):
+            return None
+        return in_one_call([(block.qkv, block.rest) for block in blocks], blocks[0].head_dim)
 
     def step(
         self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[StepRegions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
-from millpond.models.lean.decoder import Decoder
+from millpond.models.lean.block import Block
+from millpond.models.lean.decoder import BlockSource, Decoder
 from millpond.models.lean.fuse import fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.mapped import Mapped
@@ -37,10 +39,13 @@ class Described:
     layers: tuple[nn.Module, ...]
 
 
-def describe(model: PreTrainedModel) -> Described:
+def describe(model: PreTrainedModel, streamed: BlockSource | None = None) -> Described:
     """Read the parts of a model, fuse the weights that read the same rows and move the others: see `fuse`.
 
     That the decoder computes what the model does is for the caller to try out.
+
+    Args:
+        streamed: its layers where their weights come and go; no weight is moved then.
 
     Raises:
         UnsupportedModelError: the model is not built as Llama, Mistral, Qwen2, Qwen3, OPT or GPT-NeoX; it is unchanged.
@@ -52,23 +57,32 @@ def describe(model: PreTrainedModel) -> Described:
     known = {model.base_model_prefix, "lm_head"}
     if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
-    ends = _ends(base)
     found = [block_of(layer, fusable) for layer in base.layers]
-    _check_weights(model)
+    ends = _ends(base)
+    if streamed is None:
+        _check_weights(model)
+        blocks: BlockSource = _fused(model, base.layers, found)
+    else:
+        blocks = streamed
+    decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **ends)
+    layers = tuple(base.layers)
+    # the model's own settings and those of its rotary embedding change as it runs
+    watch = Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
+    return Described(decoder, watch, layers)
+
+
+def _fused(model: nn.Module, layers: Iterable[nn.Module], found: Iterable[Block]) -> tuple[Block, ...]:
+    """The layers with fused weights; the others are moved."""
     several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
     fused = [weight for parts in several for part in parts for weight in part]
     mapped, blocks = Mapped(), []
-    for layer in base.layers:
+    for layer in layers:
         with mapped.moving(layer.parameters()):
             own(layer.modules(), but=fused)
             blocks.append(block_of(layer, together))
     with mapped.moving(model.parameters()):
         own(model.modules(), but=fused)
-    decoder = Decoder(blocks=tuple(blocks), head=(head.weight, head.bias), **ends)
-    layers = tuple(base.layers)
-    # the model's own settings and those of its rotary embedding change as it runs
-    watch = Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
-    return Described(decoder, watch, layers)
+    return tuple(blocks)
 
 
 def _ends(base: Any) -> dict[str, Any]:

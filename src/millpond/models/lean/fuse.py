@@ -48,17 +48,37 @@ def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActiv
     return Projection(parts, parts[0] if len(parts) == 1 else None, norm, act)
 
 
-def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
+def in_place(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
+    """What some layers do to the same rows, fused only if their weights lie one after another already.
+
+    Raises:
+        UnsupportedModelError: as `fusable`.
+    """
+    found = fusable(layers, norm, act)
+    weights, biases = [weight for weight, _ in found.parts], [bias for _, bias in found.parts if bias is not None]
+    weight, bias = _as_one(weights), _as_one(biases) if biases else None
+    if weight is None or (biases and bias is None):
+        return found
+    return replace(found, whole=(weight, bias))
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one after another as one of them; None where they do not."""
     first = parts[0]
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
     at = first.storage_offset()
     for part in parts:
         if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != at:
-            break
+            return None
         at += part.numel()
-    else:
-        return first.detach().as_strided(shape, first.stride())
-    whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+    return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+
+
+def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
+    whole = _as_one(parts)
+    if whole is not None:
+        return whole
+    first = parts[0]
+    whole = torch.empty((sum(len(part) for part in parts), *first.shape[1:]), dtype=first.dtype, device=first.device)
     begin = 0
     for part in parts:
         place = whole[begin : begin + len(part)]

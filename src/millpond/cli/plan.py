@@ -1,0 +1,112 @@
+"""`millpond plan`: what lies where when a model runs in a memory limit, how fast it will be, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from millpond.cli.cache_options import CacheChoice
+from millpond.cli.console import errors, notes, output, size
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import ModelName, optional
+
+if TYPE_CHECKING:
+    from millpond.engine.offload.measure import Report
+    from millpond.engine.offload.plan import Plan
+
+#: Columns of the table, and the purposes of bytes that each of them sums.
+COLUMNS = {
+    "weights": ("weights", "embeddings and head", "slots"),
+    "KV": ("kv", "kv windows"),
+    "activations": ("activations", "logits"),
+}
+
+
+@expand_groups
+def plan(
+    *,
+    model: ModelName = "pond-recall",
+    memory: Annotated[str, typer.Option(help="Memory for weights, KV and buffers together: '1GiB'.")],
+    disk: Annotated[
+        Path | None, optional(help="A folder on the disk that weights may stay on. Default: all must fit in memory.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    new: Annotated[int, typer.Option(min=1, help="New tokens of an answer.")] = 128,
+    cache: CacheChoice,
+    latency: Annotated[
+        float | None, optional(help="Most seconds from the first prompt to the last token of a block. Default: any.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again, about 20 s.")] = False,
+    out: Annotated[Path | None, optional(help="Write the plan here too, as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Plan how a model runs inside a memory limit: what lies where, at which speed, and what would make it faster."""
+    from millpond.engine.offload.plan_file import save_plan, to_json
+    from millpond.engine.offload.planner import plan as make_plan
+
+    kept = cache.kept()
+    with notes(), _bar() as report:
+        found = make_plan(
+            model, memory=memory, disk=disk, prompt_tokens=prompt, new_tokens=new, options=cache.options,
+            latency_s=latency, measure=measure, report=report, **kept,
+        )  # fmt: skip
+    if out is not None:
+        save_plan(found, out)
+    if json:
+        typer.echo(to_json(found), nl=False)
+        return
+    output().print(table(found))
+    for line in sentences(found):
+        output().print(line, soft_wrap=True, highlight=False)
+
+
+def table(plan: Plan) -> Table:
+    """Tiers x (weights, KV, activations), in bytes."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown.add_column("tier")
+    for name in (*COLUMNS, "together"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    assert plan.prediction is not None, "a plan that was searched for"
+    for tier, purposes in plan.prediction.bytes.items():
+        if purposes:
+            cells = [sum(purposes.get(name, 0) for name in names) for names in COLUMNS.values()]
+            shown.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
+    return shown
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What a plan comes to, one line each."""
+    found = plan.prediction
+    assert found is not None, "a plan that was searched for"
+    disk = plan.share("weights", "disk")
+    read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
+    yield (
+        f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
+        f"schedule {plan.schedule}{read}"
+    )
+    yield (
+        f"predicted: prefill {found.prefill_tokens_per_s:,.1f} tok/s (bound by {found.prefill_bound}), decode "
+        f"{found.decode_tokens_per_s:,.1f} tok/s (bound by {found.decode_bound})"
+    )
+    yield f"           {found.tokens_per_s:,.1f} new tokens/s over a block of {found.seconds:,.1f} s"
+    for name, rate in found.what_if.items():
+        yield f"with {name}: {rate:,.1f} tok/s ({rate / found.tokens_per_s - 1:+.0%})"
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """A bar on stderr that shows how far a measurement is; nothing where nothing is measured."""
+    columns = (TextColumn("measuring this machine: {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors(), transient=True) as progress:
+        task = progress.add_task("", total=1.0, visible=False)
+
+        def report(what: str, share: float) -> None:
+            progress.update(task, description=what, completed=share, visible=True)
+
+        yield report

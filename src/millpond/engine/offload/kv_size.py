@@ -1,0 +1,141 @@
+"""Bytes and work of one sequence's KV cache: by method, budget and number format, for a prompt and an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from millpond.budget import Budget
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import DEFAULT_SLOTS
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.codec import Codec, resolve
+from millpond.engine.memory_estimate import entries_of, estimate, unquantized
+from millpond.engine.offload.model_size import ModelSize
+from millpond.errors import OptionError
+from millpond.hf.compress import budget_of, policy_of
+from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
+from millpond.runner.packed_model import LayerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSize:
+    """The cache of one sequence, all layers together; bytes include positions and scores, in whole pages.
+
+    Attributes:
+        prompt, new: tokens.
+        reading: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
+        step_bytes: that a decoding step reads on average. new_bytes: that a token adds.
+        step_flops, prompt_flops: of attention in a decoding step, and while the prompt is read.
+        group: query heads that read one KV head. pools: kinds of pages. arena_bytes: grain in which pools take memory.
+    """
+
+    prompt: int
+    new: int
+    reading: int
+    held: int
+    mean: int
+    step_bytes: float
+    new_bytes: float
+    step_flops: float
+    prompt_flops: float
+    group: float
+    pools: int
+    arena_bytes: int
+
+    @cached_property
+    def most(self) -> int:
+        """At any time."""
+        return max(self.reading, self.held)
+
+
+def kv_size(
+    model: ModelSize,
+    prompt: int,
+    new: int,
+    *,
+    method: str = "h2o",
+    options: Mapping[str, Any] | None = None,
+    budget: Budget | str | int | float | None = None,
+    codec: str | tuple[str, str] = "auto",
+    memory: int | None = None,
+) -> KVSize:
+    """The cache of a sequence of `prompt` tokens with an answer of `new` tokens.
+
+    Args:
+        memory: that pools share, which sets the grain in which they take memory.
+
+    Raises:
+        OptionError, BudgetError: as `compress`, or the engine cannot run the method.
+    """
+    shapes = model.shapes
+    layout = cache_layout(model, method, options or {}, budget, codec)
+    need = estimate(layout, shapes, prompt, new, 1)
+    kept = [_entries(layout, shape, prompt, new) for shape in shapes]
+    heads = [layer.n_heads for layer in model.layers]
+    flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
+    return KVSize(
+        prompt=prompt, new=new, reading=need.reading, held=need.each,
+        mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
+        step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
+        new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
+        step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
+        prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
+        group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
+        arena_bytes=MemoryLimit(memory).arena_bytes,
+    )  # fmt: skip
+
+
+def cache_layout(
+    model: ModelSize,
+    method: str,
+    options: Mapping[str, Any],
+    budget: Budget | str | int | float | None,
+    codec: str | tuple[str, str],
+) -> CacheLayout:
+    """Where entries would lie, as the engine would have it.
+
+    Raises:
+        OptionError, BudgetError: as `compress`, or the engine cannot run the method.
+    """
+    policy = policy_of(method, dict(options))
+    check_packable(method, policy.needs)
+    kept = budget_of(method, budget, policy)
+    policy = bounded_policy(policy, kept)
+    stored = resolve(codec)
+    if isinstance(stored, Codec):
+        if stored.calibrated:
+            raise OptionError(
+                f"codec {stored.name!r} needs a calibration of the model, which plans do not read yet; use int4, int8 "
+                "or kivi2"
+            )
+        policy.check_codec(stored)
+    pools = PoolSet(stored or model.dtype, DEFAULT_SLOTS, MemoryLimit(None), masses=policy.mass_bias)
+    return CacheLayout(policy, kept, pools, model.shapes, model.dtype, torch.device("cpu"))
+
+
+def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> float:
+    """Entries per KV head on average over the answer."""
+    table = PageTable(layout.pool(shape.key_dim, shape.value_dim), 1, shape.n_kv_heads)
+    return sum(entries_of(layout, shape.index, shape, table, prompt, new)) / 2
+
+
+def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
+    """Bytes of so many entries of each KV head of a layer, codes as far as they are stored as codes."""
+    pool, packed = layout.pool(shape.key_dim, shape.value_dim), layout.packed_pool(shape)
+    plain = entries if packed is None else min(entries, unquantized(layout, shape, int(entries)))
+    found = plain * pool.page_bytes / pool.slots
+    if packed is not None:
+        found += (entries - plain) * packed.page_bytes / packed.slots
+    return shape.n_kv_heads * found
+
+
+def _pairs(prompt: int, window: int) -> int:
+    """Pairs of a token of the prompt and one that it sees."""
+    seen = min(window or prompt, prompt)
+    return seen * (seen + 1) // 2 + (prompt - seen) * seen

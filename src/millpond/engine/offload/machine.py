@@ -1,0 +1,69 @@
+"""Constants of a machine for the cost model: bandwidth of a folder and of memory, and rates of our own products."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp, log
+
+#: Rows that products are timed with.
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A device beside the host.
+
+    Attributes:
+        flops: FLOP per second of products. memory_per_s, link_per_s: bytes per second of its memory, and between it
+            and the host.
+    """
+
+    flops: float
+    memory_per_s: float
+    link_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConstants:
+    """What a machine does in a second.
+
+    Attributes:
+        read_per_s, write_per_s: bytes of sequential direct reads and writes in the folder, sustained; 0: not measured.
+        burst_per_s: the best span of `SPAN_S` of the reads.
+        memory_per_s: bytes that one pass over memory reads.
+        flops: FLOP per second by dtype ("bf16", "f32"), then by rows of the product: see `rate`.
+        settled: whether two spans of reads agreed within 5 %.
+        accelerator: None where there is none.
+        folder, hardware, threads, date: where, on what, with how many threads of torch, and when it was measured.
+    """
+
+    read_per_s: float
+    write_per_s: float
+    burst_per_s: float
+    memory_per_s: float
+    flops: Mapping[str, Mapping[int, float]]
+    settled: bool = True
+    accelerator: Accelerator | None = None
+    folder: str = ""
+    hardware: str = ""
+    threads: int = 1
+    date: str = ""
+    _sorted: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def rate(self, dtype: str, rows: float) -> float:
+        """FLOP per second of a product of `rows` rows; between measured numbers a straight line of the logarithms.
+
+        Beyond the last one the rate stays.
+        """
+        table = self._sorted.setdefault(dtype, sorted(self.flops[dtype].items()))
+        counts = [n for n, _ in table]
+        place = bisect_left(counts, rows)
+        if place == 0:
+            return table[0][1] * (rows / counts[0] if rows < counts[0] else 1.0)
+        if place == len(table):
+            return table[-1][1]
+        (low, slow), (high, fast) = table[place - 1 : place + 1]
+        part = log(rows / low) / log(high / low)
+        return exp(log(slow) + part * (log(fast) - log(slow)))

@@ -1,0 +1,111 @@
+"""File of a machine's constants in the user's cache folder: written whole or not at all, checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millpond.engine.offload.machine import ROWS, MachineConstants
+from millpond.engine.offload.measure import Report, hardware, measure
+from millpond.models.cache_folder import cache_folder
+from millpond.option_files import read_file
+
+#: Changes when the meaning of a field does.
+FORMAT = 1
+_MOST_BYTES = 65536
+_RATES = ("read_per_s", "write_per_s", "burst_per_s", "memory_per_s")
+_DTYPES = ("bf16", "f32")
+
+
+def machine_constants(
+    folder: Path, *, anew: bool = False, report: Report | None = None, measured_by: Callable[..., Any] = measure
+) -> MachineConstants:
+    """The constants of this machine for a folder: from its file, or measured and written there.
+
+    A file of other hardware, another number of threads or another folder counts as none, and so does a damaged one.
+
+    Args:
+        anew: measure in any case. report: shown how far it is. measured_by: measures.
+
+    Raises:
+        OptionError: see `measure`.
+    """
+    place = path_of(folder)
+    known = None if anew else read(place)
+    if known is not None and known.folder == str(folder.resolve()) and known.hardware == hardware():
+        return known
+    found: MachineConstants = measured_by(folder, report)
+    write(place, found)
+    return found
+
+
+def path_of(folder: Path) -> Path:
+    """Where the constants of a folder are kept, for the present number of threads."""
+    key = json.dumps([str(folder.resolve()), hardware(), torch.get_num_threads()])
+    return cache_folder() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def write(place: Path, constants: MachineConstants) -> None:
+    """Write a file under another name and rename it; a cache folder that cannot be written is no error."""
+    fields = {name: value for name, value in asdict(constants).items() if not name.startswith("_")}
+    text = json.dumps({"format": FORMAT, **fields}, indent=1)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".", dir=place.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, place)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError:
+        return
+
+
+def read(place: Path) -> MachineConstants | None:
+    """The constants in a file; None where there is none, or it is not one that `write` made whole."""
+    try:
+        content = read_file(place)
+        return _checked(json.loads(content)) if len(content) <= _MOST_BYTES else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _checked(found: Mapping[str, Any]) -> MachineConstants:
+    """
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
+    if found["format"] != FORMAT or found["accelerator"] is not None or set(found["flops"]) != set(_DTYPES):
+        raise ValueError("another format")
+    flops = {
+        dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in _DTYPES
+    }  # fmt: skip
+    if any(tuple(sorted(table)) != ROWS for table in flops.values()):
+        raise ValueError("other rows")
+    texts = {name: found[name] for name in ("folder", "hardware", "date")}
+    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(found["settled"], bool):
+        raise ValueError("no texts")
+    threads = found["threads"]
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError("no number of threads")
+    rates = {name: _rate(found[name]) for name in _RATES}
+    return MachineConstants(flops=flops, settled=found["settled"], threads=threads, **rates, **texts)
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{value!r} is no rate")
+    return float(value)

@@ -1,0 +1,190 @@
+"""Measurement of a machine's constants: direct reads until they settle, memory, and products of our own kernels."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from millpond.engine.offload.machine import ROWS, MachineConstants
+from millpond.errors import OptionError
+from millpond.kernels.linear import linear
+
+#: Bytes of one direct read or write.
+REQUEST = 4 * 2**20
+#: Bytes of the file that is read; more than a disk's own cache would be better, and takes longer to write.
+FILE = 2**30
+#: Seconds of a span of reads, and most spans. Disks burst: one span alone was wrong by 2.7 x.
+SPAN_S, SPANS = 2.0, 6
+#: Two spans that differ by less are a sustained speed.
+AGREE = 0.05
+#: Seconds in which a product is repeated, and side of its square matrices: together more than caches hold.
+PRODUCT_S, SIDE, MATRICES = 0.25, 2048, 4
+
+#: Shows that a share (0 to 1) of the work is done.
+Report = Callable[[str, float], None]
+
+
+class Reads(NamedTuple):
+    """Bytes per second: sustained, in the best span, and of writes; and whether two spans agreed."""
+
+    sustained: float
+    burst: float
+    written: float
+    settled: bool
+
+
+def measure(folder: Path, report: Report | None = None) -> MachineConstants:
+    """Measure the machine, in about 20 s.
+
+    Args:
+        folder: where the disk is read; a file of at most 1 GiB is written there and removed.
+
+    Raises:
+        OptionError: the folder is not there, cannot be written, or lacks room.
+    """
+    say = report or (lambda what, share: None)
+    reads = read_speed(folder, lambda share: say("disk", 0.6 * share))
+    say("memory", 0.6)
+    memory = _memory_speed()
+    flops: dict[str, dict[int, float]] = {}
+    for n, (name, dtype) in enumerate((("bf16", torch.bfloat16), ("f32", torch.float32))):
+        flops[name] = {}
+        for at, rows in enumerate(ROWS):
+            say(f"products in {name}", 0.65 + 0.35 * (n * len(ROWS) + at) / (2 * len(ROWS)))
+            flops[name][rows] = _product_rate(rows, dtype)
+    say("done", 1.0)
+    return MachineConstants(
+        read_per_s=reads.sustained, write_per_s=reads.written, burst_per_s=reads.burst, settled=reads.settled,
+        memory_per_s=memory, flops=flops, folder=str(folder.resolve()), hardware=hardware(),
+        threads=torch.get_num_threads(), date=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
+def hardware() -> str:
+    """What the machine is, as far as it says: processor, its cores that this process may use, and system."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_processor()}, {cores} cores, {platform.system()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def read_speed(folder: Path, report: Callable[[float], None] | None = None, *, file_bytes: int = FILE) -> Reads:
+    """Speed of sequential direct reads, until two spans agree, and of the writes of the file that is read.
+
+    Raises:
+        OptionError: see `measure`.
+    """
+    file_bytes = file_bytes // REQUEST * REQUEST
+    with _file_in(folder, file_bytes) as (handle, written):
+        spans: list[float] = []
+        at = 0
+        with mmap.mmap(-1, REQUEST) as buffer:  # pages of its own, so it is aligned
+            while len(spans) < 2 or (abs(spans[-1] / spans[-2] - 1) > AGREE and len(spans) < SPANS):
+                began, n = time.perf_counter(), 0
+                while (passed := time.perf_counter() - began) < SPAN_S:
+                    n += _read(handle, buffer, at)
+                    at = (at + REQUEST) % file_bytes
+                spans.append(n / passed)
+                if report is not None:
+                    report(len(spans) / SPANS)
+    settled = abs(spans[-1] / spans[-2] - 1) <= AGREE
+    return Reads(statistics.fmean(spans[-2:]), max(spans), written, settled)
+
+
+def _read(handle: int, buffer: mmap.mmap, at: int) -> int:
+    n = os.preadv(handle, [buffer], at)
+    if n != len(buffer):
+        raise OptionError(f"a read of {len(buffer)} bytes at {at} gave {n}; try another folder")
+    return n
+
+
+@contextmanager
+def _file_in(folder: Path, n_bytes: int) -> Iterator[tuple[int, float]]:
+    """A file of random bytes that no other process can open by name, and the speed at which it was written."""
+    check_folder(folder, n_bytes)
+    handle, name = tempfile.mkstemp(prefix=".millpond-measure-", dir=folder)
+    try:
+        os.unlink(name)
+        handle = _direct(handle)
+        began = time.perf_counter()
+        with mmap.mmap(-1, REQUEST) as buffer:
+            buffer.write(os.urandom(REQUEST))
+            for at in range(0, n_bytes, REQUEST):
+                os.pwrite(handle, buffer, at)
+        os.fsync(handle)
+        yield handle, n_bytes / (time.perf_counter() - began)
+    except OSError as error:
+        raise OptionError(f"{folder}: the disk cannot be measured: {error.strerror or error}") from error
+    finally:
+        os.close(handle)
+
+
+def _direct(handle: int) -> int:
+    """The same file, past the page cache where the system and its file system allow that."""
+    try:
+        import fcntl
+
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
+    except (ImportError, OSError):
+        pass
+    return handle
+
+
+def check_folder(folder: Path, n_bytes: int = 0) -> None:
+    """
+    Raises:
+        OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
+    """
+    if not folder.is_dir():
+        raise OptionError(f"{folder}: there is no such folder; make it, or name another one")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"{folder} cannot be written; name another folder")
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < n_bytes:
+        raise OptionError(f"{folder} has {free:,} bytes free, and {n_bytes:,} are needed; make room")
+
+
+def _memory_speed() -> float:
+    """Bytes per second of one pass over 256 MB, with all threads of torch: the median of several."""
+    there = torch.ones(2**26, dtype=torch.float32)
+    there.sum()
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        there.sum()
+        times.append(time.perf_counter() - began)
+    return there.nbytes / statistics.median(times)
+
+
+@torch.no_grad()
+def _product_rate(rows: int, dtype: torch.dtype) -> float:
+    """FLOP per second of products by our own linear layers, each with another matrix than the one before."""
+    weights = [torch.randn(SIDE, SIDE).to(dtype) for _ in range(MATRICES)]
+    x = torch.randn(rows, SIDE).to(dtype)
+    times: list[float] = []
+    linear(x, weights[-1])
+    began = time.perf_counter()
+    while time.perf_counter() - began < PRODUCT_S or len(times) < MATRICES:
+        start = time.perf_counter()
+        linear(x, weights[len(times) % MATRICES])
+        times.append(time.perf_counter() - start)
+    return 2 * rows * SIDE * SIDE / statistics.median(times)

@@ -1,0 +1,188 @@
+"""Opening of a model inside a limit of host memory: what stays in memory, what is read in every sweep, what is left for
+KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from millpond.budget import parse_bytes
+from millpond.codec import DTYPES
+from millpond.engine.config import EngineConfig
+from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.plan import DISK, HOST, SLOTS, Plan
+from millpond.engine.offload.step_memory import StepMemory
+from millpond.errors import BudgetError, OptionError
+from millpond.models.load import load_model, resolve
+from millpond.models.weights.skeleton import Skeleton
+from millpond.models.weights.streamed import StreamedLayers, WeightSizes
+from millpond.tiers.ledger import Ledger
+from millpond.tiers.tier import Tier
+
+#: Tokens of one sequence, uncompressed, for which there must be memory.
+LEAST_TOKENS = 128
+#: Slots take at most this share of the memory, where two are less than `SLOTS`.
+_SLOT_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What lies where while a model runs.
+
+    Attributes:
+        plan: what it follows. bytes: by tier, then by purpose. memory_bytes: limit of the host; None: no limit.
+    """
+
+    plan: Plan
+    bytes: Mapping[str, Mapping[str, int]]
+    memory_bytes: int | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{tier}: " + ", ".join(f"{purpose} {nbytes / 2**20:,.1f} MiB" for purpose, nbytes in purposes.items())
+            for tier, purposes in self.bytes.items()
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that an engine can run.
+
+    Attributes:
+        model: of transformers. config: with the limit that KV has. streamed: its layers, where they do not all stay
+            in memory. ledger: of the memory that it takes.
+    """
+
+    model: Any
+    config: EngineConfig
+    streamed: StreamedLayers | None
+    placement: Placement
+    ledger: Ledger
+
+
+def open_in_memory(
+    name: str | PathLike[str],
+    memory: str | int | None,
+    plan: Plan | None,
+    dtype: str | None,
+    config: EngineConfig,
+    **streaming: Any,
+) -> Opened:
+    """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
+
+    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does. What
+    is left becomes the limit of KV, unless `config` has a lower one.
+
+    Args:
+        memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
+            is given at all. streaming: further arguments of `StreamedLayers`.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
+            the saved one, or a plan that the engine does not run. DataError, UnsupportedModelError: as `Skeleton.of`.
+    """
+    folder = Path(resolve(name, dtype))
+    if not folder.is_dir():
+        raise OptionError(
+            f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
+            f"{str(name)!r} is none of them. Download it first, and give its folder"
+        )
+    skeleton = Skeleton.of(folder)
+    _check_dtype(dtype, skeleton)
+    limit = None if memory is None else parse_bytes(memory)
+    if plan is not None:
+        ENGINE.check(plan)
+        config = _with_plan(config, plan)
+    sizes, step = WeightSizes(skeleton), StepMemory.of(skeleton, config)
+    every = range(len(sizes.layers))
+    if plan is None:
+        whole = sizes.kept_bytes(every) + step.nbytes + step.kv_bytes(LEAST_TOKENS)
+        plan = Plan() if limit is None or whole <= limit else _streaming_plan(sizes, step, limit)
+    streamed_layers = plan.streamed_layers(len(every))
+    kept = [index for index in every if index not in streamed_layers]
+    n_slots = min(plan.slots, len(streamed_layers))
+    if limit is not None:
+        _check_memory(limit, sizes, step, kept, n_slots, config)
+    ledger = Ledger([Tier(HOST, "host", limit)])
+    for purpose, nbytes in step.by_purpose.items():
+        ledger.take(HOST, purpose, nbytes)
+    streamed: StreamedLayers | None = None
+    if streamed_layers:
+        streamed = StreamedLayers(skeleton, sizes, ledger, kept=kept, n_slots=n_slots, **streaming)
+        model: Any = streamed.model
+    else:
+        ledger.take(HOST, "weights", sizes.kept_bytes(every))
+        model = load_model(folder, "auto" if dtype is None else dtype)
+    if limit is not None:
+        config = replace(config, kv_memory=_kv_memory(ledger, config, streamed))
+    kv = config.kv_limit
+    if kv is not None:
+        ledger.take(HOST, "kv", kv)
+    where = {HOST: ledger.by_purpose(HOST)}
+    if streamed_layers:
+        where[DISK] = {"weights": sum(sizes.layers[index].nbytes for index in streamed_layers)}
+    return Opened(model, config, streamed, Placement(plan=plan, bytes=where, memory_bytes=limit), ledger)
+
+
+def _streaming_plan(sizes: WeightSizes, step: StepMemory, limit: int) -> Plan:
+    """All layers are read in every sweep; a third slot only where slots remain a small part of the memory."""
+    besides = sizes.kept_bytes(()) + step.nbytes + step.kv_bytes(LEAST_TOKENS)
+    slots = SLOTS if SLOTS * sizes.slot_bytes <= min(_SLOT_SHARE * limit, limit - besides) else 2
+    return Plan(weights={DISK: 1.0}, slots=slots)
+
+
+def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
+    """The engine's settings that a plan decides: sequences in one sweep, and tokens of prompts."""
+    block = plan.micro_batch if plan.schedule == "row" else plan.block
+    return replace(
+        config,
+        max_step_tokens=plan.prompt_rows,
+        max_running=config.max_running if block is None else min(block, config.max_running),
+    )
+
+
+def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
+    if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:
+        saved = next((name for name, known in DTYPES.items() if known == skeleton.dtype), str(skeleton.dtype))
+        raise OptionError(
+            f"dtype={dtype!r}: weights that are read layer by layer run as they were saved, in {saved!r}; leave dtype "
+            "out, or save the model in that dtype"
+        )
+
+
+def _check_memory(
+    limit: int, sizes: WeightSizes, step: StepMemory, kept: list[int], n_slots: int, config: EngineConfig
+) -> None:
+    slots, kv = n_slots * sizes.slot_bytes, step.kv_bytes(LEAST_TOKENS)
+    smallest = sizes.kept_bytes(kept) + slots + step.nbytes + kv
+    if limit < smallest:
+        parts = {"weights that stay": sizes.kept_bytes(kept), f"{n_slots} slots for layers": slots}
+        parts |= step.by_purpose | {f"KV of {LEAST_TOKENS} tokens": kv}
+        shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
+        raise BudgetError(
+            f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "
+            f"max_step_tokens ({config.max_step_tokens}) or max_running ({config.max_running})"
+            + (", or keep fewer layers in the plan" if kept else "")
+        )
+
+
+def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None) -> int:
+    """Bytes for KV.
+
+    Raises:
+        BudgetError: `kv_memory` is more than what is left.
+    """
+    left = ledger.free(HOST)
+    assert left is not None, "the host has a limit"
+    if config.kv_limit is not None and config.kv_limit > left:
+        if streamed is not None:
+            streamed.close()
+        raise BudgetError(
+            f"kv_memory={config.kv_limit:,} bytes is more than the {left:,} that memory leaves for KV; lower it, or "
+            "raise memory"
+        )
+    return left if config.kv_limit is None else config.kv_limit

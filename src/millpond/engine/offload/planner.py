@@ -1,0 +1,141 @@
+"""Entry point of planning: the fastest plan of a model with a memory limit, and what a change would bring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from millpond.budget import Budget, parse_bytes
+from millpond.engine.offload.capabilities import ENGINE, Capabilities
+from millpond.engine.offload.cost import CostModel
+from millpond.engine.offload.kv_size import KVSize, kv_size
+from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.machine_file import machine_constants
+from millpond.engine.offload.measure import Report, check_folder
+from millpond.engine.offload.model_size import model_size
+from millpond.engine.offload.plan import DISK, HOST, Plan
+from millpond.engine.offload.search import Limits, check_memory, search
+from millpond.errors import MillpondError, OptionError
+
+
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    memory: str | int,
+    prompt_tokens: int,
+    new_tokens: int,
+    disk: str | os.PathLike[str] | None = None,
+    method: str = "h2o",
+    options: Mapping[str, Any] | None = None,
+    budget: Budget | str | int | float | None = None,
+    codec: str | tuple[str, str] = "auto",
+    latency_s: float | None = None,
+    machine: MachineConstants | None = None,
+    measure: bool = False,
+    report: Report | None = None,
+    capabilities: Capabilities = ENGINE,
+) -> Plan:
+    """Plan how a model runs inside a memory limit: what lies where, how many sequences at a time, how fast.
+
+    Needs the model's config.json and safetensors headers; no weight is loaded. The speed is a prediction from a cost
+    model with constants of this machine.
+
+    Args:
+        model: a folder, a GGUF file or a name of `millpond models`.
+        memory: of the host for weights, KV and buffers together: "1GiB", or bytes.
+        prompt_tokens, new_tokens: of each sequence.
+        disk: a folder on the disk that weights may stay on; None: everything must fit in memory.
+        method, options, budget, codec: of the KV cache, see `compress`.
+        latency_s: most seconds from the first prompt to the last token of a block; None: any.
+        machine: its constants; None: measured once for the folder, in about 20 s, and kept in the user's cache folder.
+        measure: measure even where constants are kept. report: called with what is being measured and the share done.
+        capabilities: placements and schedules that may be chosen.
+
+    Raises:
+        BudgetError: nothing fits the memory, with the least that does, or meets the latency.
+        OptionError: a folder that is not there, or a value out of range. DataError, UnsupportedModelError: see
+            `model_size`.
+
+    Example:
+        >>> found = plan("pond-recall", memory="64MiB", prompt_tokens=256, new_tokens=64, machine=EXAMPLE)
+        >>> found.weights
+        {'host': 1.0}
+    """
+    limits = Limits(memory=parse_bytes(memory), latency_s=_positive(latency_s))
+    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
+    if disk is not None:
+        check_folder(Path(disk))
+    size = model_size(model)
+    if size.context is not None and prompt_tokens + new_tokens > size.context:
+        raise OptionError(
+            f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} are more than the model's context of "
+            f"{size.context} tokens; shorten one of them"
+        )
+
+    def kv(codec: str | tuple[str, str]) -> KVSize:
+        return kv_size(
+            size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec,
+            memory=limits.memory,
+        )  # fmt: skip
+
+    own = kv(codec)  # before anything is measured: what it refuses is refused at once
+    can = capabilities
+    if disk is None:
+        can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
+    check_memory(CostModel(size, own, EXAMPLE), limits, can)  # which no constant of the machine changes
+    if machine is None:
+        machine = machine_constants(size.folder if disk is None else Path(disk), anew=measure, report=report)
+    cost = CostModel(size, own, machine)
+    found = search(cost, limits, can)
+    assert found.prediction is not None, "a plan that was searched for"
+    changes = _changes(cost, limits, can, lambda: kv("int4"), codec)
+    return replace(found, prediction=replace(found.prediction, what_if=changes))
+
+
+def _changes(
+    cost: CostModel, limits: Limits, can: Capabilities, int4: Callable[[], KVSize], codec: object
+) -> dict[str, float]:
+    """Tokens per second of the best plan after each change; without those that cannot be made."""
+    machine, faster = cost.machine, {}
+
+    def tried(name: str, cost: CostModel, limits: Limits) -> None:
+        try:
+            found = search(cost, limits, can).prediction
+        except MillpondError:
+            return
+        assert found is not None, "a plan that was searched for"
+        faster[name] = found.tokens_per_s
+
+    if DISK in can.weights:
+        double = replace(machine, read_per_s=2 * machine.read_per_s, write_per_s=2 * machine.write_per_s)
+        tried("twice the disk bandwidth", replace(cost, machine=double), limits)
+    tried("twice the memory", cost, replace(limits, memory=2 * limits.memory))
+    if codec != "int4":
+        try:
+            smaller = int4()
+        except MillpondError:  # a method or a head_dim that codes do not go with
+            return faster
+        tried("an int4 cache", replace(cost, kv=smaller), limits)
+    return faster
+
+
+def _without(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(tier for tier in tiers if tier != DISK) or (HOST,)
+
+
+def _positive(latency_s: float | None) -> float | None:
+    if latency_s is not None and not latency_s > 0:
+        raise OptionError(f"latency_s={latency_s!r} must be more than 0 seconds")
+    return latency_s
+
+
+#: Round figures of a small machine, for examples: 1 GB/s, 10 GB/s, 20 to 100 GFLOP/s.
+EXAMPLE = MachineConstants(
+    read_per_s=1e9, write_per_s=1e9, burst_per_s=1e9, memory_per_s=1e10,
+    flops={dtype: {1: 2e10, 16: 5e10, 1024: 1e11} for dtype in ("bf16", "f32")},
+)  # fmt: skip

@@ -1,0 +1,273 @@
+"""Search for the fastest plan: shares by a linear program for each block, blocks one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Any
+
+from millpond.engine.offload.capabilities import ENGINE, Capabilities
+from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, Term
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Plan, Schedule
+from millpond.engine.offload.prediction import Prediction
+from millpond.errors import BudgetError
+from millpond.optional import require
+
+#: Prompt tokens in a sweep that are tried; and sequences of a block, at most.
+PROMPT_ROWS = (16, 64, 128, 256, 512, 1024, 2048)
+MOST_SEQUENCES = 256
+#: Micro-batches that are tried besides the whole block.
+MICRO_BATCHES = (8, 32, 128)
+#: Of plans whose throughput differs by less, the one whose block ends first is chosen.
+INDIFFERENT = 0.03
+Shares = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a plan must keep to.
+
+    Attributes:
+        memory: bytes of the host. device_memory: of an accelerator. latency_s: of a block, from its first prompt to its
+            last token; None: any.
+    """
+
+    memory: int
+    device_memory: int = 0
+    latency_s: float | None = None
+
+    def of(self, tier: str) -> float:
+        """Bytes of a tier."""
+        return {DEVICE: float(self.device_memory), HOST: float(self.memory), DISK: inf}[tier]
+
+
+def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
+    """The plan of the highest throughput; of those that come within 3 % of it, the one whose block ends first.
+
+    Every block size is tried, without the assumption that throughput has one peak.
+
+    Raises:
+        BudgetError: nothing fits the memory, with the least that does; or nothing meets the latency, with the least.
+        OptionError: scipy is not installed.
+    """
+    found: list[tuple[Prediction, Plan]] = []
+    quickest = inf
+    for block in _blocks(cost, limits, can):
+        shares = solve(cost, block, limits, can)
+        if shares is None:
+            continue
+        plan = predicted(cost, block, shares)
+        assert plan.prediction is not None, "a plan that was searched for"
+        quickest = min(quickest, plan.prediction.seconds)
+        if limits.latency_s is not None and plan.prediction.seconds > limits.latency_s:
+            continue
+        found.append((plan.prediction, plan))
+    if not found:
+        raise _nothing(cost, limits, can, quickest)
+    most = max(prediction.tokens_per_s for prediction, _ in found)
+    near = [one for one in found if one[0].tokens_per_s >= most * (1 - INDIFFERENT)]
+    return min(near, key=lambda one: one[0].seconds)[1]
+
+
+def least_memory(cost: CostModel, can: Capabilities = ENGINE) -> int:
+    """Bytes of the host with which one sequence runs, the smallest there are."""
+    disk = DISK in can.weights
+    block = BlockShape(sequences=1, micro_batch=1, prompt_rows=min(PROMPT_ROWS), slots=2 if disk else 0)
+    weights = "weights disk" if disk else "weights host"
+    kv = "kv disk" if DISK in can.kv else "kv host"
+    return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
+
+
+def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
+    """The shares with which a block takes the least time; None where it does not fit. Layers are whole.
+
+    Raises:
+        OptionError: scipy is not installed.
+    """
+    within = {place: _may(place, can) for place in PLACES}
+    near = {"weights host": 1.0, "kv host": 1.0}
+    bytes_of = cost.bytes(block)
+    if block.slots == 0:  # nothing is read: only the host's memory says whether it runs
+        return near if _fits(bytes_of, near, limits) and within["weights host"] and within["kv host"] else None
+    free = [place for place, may in within.items() if may]
+    if set(free) <= {"weights host", "weights disk", "kv host"}:  # one choice: more weights in memory never cost time
+        shares: Shares | None = _fill_memory(bytes_of[HOST], limits)
+    else:
+        shares = solve_linear(cost, block, limits, free)
+    return None if shares is None else _whole_layers(cost, shares, bytes_of, limits)
+
+
+def solve_linear(cost: CostModel, block: BlockShape, limits: Limits, free: Sequence[str]) -> Shares | None:
+    """The shares with which a block takes the least time, by a linear program; None where it does not fit.
+
+    Variables are the shares and the times of a prefill and of a decoding sweep, each at least every term of it.
+
+    Args:
+        free: those of `PLACES` that may be more than 0.
+
+    Raises:
+        OptionError: scipy is not installed.
+    """
+    optimize: Any = require("scipy.optimize", "offload", "the linear program of a plan")
+    bytes_of = cost.bytes(block)
+    rows, most = [], []
+    for at, terms in enumerate((cost.prefill(block), cost.decode(block))):
+        for term in terms:
+            rows.append([*term.shares, -float(at == 0), -float(at == 1)])
+            most.append(-term.constant)
+    for tier in (DEVICE, HOST):
+        unit = max(limits.of(tier), 1.0)  # so that all numbers are of one size
+        tier_terms = bytes_of[tier]
+        rows.append([*(sum(column) / unit for column in zip(*(t.shares for t in tier_terms), strict=True)), 0.0, 0.0])
+        most.append((limits.of(tier) - sum(t.constant for t in tier_terms)) / unit)
+    equal = [[1.0] * 3 + [0.0] * 5, [0.0] * 3 + [1.0] * 3 + [0.0] * 2]
+    bounds = [(0.0, float(place in free)) for place in PLACES] + [(0.0, None)] * 2
+    found = optimize.linprog(
+        [0.0] * 6 + list(_sweeps(cost, block)), rows, most, equal, [1.0, 1.0], bounds, method="highs"
+    )
+    return dict(zip(PLACES, map(float, found.x[:6]), strict=True)) if found.success else None
+
+
+def _fill_memory(terms: Sequence[Term], limits: Limits) -> Shares | None:
+    """As many weights in memory as fit beside the rest, the others on disk; None where the rest does not fit."""
+    rest = limits.memory - sum(term.at({"kv host": 1.0}) for term in terms)
+    if rest < 0:
+        return None
+    host = min(1.0, rest / sum(term.shares[PLACES.index("weights host")] for term in terms))
+    return {"weights host": host, "weights disk": 1 - host, "kv host": 1.0}
+
+
+def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
+    """The plan of a block with these shares, and what it is predicted to do."""
+    n_prefill, n_decode = _sweeps(cost, block)
+    prefill, decode = _longest(cost.prefill(block), shares), _longest(cost.decode(block), shares)
+    prefill_s, decode_s = n_prefill * prefill[0], n_decode * decode[0]
+    prompts, new = block.sequences * cost.kv.prompt, block.sequences * cost.kv.new
+    seconds = prefill_s + decode_s
+    plan = Plan(
+        weights=_of("weights", shares), kv=_of("kv", shares), schedule=block.schedule,
+        micro_batch=min(block.micro_batch, block.sequences), block=block.sequences, prompt_rows=block.prompt_rows,
+        slots=block.slots or SLOTS, model=cost.model.fingerprint,
+    )  # fmt: skip
+    prediction = Prediction(
+        seconds=seconds, prefill_s=prefill_s, decode_s=decode_s, tokens_per_s=new / seconds,
+        prefill_tokens_per_s=prompts / (prefill_s or seconds), decode_tokens_per_s=new / (decode_s or seconds),
+        prefill_bound=prefill[1], decode_bound=decode[1], bytes=_bytes(cost, block, shares, plan),
+    )  # fmt: skip
+    return replace(plan, prediction=prediction)
+
+
+def _bytes(cost: CostModel, block: BlockShape, shares: Shares, plan: Plan) -> dict[str, dict[str, int]]:
+    """Bytes by tier and purpose; of weights without an accelerator those of the very layers."""
+    found = {
+        tier: {term.name: n for term in terms if (n := round(term.at(shares)))}
+        for tier, terms in cost.bytes(block).items()
+    }
+    if not plan.share("weights", DEVICE):
+        layers = cost.model.layers
+        for tier, indices in ((HOST, plan.kept_layers(len(layers))), (DISK, plan.streamed_layers(len(layers)))):
+            if indices:
+                found[tier]["weights"] = sum(layers[index].n_bytes for index in indices)
+    return found
+
+
+def _sweeps(cost: CostModel, block: BlockShape) -> tuple[int, int]:
+    """Sweeps of a block that only read prompts, and those that decode."""
+    if block.schedule == "diagonal":  # prompts are read in the sweeps that decode
+        return 0, cost.kv.new
+    return cost.prefill_sweeps(block), cost.decode_sweeps()
+
+
+def _longest(terms: Iterable[Term], shares: Shares) -> tuple[float, str]:
+    return max((term.at(shares), term.name) for term in terms)
+
+
+def _of(kind: str, shares: Shares) -> dict[str, float]:
+    found = {tier: shares.get(f"{kind} {tier}", 0.0) for tier in TIERS}
+    total = sum(found.values())
+    return {tier: share / total for tier, share in found.items() if share > 0}
+
+
+def _may(place: str, can: Capabilities) -> bool:
+    kind, _, tier = place.partition(" ")
+    return tier in (can.weights if kind == "weights" else can.kv)
+
+
+def _fits(bytes_of: Mapping[str, list[Term]], shares: Shares, limits: Limits) -> bool:
+    return all(sum(term.at(shares) for term in bytes_of[tier]) <= limits.of(tier) for tier in (DEVICE, HOST))
+
+
+def _whole_layers(cost: CostModel, shares: Shares, bytes_of: Mapping[str, list[Term]], limits: Limits) -> Shares | None:
+    """The shares with whole layers, as many of them near as the share holds; None where that is more than fits."""
+    n = len(cost.model.layers)
+    near = {f"weights {tier}": int(shares.get(f"weights {tier}", 0.0) * n + 1e-6) / n for tier in (DEVICE, HOST)}
+    found = {**shares, **near, "weights disk": 1 - sum(near.values())}
+    return found if _fits(bytes_of, found, limits) else None
+
+
+def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[BlockShape]:
+    """All blocks that are tried and may fit."""
+    for schedule in sorted(can.schedules, reverse=True):  # of equals the first is taken: zigzag, row, diagonal
+        for rows in PROMPT_ROWS:
+            for sequences in _counts():
+                whole = min(rows, sequences * cost.kv.prompt)
+                if whole < rows and rows > PROMPT_ROWS[0] and whole <= PROMPT_ROWS[PROMPT_ROWS.index(rows) - 1]:
+                    continue  # as with fewer rows
+                parts = can.micro_batches and schedule != "row"
+                micro = {sequences, *(n for n in MICRO_BATCHES if parts and n < sequences)}
+                some = False
+                for batch in sorted(micro):
+                    for slots in (0, 2, SLOTS) if DISK in can.weights else (0,):
+                        block = _block(schedule, sequences, batch, rows, slots)
+                        if _may_fit(cost, block, limits, can):
+                            some = True
+                            yield block
+                if not some:
+                    break
+
+
+def _block(schedule: str, sequences: int, batch: int, rows: int, slots: int) -> BlockShape:
+    chosen: Schedule = schedule  # type: ignore[assignment]
+    return BlockShape(sequences=sequences, micro_batch=batch, prompt_rows=rows, schedule=chosen, slots=slots)
+
+
+def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities) -> bool:
+    """Whether it fits with everything as far away as it may be."""
+    weights = "weights disk" if block.slots else "weights host"
+    far = {weights: 1.0, ("kv disk" if DISK in can.kv else "kv host"): 1.0}
+    return sum(term.at(far) for term in cost.bytes(block)[HOST]) <= limits.memory
+
+
+def _counts() -> Iterator[int]:
+    """1, 2, 3, 4, 5, 6, 8, 10, ...: all up to 4, then steps of about a fifth."""
+    n = 1
+    while n <= MOST_SEQUENCES:
+        yield n
+        n += max(1, n // 5)
+
+
+def check_memory(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> None:
+    """
+    Raises:
+        BudgetError: the memory is below the smallest that runs.
+    """
+    if limits.memory < least_memory(cost, can):
+        raise _nothing(cost, limits, can, inf)
+
+
+def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float) -> BudgetError:
+    if quickest < inf and limits.latency_s is not None:
+        return BudgetError(
+            f"latency_s={limits.latency_s:g} s: the quickest plan takes {quickest:.3g} s for one block; allow more, or "
+            "shorten prompts or answers"
+        )
+    least = least_memory(cost, can)
+    smaller = "shorter prompts, a smaller budget, a codec such as int4" + (
+        "" if DISK in can.weights else ", or a disk for the weights (disk=DIR)"
+    )
+    return BudgetError(
+        f"memory={limits.memory:,} bytes is below the smallest that runs, {least:,} bytes for one sequence of "
+        f"{cost.kv.prompt} + {cost.kv.new} tokens (KV {cost.kv.most:,}, embeddings and head {cost.model.end_bytes:,}); "
+        f"{smaller} make it smaller"
+    )

@@ -1,0 +1,178 @@
+"""A transformers model without its weights, and where in a folder these lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from millpond.errors import DataError, OptionError, UnsupportedModelError
+from millpond.models.lean.fuse import fusable
+from millpond.models.lean.layers import block_of
+from millpond.models.weights.headers import TensorPlace, tensors_of_folder
+
+#: What GPT-NeoX calls its head in files.
+_OLD_HEAD = "embed_out.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model whose parameters hold nothing.
+
+    Attributes:
+        model: all parameters on "meta". layers: its layers. dtype: of its weights as they were saved.
+        ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
+            in the layer. tied: the head is the embedding.
+    """
+
+    model: PreTrainedModel
+    layers: tuple[nn.Module, ...]
+    dtype: torch.dtype
+    ends: dict[str, TensorPlace]
+    by_layer: tuple[dict[str, TensorPlace], ...]
+    tied: bool
+
+    @classmethod
+    def of(cls, folder: Path) -> Skeleton:
+        """Read configuration and headers; nothing else is read, and no weight allocated.
+
+        Raises:
+            OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
+                fit the configuration. UnsupportedModelError: a family whose layers do not run natively.
+        """
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise OptionError(f"{folder} is no folder with a model: {str(error).strip().splitlines()[0]}") from error
+        tensors = tensors_of_folder(folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read layer by layer yet")
+        dtype = _dtype_of(folder, tensors)
+        model = _on_meta(config, dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        prefix, layers = _layers_of(model)
+        try:
+            for layer in layers:
+                block_of(layer, fusable)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {error}; layers are read one by one only in models built as Llama, Mistral, "
+                "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory="
+            ) from error
+        return cls(model, layers, dtype, *_sorted_out(model, folder, tensors, prefix, len(layers)))
+
+
+def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
+    """
+    Raises:
+        UnsupportedModelError: the weights are of several dtypes.
+    """
+    found = {place.dtype for place in tensors.values() if place.dtype.is_floating_point}
+    if len(found) != 1:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+        raise UnsupportedModelError(
+            f"the weights in {folder} are of several dtypes, or none ({shown}); save the model in one with "
+            "save_pretrained"
+        )
+    return found.pop()
+
+
+def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """
+    Raises:
+        UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is no causal language model: {str(error).splitlines()[0]}"
+        ) from error
+    model.train(False)
+    for name, module in list(model.named_modules()):
+        if not module._buffers:
+            continue
+        if name.split(".")[-1] != "rotary_emb":
+            raise UnsupportedModelError(f"{type(model).__name__}: {name} has buffers, which are not read by layer")
+        parent = model.get_submodule(name.rpartition(".")[0])
+        kind: Any = type(module)
+        setattr(parent, name.rpartition(".")[2], kind(config=config).train(False))
+    return model
+
+
+def _layers_of(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
+    """Name of the list of layers, and the layers.
+
+    Raises:
+        UnsupportedModelError: they are elsewhere.
+    """
+    base = model.base_model
+    base = getattr(base, "decoder", base)
+    layers = getattr(base, "layers", None)
+    name = next((name for name, module in model.named_modules() if module is layers), None)
+    if not isinstance(layers, nn.ModuleList) or name is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of layers where Llama, Mistral, Qwen2, Qwen3, OPT and GPT-NeoX have "
+            "it, so they cannot be read one by one; load it without memory="
+        )
+    return name + ".", tuple(layers)
+
+
+def _sorted_out(
+    model: PreTrainedModel, folder: Path, tensors: dict[str, TensorPlace], prefix: str, n_layers: int
+) -> tuple[dict[str, TensorPlace], tuple[dict[str, TensorPlace], ...], bool]:
+    """Tensors outside the layers, those of each layer, and whether the head is the embedding.
+
+    Raises:
+        DataError: a tensor is missing, or has another shape than the configuration says.
+    """
+    head: Any = model.get_output_embeddings()
+    head_name = next((name for name, module in model.named_modules() if module is head), "")
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    ends: dict[str, TensorPlace] = {}
+    by_layer: tuple[dict[str, TensorPlace], ...] = tuple({} for _ in range(n_layers))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if tied and name == f"{head_name}.weight":
+            continue
+        spellings = [name, name.removeprefix(model.base_model_prefix + ".")]
+        if name == f"{head_name}.weight":
+            spellings.append(_OLD_HEAD)
+        place = next((tensors[spelling] for spelling in spellings if spelling in tensors), None)
+        if place is None:
+            raise DataError(f"{folder} has no tensor {name!r}, which its configuration calls for")
+        if place.shape != tuple(parameter.shape):
+            raise DataError(
+                f"{name!r} in {place.path} has shape {list(place.shape)}, and the configuration says "
+                f"{list(parameter.shape)}"
+            )
+        if name.startswith(prefix):
+            index, _, inside = name.removeprefix(prefix).partition(".")
+            by_layer[int(index)][inside] = place
+        else:
+            ends[name] = place
+    return ends, by_layer, tied
+
+
+@contextmanager
+def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Other parameters in a module, by name; its own come back."""
+    holders = []
+    for name in parameters:
+        owner, _, field = name.rpartition(".")
+        holders.append((module.get_submodule(owner)._parameters, field))
+    before = [held[field] for held, field in holders]
+    for (held, field), parameter in zip(holders, parameters.values(), strict=True):
+        held[field] = parameter
+    try:
+        yield
+    finally:
+        for (held, field), parameter in zip(holders, before, strict=True):
+            held[field] = parameter

@@ -1,0 +1,110 @@
+"""Layout of the caches of one method, budget and number format: budgets and pools, known without a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from millpond.budget import Budget
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.errors import OptionError
+from millpond.hf.layer_budgets import LayerBudgets, within
+from millpond.policy.needs.declared import Needs
+from millpond.policy.policy import Policy
+from millpond.runner.packed_model import LayerShape
+
+
+class CacheLayout:
+    """Where entries lie and how many of them, for the layers of a model.
+
+    Attributes:
+        policy, budget: what is kept. pools: where entries lie.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        budget: Budget | None,
+        pools: PoolSet,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.policy, self.budget, self.pools = policy, budget, pools
+        self._dtype, self._device = dtype, device
+        self._budgets = _RequestBudgets(budget, policy, [layer.window for layer in layers])
+
+    def entries(self, layer: int, seen: int, table: PageTable) -> int:
+        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
+        return self._budgets.expected(layer, table, seen)
+
+    def pool(self, key_dim: int, value_dim: int) -> PagePool:
+        """The pool of plain entries of this shape."""
+        return self.pools.plain(key_dim, value_dim, self._dtype, self._device)
+
+    def prompt_pool(self, key_dim: int, value_dim: int) -> PagePool:
+        """The pool of entries of this shape while their prompt is read."""
+        if self.policy.prefill == "greedy":
+            return self.pool(key_dim, value_dim)
+        return self.pools.reading(key_dim, value_dim, self._dtype, self._device)
+
+    def packed_pool(self, layer: LayerShape) -> QuantizedPool | None:
+        """The pool of a layer's codes; None where entries are stored as they are."""
+        if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
+            return None
+        return self.pools.packed(layer.index, layer.key_dim, layer.value_dim, self._device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent and convolution states of one sequence: none, but for hybrids."""
+        return 0
+
+    def entry_bytes(self, layer: LayerShape) -> int:
+        """Bytes of a token's keys and values in one layer, in the model's dtype."""
+        return layer.n_kv_heads * (layer.key_dim + layer.value_dim) * self._dtype.itemsize
+
+
+class _RequestBudgets(LayerBudgets):
+    """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
+
+    def expected(self, layer: int, table: PageTable, seen: int) -> int:
+        """Entries per KV head, before the text is known."""
+        if self.budget is not None and self._policy.needs_all_layers:
+            return self._average(table, seen)
+        return self.entries(layer, table, 0, seen)
+
+    def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
+        return super()._entries_of_bytes(table, amount * table.n_seq)
+
+
+def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
+    """The policy under a budget.
+
+    Raises:
+        BudgetError: a budget in tokens that is smaller than what the policy protects.
+    """
+    policy = within(policy, budget)
+    if budget is not None and budget.kind == "tokens":
+        policy.protect.check(int(budget.amount))
+    return policy
+
+
+def check_packable(method: str, needs: Needs) -> None:
+    """
+    Raises:
+        OptionError: the method cannot run with others in one pass; the message says why.
+    """
+    if needs.prompt_repeat is not None:
+        raise OptionError(
+            f"method {method!r} lets the model repeat each prompt before it plans, which the engine does not do; use "
+            "compress(model, ...).generate, or another method"
+        )
+    if needs.entropies is not None:
+        raise OptionError(
+            f"method {method!r} looks at the predictions for every token, which the engine does not make; use "
+            "compress(model, ...).generate, or another method"
+        )

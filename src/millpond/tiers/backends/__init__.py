@@ -1,0 +1,1 @@
+"""Backends of a loader: who carries its reads out."""

@@ -1,0 +1,88 @@
+"""Ledger of bytes per tier and purpose, which refuses what a tier cannot hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from millpond.errors import BudgetError
+from millpond.tiers.tier import Tier
+
+
+class Holding:
+    """Bytes of a tier that one purpose has taken, until they are released."""
+
+    def __init__(self, ledger: Ledger, tier: str, purpose: str, nbytes: int) -> None:
+        self.tier, self.purpose, self.nbytes = tier, purpose, nbytes
+        self._ledger = ledger
+        self._released = False
+
+    def release(self) -> None:
+        """Give the bytes back; a second call changes nothing."""
+        if not self._released:
+            self._released = True
+            self._ledger._give_back(self)
+
+
+class Ledger:
+    """Bytes that are taken of some tiers, by purpose. Memory is taken here before it is allocated.
+
+    Args:
+        tiers: those that bytes can be taken of.
+
+    Raises:
+        BudgetError: more is taken of a tier than it has; nothing changes then.
+
+    Example:
+        >>> ledger = Ledger([Tier("host", "host", 100)])
+        >>> weights = ledger.take("host", "weights", 60)
+        >>> ledger.free("host"), ledger.by_purpose("host")
+        (40, {'weights': 60})
+    """
+
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._taken: dict[str, Counter[str]] = {name: Counter() for name in self._tiers}
+        self._peak = dict.fromkeys(self._tiers, 0)
+
+    def take(self, tier: str, purpose: str, nbytes: int) -> Holding:
+        """Take `nbytes` of a tier.
+
+        Raises:
+            BudgetError: the tier has fewer.
+        """
+        assert nbytes >= 0, "bytes are counted"
+        free = self.free(tier)
+        if free is not None and nbytes > free:
+            raise BudgetError(
+                f"{purpose} takes {nbytes:,} bytes of the tier {tier!r}, which has {free:,} free of "
+                f"{self._tiers[tier].capacity_bytes:,} ({self._shown(tier)}); raise its capacity"
+            )
+        self._taken[tier][purpose] += nbytes
+        self._peak[tier] = max(self._peak[tier], self.used(tier))
+        return Holding(self, tier, purpose, nbytes)
+
+    def used(self, tier: str) -> int:
+        """Bytes that are taken now."""
+        return sum(self._taken[tier].values())
+
+    def peak(self, tier: str) -> int:
+        """Most bytes that were taken at a time."""
+        return self._peak[tier]
+
+    def free(self, tier: str) -> int | None:
+        """Bytes that can be taken; None where the tier has no limit."""
+        capacity = self._tiers[tier].capacity_bytes
+        return None if capacity is None else capacity - self.used(tier)
+
+    def by_purpose(self, tier: str) -> Mapping[str, int]:
+        """Bytes that are taken now, by purpose."""
+        return {purpose: nbytes for purpose, nbytes in self._taken[tier].items() if nbytes}
+
+    def _give_back(self, holding: Holding) -> None:
+        self._taken[holding.tier][holding.purpose] -= holding.nbytes
+        assert self._taken[holding.tier][holding.purpose] >= 0, "what is given back was taken"
+
+    def _shown(self, tier: str) -> str:
+        taken = self.by_purpose(tier)
+        return ", ".join(f"{purpose} {nbytes:,}" for purpose, nbytes in taken.items()) or "nothing is taken"

@@ -1,0 +1,40 @@
+"""Slots: buffers with one owner at a time, which a loader fills."""
+
+from __future__ import annotations
+
+import enum
+
+from torch import Tensor
+
+
+class SlotState(enum.Enum):
+    """Who owns a slot: no one, a ticket that is not waited for yet, or the one who reads it."""
+
+    FREE = "free"
+    LOADING = "loading"
+    IN_USE = "in use"
+
+
+class Slot:
+    """A buffer that is read only while nothing is written to it.
+
+    Args:
+        data: (n,) uint8, from `aligned_buffer`.
+
+    Attributes:
+        state: who owns it. Only the thread that reads slots changes it.
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.state = SlotState.FREE
+        self.view = memoryview(data.numpy())
+
+    def to(self, state: SlotState, *, of: tuple[SlotState, ...]) -> None:
+        """The next state of one of the states `of`."""
+        assert self.state in of, f"a slot that is {self.state.value} cannot become {state.value}"
+        self.state = state
+
+    def release(self) -> None:
+        """Its reader is done."""
+        self.to(SlotState.FREE, of=(SlotState.IN_USE,))

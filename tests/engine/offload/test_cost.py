@@ -1,0 +1,221 @@
+"""The cost model and the search: sums of bytes, the linear program, and what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from millpond.engine.config import EngineConfig
+from millpond.engine.memory_estimate import estimate
+from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
+from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
+from millpond.engine.offload.kv_size import cache_layout, kv_size
+from millpond.engine.offload.machine import Accelerator
+from millpond.engine.offload.model_size import ModelSize, model_size
+from millpond.engine.offload.planner import EXAMPLE
+from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve, solve_linear
+from millpond.engine.offload.step_memory import StepMemory
+from millpond.errors import BudgetError
+from millpond.models.load import load_model
+from millpond.models.weights.skeleton import Skeleton
+from millpond.models.weights.streamed import WeightSizes
+from millpond.runner.packed_model import PackedModel
+from tests.helpers.hf.families import family
+
+MiB = 2**20
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "opt", "gpt_neox"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(request.param)
+    family(request.param).make().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def recall() -> ModelSize:
+    return model_size("pond-recall")
+
+
+def cost_of(model: ModelSize, **kv: object) -> CostModel:
+    chosen = {"method": "h2o", "budget": 64, **kv}
+    return CostModel(model, kv_size(model, 256, 64, memory=64 * MiB, **chosen), EXAMPLE)  # type: ignore[arg-type]
+
+
+def test_sizes_are_those_that_the_sweep_reads(folder: Path) -> None:
+    found, sizes = model_size(folder), WeightSizes(Skeleton.of(folder))
+    indices = range(len(sizes.layers))
+    assert found.layer_bytes + found.end_bytes == sizes.kept_bytes(indices)
+    assert found.slot_bytes == sizes.slot_bytes
+    saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert found.n_bytes > 0.9 * saved
+
+
+def test_shapes_are_those_of_a_loaded_model(folder: Path) -> None:
+    packed = PackedModel(load_model(folder))
+    try:
+        assert model_size(folder).shapes == packed.layers
+    finally:
+        packed.close()
+
+
+def test_a_step_is_counted_as_the_engine_counts_it(folder: Path) -> None:
+    found, skeleton = model_size(folder), Skeleton.of(folder)
+    cost = CostModel(found, kv_size(found, 20, 8, method="full"), EXAMPLE)
+    for sequences, rows in ((1, 16), (7, 64), (200, 64), (40, 512)):
+        block = BlockShape(sequences=sequences, micro_batch=sequences, prompt_rows=rows)
+        step = StepMemory.of(skeleton, EngineConfig(max_step_tokens=rows, max_running=sequences))
+        assert cost.activations(block) == dict(step.by_purpose)
+
+
+def test_kv_is_what_requests_reserve(recall: ModelSize) -> None:
+    for method, budget, codec in (
+        ("full", None, "auto"),
+        ("h2o", 64, "auto"),
+        ("snapkv", 64, "int4"),
+        ("h2o", 96, "int4"),
+    ):
+        layout = cache_layout(recall, method, {}, budget, codec)
+        need = estimate(layout, recall.shapes, 256, 64, 1)
+        found = kv_size(recall, 256, 64, method=method, budget=budget, codec=codec)
+        assert (found.reading, found.held) == (need.reading, need.each)
+    full, kept = cost_of(recall, method="full", budget=None).kv, cost_of(recall).kv
+    assert full.held > 3 * kept.held
+    per_token = sum(2 * s.n_kv_heads * s.key_dim * recall.dtype.itemsize for s in recall.shapes)
+    assert full.step_bytes == pytest.approx((256 + 32) * per_token, rel=0.2)  # positions and scores besides
+
+
+def test_bytes_of_a_plan_sum_to_less_than_its_memory(recall: ModelSize) -> None:
+    cost = cost_of(recall)
+    least = least_memory(cost)
+    for memory in range(least, 2 * least, least // 7):
+        plan = search(cost, Limits(memory=memory))
+        assert plan.prediction is not None
+        assert plan.prediction.total("host") <= memory
+        parts = plan.prediction.bytes
+        layers = parts["host"].get("weights", 0) + parts["disk"].get("weights", 0)
+        assert layers == recall.layer_bytes
+        assert plan.model == recall.fingerprint
+        ENGINE.check(plan)
+
+
+def test_least_memory_is_the_least_that_runs(recall: ModelSize) -> None:
+    cost = cost_of(recall)
+    least = least_memory(cost)
+    search(cost, Limits(memory=least))
+    with pytest.raises(BudgetError, match=f"below the smallest that runs, {least:,} bytes"):
+        search(cost, Limits(memory=least - 1))
+
+
+def test_more_memory_is_never_slower(recall: ModelSize) -> None:
+    cost = cost_of(recall)
+    least = least_memory(cost)
+    rates = [search(cost, Limits(memory=least * n // 4)).prediction for n in range(4, 16)]
+    found = [one.tokens_per_s for one in rates if one is not None]
+    assert all(later >= 0.97 * earlier for earlier, later in pairwise(found))
+    assert found[-1] > found[0]
+
+
+def test_the_linear_program_agrees_with_filling_the_memory(recall: ModelSize) -> None:
+    """Where only weights may lie in two places, the optimum is known: as many in memory as fit."""
+    pytest.importorskip("scipy")
+    cost, free = cost_of(recall), ["weights host", "weights disk", "kv host"]
+    slow = replace(cost, machine=replace(EXAMPLE, read_per_s=1e6))  # bound by reading, so the optimum is unique
+    for sequences in (1, 3, 8):
+        block = BlockShape(sequences=sequences, micro_batch=sequences, prompt_rows=64)
+        limits = Limits(memory=least_memory(cost) + 3 * MiB)
+        shares, filled = solve_linear(slow, block, limits, free), solve(slow, block, limits)
+        if shares is None or filled is None:
+            assert shares is filled
+            continue
+        n = len(recall.layers)
+        assert int(shares["weights host"] * n + 1e-6) == round(filled["weights host"] * n)
+
+
+def test_kv_goes_to_disk_where_that_may_be(recall: ModelSize) -> None:
+    pytest.importorskip("scipy")
+    cost = CostModel(recall, kv_size(recall, 1024, 64, method="full"), EXAMPLE)
+    block = BlockShape(sequences=64, micro_batch=8, prompt_rows=64)
+    limits = Limits(memory=cost.kv.held * 32)
+    assert solve(cost, block, limits, ENGINE) is None
+    shares = solve(cost, block, limits, Capabilities(kv=("host", "disk"), micro_batches=True))
+    assert shares is not None
+    assert 0.2 < shares["kv disk"] < 1
+    assert shares["kv host"] + shares["kv disk"] == pytest.approx(1)
+
+
+def test_a_device_holds_what_fits_it(recall: ModelSize) -> None:
+    pytest.importorskip("scipy")
+    machine = replace(EXAMPLE, accelerator=Accelerator(flops=1e13, memory_per_s=3e11, link_per_s=1e9))
+    cost = replace(cost_of(recall), machine=machine)
+    block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)
+    near = sum(term.constant for term in cost.bytes(block)["device"])
+    everything = cost.model.layer_bytes + 4 * cost.kv.held
+    for share in (0.3, 1.01):
+        limits = Limits(memory=64 * MiB, device_memory=int(near + share * everything))
+        shares = solve(cost, block, limits, EVERYTHING)
+        assert shares is not None
+        on_device = shares["weights device"] * cost.model.layer_bytes + shares["kv device"] * 4 * cost.kv.held
+        assert on_device <= share * everything
+    assert shares["weights device"] == 1
+
+
+def test_diagonal_holds_the_mean_and_zigzag_the_last(recall: ModelSize) -> None:
+    """Of full caches, with n >= s: the block grows by (2s + 2n) / (2s + n)."""
+    cost = CostModel(recall, kv_size(recall, 1024, 1024, method="full"), EXAMPLE)
+    held = {}
+    for schedule in ("zigzag", "diagonal"):
+        block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64, schedule=schedule)  # type: ignore[arg-type]
+        held[schedule] = cost.bytes(block)["host"][1].shares[PLACES.index("kv host")]
+    assert held["zigzag"] / held["diagonal"] == pytest.approx(4 / 3, rel=0.02)
+
+
+def test_the_bottleneck_is_named(recall: ModelSize) -> None:
+    block = BlockShape(sequences=2, micro_batch=2, prompt_rows=64)
+    far = {"weights disk": 1.0, "kv host": 1.0}
+    for read, name in ((1e6, "disk reads"), (1e13, "compute")):
+        cost = replace(cost_of(recall), machine=replace(EXAMPLE, read_per_s=read))
+        found = predicted(cost, block, far).prediction
+        assert found is not None
+        assert found.decode_bound == found.prefill_bound == name
+    slow = replace(cost_of(recall), machine=replace(EXAMPLE, read_per_s=1e6))
+    found = predicted(slow, block, far).prediction
+    assert found is not None
+    assert found.decode_s == pytest.approx(63 * recall.layer_bytes / 1e6)
+    assert found.prefill_s == pytest.approx(8 * recall.layer_bytes / 1e6)
+    assert found.tokens_per_s == pytest.approx(2 * 64 / (71 * recall.layer_bytes / 1e6))
+
+
+def test_a_latency_bound_gives_smaller_blocks(recall: ModelSize) -> None:
+    cost, memory = cost_of(recall), 64 * MiB
+    free = search(cost, Limits(memory=memory)).prediction
+    assert free is not None
+    bound = search(cost, Limits(memory=memory, latency_s=free.seconds / 2)).prediction
+    assert bound is not None
+    assert bound.seconds <= free.seconds / 2
+    assert bound.tokens_per_s <= free.tokens_per_s * 1.0001
+    with pytest.raises(BudgetError, match="the quickest plan takes"):
+        search(cost, Limits(memory=memory, latency_s=1e-6))
+
+
+def test_the_chosen_plan_is_within_3_percent_of_every_block_that_fits(recall: ModelSize) -> None:
+    cost, limits = cost_of(recall), Limits(memory=32 * MiB)
+    best = search(cost, limits).prediction
+    assert best is not None
+    for sequences in range(1, 120, 7):
+        for rows in (16, 100, 512):
+            block = BlockShape(sequences=sequences, micro_batch=sequences, prompt_rows=rows, slots=0)
+            shares = solve(cost, block, limits)
+            if shares is not None:
+                other = predicted(cost, block, shares).prediction
+                assert other is not None
+                assert other.tokens_per_s <= best.tokens_per_s / 0.96
+
+
+def test_places_are_named_by_kind_and_tier() -> None:
+    assert [place.split() for place in PLACES] == [
+        [kind, tier] for kind in ("weights", "kv") for tier in ("device", "host", "disk")
+    ]
