@@ -60,7 +60,7 @@ class AsyncLLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        loaded, tokenizer = load(model, tokenizer, dtype, threads)
+        loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
         self.model_name = model_name or str(
             model if loaded is not model else getattr(model, "name_or_path", "") or "model"
         )

@@ -55,7 +55,7 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        model, tokenizer = load(model, tokenizer, dtype, threads)
+        model, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
         self.engine = Engine(model, tokenizer, config)
         self._names = count()
 
@@ -138,11 +138,13 @@ class LLM:
                     yield output
 
 
-def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> tuple[Any, Any]:
+def load(
+    model: Any, tokenizer: Any, dtype: str | None, threads: int | None, weights: str | None = None
+) -> tuple[Any, Any]:
     """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
 
     Raises:
-        OptionError: it cannot be loaded, or a dtype given with a loaded model.
+        OptionError: it cannot be loaded, or a dtype or quantized weights wanted of a loaded model.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -151,6 +153,11 @@ def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> 
         return loaded, find_tokenizer(model) if tokenizer is None else tokenizer
     if dtype is not None:
         raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")
+    if weights is not None:
+        raise OptionError(
+            f"weights={weights!r} empties the modules of the model; pass the model's name or folder, so that it is "
+            "loaded for this engine alone"
+        )
     return model, tokenizer
 
 

@@ -56,7 +56,7 @@ def describe(model: PreTrainedModel) -> Described:
     found = [block_of(layer, fusable) for layer in base.layers]
     _check_weights(model)
     several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
-    fused = [weight for parts in several for part in parts for weight in part]
+    fused = [weight for parts in several for part in parts for weight in part if isinstance(weight, Tensor)]
     mapped, blocks = Mapped(), []
     for layer in base.layers:
         with mapped.moving(layer.parameters()):
