@@ -1,8 +1,8 @@
 """Products of many rows through torch, in float32 where the CPU multiplies 16-bit numbers slowly.
 
 Without AVX-512 (or its bf16 in 256-bit vectors) torch multiplies bf16 and f16 in a loop of its own, several times as
-slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once. A quantized matrix is widened so
-everywhere.
+slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once. A quantized matrix is
+widened so everywhere.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         steps = ((most.float() - least.float()) / 15).half()
         scales = torch.stack([steps, least], 1)
     if not bool(scales.isfinite().all()):
-        raise OptionError("a matrix holds numbers that are not finite, or beyond float16 (65504): leave it in its dtype")
+        raise OptionError("a matrix holds numbers not finite, or beyond float16 (65504): leave it in its dtype")
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)[..., None]
     numbers = ((grouped - least.float()[..., None]) * inverse).round_()
     if bits == 8:
