@@ -43,13 +43,17 @@ class EngineChoice(OptionGroup):
     runner: Annotated[
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
     ] = "auto"  # fmt: skip
+    weights: Annotated[
+        str | None,
+        optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),
+    ] = None
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`."""
         prefixes = self.kv_memory is not None if self.prefix_cache is None else self.prefix_cache
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
-            "swap_to": self.swap_to, "runner": self.runner,
+            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
         }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
 from millpond.methods import METHODS
-from millpond.runner.packed_model import Runner
+from millpond.runner.packed_model import Runner, check_weights
 from millpond.scalar import number
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     page_slots: int
     runner: Runner
     native_layers: bool
+    weights: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,9 @@ class EngineConfig:
         runner: "lean" runs the model's weights without its modules, "modules" runs its modules, "auto" is "lean"
             where both give the same.
         native_layers: as in `compress`.
+        weights: "int8" or "int4": the matrices of the model's layers and head are packed in so many bits when the
+            engine is made (on a CPU, of models that run natively); None leaves them as they are. The modules of the
+            model are emptied then, so `LLM` takes this only for a model that it loads.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec or runner that does not exist.
@@ -81,6 +85,7 @@ class EngineConfig:
     page_slots: int = DEFAULT_SLOTS
     runner: Runner = "auto"
     native_layers: bool = True
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))
@@ -92,6 +97,7 @@ class EngineConfig:
                 raise OptionError(f"{name}={getattr(self, name)} must be at least 1")
         if self.runner not in get_args(Runner):
             raise unknown("runner", self.runner, get_args(Runner))
+        check_weights(self.weights, self.runner, self.native_layers)
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))
         budget_of(self.method, self.budget, policy)

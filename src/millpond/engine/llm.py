@@ -163,10 +163,15 @@ def open_engine(
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
     if memory is None and plan is None:
-        loaded, tokenizer = load(model, tokenizer, dtype, threads)
+        loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
+    if config.weights is not None:
+        raise OptionError(
+            f"weights={config.weights!r} with memory= or plan=: layers that are read from files run as saved; "
+            "leave one of the two out"
+        )
     if plan is not None and not isinstance(plan, Plan):
         raise OptionError(f"plan={plan!r} must be a Plan, or be left out")
     if threads is not None:
@@ -182,11 +187,13 @@ def open_engine(
     return engine, opened.placement
 
 
-def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> tuple[Any, Any]:
+def load(
+    model: Any, tokenizer: Any, dtype: str | None, threads: int | None, weights: str | None = None
+) -> tuple[Any, Any]:
     """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
 
     Raises:
-        OptionError: it cannot be loaded, or a dtype given with a loaded model.
+        OptionError: it cannot be loaded, or a dtype or quantized weights wanted of a loaded model.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -195,6 +202,11 @@ def load(model: Any, tokenizer: Any, dtype: str | None, threads: int | None) -> 
         return loaded, find_tokenizer(model) if tokenizer is None else tokenizer
     if dtype is not None:
         raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")
+    if weights is not None:
+        raise OptionError(
+            f"weights={weights!r} empties the modules of the model; pass the model's name or folder, so that it is "
+            "loaded for this engine alone"
+        )
     return model, tokenizer
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from millpond.kernels.backends import NATIVE_DTYPES
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import FEW_ROWS
 from millpond.kernels.many_rows import has_products, multiply_rows
+from millpond.kernels.quantized_weight import Weight
 
 #: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -44,15 +45,15 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers that take the same rows: weights (n, k) with their biases (n,) or None.
+    """Linear layers that take the same rows: weights (n, k), plain or all quantized, with their biases (n,) or None.
 
     Attributes:
         whole: weight and bias of all one after another, which the parts are views of; None where they lie apart.
         norm: of the rows, in front. act: of the outcome of the first part.
     """
 
-    parts: tuple[tuple[Tensor, Tensor | None], ...]
-    whole: tuple[Tensor, Tensor | None] | None
+    parts: tuple[tuple[Weight, Tensor | None], ...]
+    whole: tuple[Weight, Tensor | None] | None
     norm: Norm | None = None
     act: GatedActivation | None = None
 
@@ -120,7 +121,7 @@ class DecoderOps:
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         """X through the matrix, plus the residual (N, n)."""
         ((weight, bias),) = projection.parts
-        if bias is None and has_products(x):
+        if bias is None and isinstance(weight, Tensor) and has_products(x):
             return torch.addmm(residual, x, weight.t())
         return multiply_rows(x, weight, bias).add_(residual)
 
@@ -161,9 +162,9 @@ class NativeDense(DecoderOps):
         if self.few:
             return projection.few(x)
         whole = projection.whole
-        if whole is None or not native.gemm_serves(x, whole[0]):
+        if whole is None or not _gemm_serves(whole[0], x):
             return super().apart(x, projection)
-        together = native.gemm(x, *whole, norm=projection.norm)
+        together = native.gemm(x, whole[0], whole[1], norm=projection.norm)
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
@@ -172,8 +173,8 @@ class NativeDense(DecoderOps):
         act, whole, halves = projection.act, projection.whole, len(projection.parts) == 2
         if act is None or act is GatedActivation.GELU or whole is None:  # torch's erf is the faster
             return super().activated(x, projection)
-        if native.gemm_serves(x, whole[0]):
-            return native.gemm(x, *whole, norm=projection.norm, act=act, halves=halves)
+        if _gemm_serves(whole[0], x):
+            return native.gemm(x, whole[0], whole[1], norm=projection.norm, act=act, halves=halves)
         if not halves:
             return super().activated(x, projection)
         x = x if projection.norm is None else self.norm(x, projection.norm)
@@ -183,7 +184,7 @@ class NativeDense(DecoderOps):
         if self.few:
             return projection.few(x, residual)[0]
         ((weight, bias),) = projection.parts
-        if not native.gemm_serves(x, weight):
+        if not _gemm_serves(weight, x):
             return super().added(x, projection, residual)
         return native.gemm(x, weight, bias, residual=residual)
 
@@ -199,6 +200,10 @@ class NativeDense(DecoderOps):
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         native.rotate_(q, k, cos, sin)
+
+
+def _gemm_serves(weight: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    return isinstance(weight, Tensor) and native.gemm_serves(x, weight)
 
 
 _TORCH, _FEW, _MANY = DecoderOps(), NativeDense(few=True), NativeDense(few=False)

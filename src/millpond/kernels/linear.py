@@ -9,6 +9,7 @@ from torch import Tensor
 
 from millpond.kernels.backends import NATIVE_DTYPES, load_native
 from millpond.kernels.many_rows import multiply_rows
+from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 
 #: Rows of a `linear` that memory bounds, or little more: at most as many as the kernel holds.
 FEW_ROWS = 32
@@ -52,7 +53,7 @@ def _is_bias(bias: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
 
     Products of up to FEW_ROWS rows, and of many of bf16 where `native.gemm` serves them, are summed in float32 in an
@@ -61,11 +62,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     asks for it.
 
     Args:
-        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it. bias: (n,) or None.
+        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it, or in codes. bias: (n,) or None.
 
     Returns:
         (..., n) in x's dtype.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _linear_of_codes(x, weight, bias)
     native = load_native() if _may_be_native(x, weight, bias) else None
     if native is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
         few: Tensor = native.linear(x, weight, bias)
@@ -77,3 +80,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return many.view(*x.shape[:-1], -1)
         return multiply_rows(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _linear_of_codes(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    native = load_native() if wanted and x.is_cpu and weight.is_cpu and x.dtype in NATIVE_DTYPES else None
+    if native is not None and 0 < x.numel() <= FEW_ROWS * x.shape[-1]:
+        few: Tensor = native.linear(x, weight, bias)
+        return few
+    return multiply_rows(x, weight, bias)

@@ -1,7 +1,8 @@
 """Products of many rows through torch, in float32 where the CPU multiplies 16-bit numbers slowly.
 
 Without AVX-512 (or its bf16 in 256-bit vectors) torch multiplies bf16 and f16 in a loop of its own, several times as
-slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once.
+slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once. A quantized matrix is
+widened so everywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from millpond.kernels.quantized_weight import Weight
 
 #: Numbers of a matrix that are widened at a time: 8 MB of float32.
 BLOCK = 2 << 20
@@ -30,16 +33,18 @@ def _on_cpu(dtype: torch.dtype) -> bool:
     return True
 
 
-def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias. x: (..., k). weight: (n, k). bias: (n,) or None. -> (..., n) in x's dtype.
 
     Without gradients: a caller that needs some uses torch's own function.
     """
-    if has_products(x):
+    if isinstance(weight, Tensor) and has_products(x):
         return functional.linear(x, weight, bias)
-    wide, out = x.float(), x.new_empty((*x.shape[:-1], len(weight)))
+    dtype = x.dtype if has_products(x) else torch.float32
+    wide, out = x.to(dtype), x.new_empty((*x.shape[:-1], len(weight)))
     step = max(1, BLOCK // weight.shape[1])
     for first in range(0, len(weight), step):
         part = slice(first, first + step)
-        out[..., part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+        matrix = weight[part].to(dtype) if isinstance(weight, Tensor) else weight.rows(first, first + step).widen(dtype)
+        out[..., part] = functional.linear(wide, matrix, None if bias is None else bias[part].to(dtype))
     return out

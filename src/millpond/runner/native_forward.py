@@ -16,7 +16,8 @@ from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import BlockSource
 from millpond.models.lean.describe import describe
-from millpond.models.lean.watch import own_forward
+from millpond.models.lean.quantize import quantized, release
+from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Where the tokens of the trial stand in their text.
@@ -29,6 +30,7 @@ class NativeForward:
     Args:
         shapes: what the attention of each layer does. run: a pass of the modules, run(ids, positions, attend) -> logits
             of all tokens. streamed: the layers where their weights come and go.
+        bits: 4 or 8: once tried out, the matrices become codes of as many bits, and those of the modules are emptied.
 
     Raises:
         UnsupportedModelError: the model is of another family, or a part of it gives something else than ours.
@@ -40,22 +42,30 @@ class NativeForward:
         shapes: Sequence[AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
         streamed: BlockSource | None = None,
+        bits: int | None = None,
     ) -> None:
         if any(own_forward(module) is not None for module in model.modules()):
             raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
         described = describe(model, streamed)
         self._shapes = shapes
-        self._decoder, self._watch, self._layers = described.decoder, described.watch, described.layers
+        self._decoder, self._layers = described.decoder, described.layers
+        self._watch: Watch | None = described.watch
         self._name = type(model).__name__
         if not self.ready():
             raise UnsupportedModelError(f"{self._name} has hooks, or trains; remove them, or call model.eval()")
         if model.dtype not in TOLERANCE:
             raise UnsupportedModelError(f"{self._name} computes in {model.dtype}")
         self._try_out(model.device, run)
+        if bits is not None:
+            self._decoder, self._watch = quantized(self._decoder, bits), None
+            release(model, self._decoder)
 
     def ready(self) -> bool:
-        """Whether the modules may be bypassed: they have no hooks, and their weights are those of this pass."""
-        return self._watch.unchanged()
+        """Whether the modules may be bypassed: they have no hooks, and their weights are those of this pass.
+
+        Modules that were emptied cannot run, so they always are.
+        """
+        return self._watch is None or self._watch.unchanged()
 
     def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
         """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""

@@ -24,6 +24,7 @@ from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.signals.rotary import CHANGING
+from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.carried_states import CarriedStates, StateShape
 from millpond.runner.native_forward import NativeForward
@@ -64,6 +65,7 @@ class PackedModel:
             "auto": lean where that gives what the modules give. Passes with hooks go through the modules.
         native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
         streamed: the layers of `model` where their weights are read while it runs; it is closed with this.
+        weights: "int8" or "int4": the model's matrices become codes, and the model itself cannot run any more.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
@@ -73,7 +75,7 @@ class PackedModel:
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
-        OptionError: no such runner, or runner="lean" with native_layers=False.
+        OptionError: no such runner or format of weights, or runner="lean" or weights with native_layers=False.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class PackedModel:
         runner: Runner = "auto",
         native_layers: bool = True,
         streamed: StreamedLayers | None = None,
+        weights: str | None = None,
     ) -> None:
+        check_weights(weights, runner, native_layers)
         if runner not in get_args(Runner):
             raise unknown("runner", runner, get_args(Runner))
         if not native_layers and runner == "lean":
@@ -119,8 +123,9 @@ class PackedModel:
             self._undo.append(switch_attention(profile.config))
             watch = self._probe()
             self.layers = _layers_of(profile, watch)
-            self._lean = self._make_lean(watch, runner if native_layers else "modules")
-            if native_layers and streamed is None:
+            bits = None if weights is None else FORMATS[weights]
+            self._lean = self._make_lean(watch, runner if native_layers else "modules", bits)
+            if native_layers and streamed is None and bits is None:
                 self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
         except BaseException:
             self.close()
@@ -170,10 +175,10 @@ class PackedModel:
         self._undo.append(use_segments(mixers))
 
     @no_autograd
-    def _make_lean(self, watch: ShapeWatch, runner: Runner) -> NativeForward | None:
+    def _make_lean(self, watch: ShapeWatch, runner: Runner, bits: int | None) -> NativeForward | None:
         """
         Raises:
-            UnsupportedModelError: the model cannot run lean, and runner="lean".
+            UnsupportedModelError: the model cannot run lean, and runner="lean" or its weights should be quantized.
         """
         if runner == "modules":
             return None
@@ -183,8 +188,10 @@ class PackedModel:
             return self._run(ids, positions, FunctionAttention(attend), torch.arange(len(ids), device=ids.device))
 
         try:
-            return NativeForward(self.model, shapes, run, self._streamed)
+            return NativeForward(self.model, shapes, run, self._streamed, bits)
         except UnsupportedModelError as error:
+            if bits is not None:
+                raise UnsupportedModelError(f"weights= needs a model that runs without its modules: {error}") from error
             if runner == "auto":
                 return None
             raise UnsupportedModelError(f"{error}; runner='modules' runs it") from error
@@ -197,6 +204,22 @@ class PackedModel:
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(token, token, watch, token)
         return watch
+
+
+def check_weights(weights: str | None, runner: Runner, native_layers: bool) -> None:
+    """
+    Raises:
+        OptionError: no such format of weights, or one that the other settings exclude.
+    """
+    if weights is None:
+        return
+    if weights not in FORMATS:
+        raise unknown("format of weights", weights, FORMATS)
+    if runner == "modules" or not native_layers:
+        raise OptionError(
+            f"weights={weights!r} runs in our own layers, which runner='modules' and native_layers=False leave out; "
+            "leave one of the two out"
+        )
 
 
 def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:

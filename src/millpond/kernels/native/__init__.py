@@ -15,7 +15,7 @@ from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import absolute_sums, newest_alike
 from millpond.kernels.native.admission import admit
-from millpond.kernels.native.decoder_rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_
+from millpond.kernels.native.decoder_rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_, widen
 from millpond.kernels.native.huge_pages import use_huge_pages
 from millpond.kernels.native.layers import Layers
 from millpond.kernels.native.library import NativeKernelsWarning
@@ -53,6 +53,7 @@ __all__ = [
     "read_packed",
     "rotate_",
     "use_huge_pages",
+    "widen",
     "window_signal",
     "write",
     "write_packed",

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import DTYPES, entry_point
+from millpond.kernels.quantized_weight import GROUP, QuantizedWeight, Weight
 
 #: the order of fields is that of csrc/common/args.hpp
 LINEAR_ROWS = Struct("=8q").pack
-LINEAR_SAME = Struct("=23qd").pack
+LINEAR_SAME = Struct("=28qd").pack
 ROTATE = Struct("=15q").pack
 NORM = Struct("=14qd").pack
 GATE = Struct("=8q").pack
@@ -22,11 +23,14 @@ GEMM = Struct("=14qd").pack
 #: Fewer rows are not worth packing the matrix for: torch's kernels pack less.
 MANY_ROWS = 96
 BEHIND = Struct("=5q").pack
+WIDEN = Struct("=9q").pack
 LARGEST = Struct("=8q").pack
 
 
 class Linears:
     """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
+
+    Or all in codes of as many bits, for rows of one dtype.
 
     norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
     one result, gate(first) * second.
@@ -36,7 +40,7 @@ class Linears:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Tensor, Tensor | None]],
+        parts: Sequence[tuple[Weight, Tensor | None]],
         *,
         norm: Tensor | None = None,
         norm_bias: Tensor | None = None,
@@ -50,12 +54,14 @@ class Linears:
         self._unused = (0,) * (4 - len(self._widths))
         numbers: list[int] = []
         for weight, bias in parts:
-            numbers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight), weight.stride(0))
-        numbers += (0,) * (16 - len(numbers))
+            held, scales = (weight, 0) if isinstance(weight, Tensor) else (weight.codes, weight.scales.data_ptr())
+            numbers += (held.data_ptr(), 0 if bias is None else bias.data_ptr(), scales, len(weight), held.stride(0))
+        numbers += (0,) * (20 - len(numbers))
         #: the part of the C struct that is the same for all rows
         self.same = LINEAR_SAME(
             0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
-            DTYPES[self._dtype], gate, len(parts), centred, *numbers, eps,
+            DTYPES[self._dtype], gate, len(parts), centred, first.bits if isinstance(first, QuantizedWeight) else 0,
+            *numbers, eps,
         )  # fmt: skip
         #: the C struct of no rows, for calls that fill them in
         self.blank = LINEAR_ROWS(*(0,) * 8) + self.same
@@ -130,9 +136,21 @@ class Behind:
         return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), torch.get_num_threads())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X (..., k), weight (n, k) with contiguous rows, bias (n,), all of one dtype -> (..., n)."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """X (..., k), weight (n, k) with contiguous rows or in codes, bias (n,), all of one dtype -> (..., n)."""
     return Linears(((weight, bias),))(x)[0]
+
+
+def widen(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers (n, k) of a `QuantizedWeight`'s codes and scales, each rounded once from float32."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    groups = codes.shape[1]
+    out = torch.empty((len(codes), groups * GROUP), dtype=dtype)
+    entry_point("mp_widen")(WIDEN(
+        codes.data_ptr(), scales.data_ptr(), out.data_ptr(), 0, len(codes), out.shape[1],
+        8 * codes.shape[2] // GROUP, DTYPES[dtype], torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
 
 
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

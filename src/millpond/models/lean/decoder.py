@@ -14,6 +14,7 @@ from millpond.kernels.args import StepRegions
 from millpond.kernels.decoder_ops import Norm, choose, in_one_call
 from millpond.kernels.linear import linear
 from millpond.kernels.native import Layers
+from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Attend, Block
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -36,16 +37,17 @@ class Decoder:
 
     Attributes:
         blocks: the layers, first to last; only a tuple of them runs in one call.
-        tokens: (vocabulary, width), embeddings. positions: (n, width), learned ones, the first `offset` unused.
+        tokens: (vocabulary, width), embeddings, plain or quantized.
+        positions: (n, width), learned ones, the first `offset` unused.
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
         project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
         head: weight (vocabulary, width) and bias.
     """
 
-    tokens: Tensor
+    tokens: Weight
     blocks: BlockSource
     norm: Norm | None
-    head: tuple[Tensor, Tensor | None]
+    head: tuple[Weight, Tensor | None]
     rotary: Rotary | None = None
     positions: Tensor | None = None
     offset: int = 0
@@ -67,7 +69,9 @@ class Decoder:
 
     def in_one_call(self, n: int) -> Layers | None:
         """All layers for n rows, one of each sequence; None where they are not built so, or not run so."""
-        return self._in_one_call if choose(self.tokens[:n]).few else None
+        tokens = self.tokens
+        rows = tokens.rows(0, n).codes.to(tokens.dtype) if isinstance(tokens, QuantizedWeight) else tokens[:n]
+        return self._in_one_call if choose(rows).few else None
 
     @cached_property
     def _in_one_call(self) -> Layers | None:
@@ -98,7 +102,8 @@ class Decoder:
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(N, width): what the first layer reads."""
-        x = functional.embedding(ids, self.tokens)
+        tokens = self.tokens
+        x = tokens.take(ids) if isinstance(tokens, QuantizedWeight) else functional.embedding(ids, tokens)
         if self.project_in is not None:
             x = linear(x, self.project_in)
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)

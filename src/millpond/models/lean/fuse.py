@@ -27,7 +27,8 @@ def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAc
         UnsupportedModelError: as `fusable`.
     """
     found = fusable(layers, norm, act)
-    weights, biases = [weight for weight, _ in found.parts], [bias for _, bias in found.parts if bias is not None]
+    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in found.parts if bias is not None]
     return replace(found, whole=(_behind_each_other(weights), _behind_each_other(biases) if biases else None))
 
 

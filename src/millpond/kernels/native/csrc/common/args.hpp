@@ -136,8 +136,9 @@ struct ScanArgs {
 
 constexpr int MOST_PARTS = 4;
 
+// With `bits` 4 or 8, w holds codes: see linear/quantized_rows.hpp for them and for `scales`.
 struct LinearPart {
-  const void *w, *bias;  // (n, k), (n,) or null
+  const void *w, *bias, *scales;  // (n, k), (n,) or null, null of plain numbers
   int64_t n, w_row;
 };
 
@@ -149,9 +150,16 @@ struct LinearArgs {
   int64_t m, n_threads;
   // From here on the same for all rows that go through these matrices.
   const void *norm, *norm_bias;  // (k,) or null: the weight of a norm of x; (k,) or null
-  int64_t k, dtype, gate, n_parts, centred;  // all tensors are of one dtype
+  int64_t k, dtype, gate, n_parts, centred, bits;  // all tensors but codes and scales are of one dtype; bits 0: plain
   LinearPart parts[MOST_PARTS];
   double eps;
+};
+
+// Rows `begin` .. `end` of a quantized matrix as numbers of `dtype`, contiguous.
+struct WidenArgs {
+  const void *w, *scales;
+  void* out;  // (end - begin, k)
+  int64_t begin, end, k, bits, dtype, n_threads;
 };
 
 // q and k turn in place by the rotary embedding: x * cos + half(x) * sin, where half is (-second half, first half).

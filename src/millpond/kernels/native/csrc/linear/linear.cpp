@@ -16,6 +16,7 @@
 #include "linear/epilogue.hpp"
 #include "linear/few_rows.hpp"
 #include "linear/few_rows_floats.hpp"
+#include "linear/quantized_rows.hpp"
 
 namespace mp {
 namespace {
@@ -186,41 +187,90 @@ void take_in(const LinearArgs& a, typename Held<T>::Q* x, int64_t x_row, float* 
   }
 }
 
+// A matrix of numbers of type T, and the rows of x that meet it.
 template <class T>
-int linear(const LinearArgs& a) {
+class PlainMatrix {
   using Q = typename Held<T>::Q;
-  static thread_local Workspace workspace;
-  const int m = int(a.m), dim = int(a.k);
-  const int64_t x_row = round_up(dim, QUERY_PAD), item = dtype_bytes(a.dtype);
-  const int n_groups = (m + MOST_ROWS - 1) / MOST_ROWS, together = (m + n_groups - 1) / n_groups;
-  const int64_t held = round_up(n_groups * MOST_ROWS * x_row * int64_t(sizeof(Q)), 64);
-  char* memory = workspace.get(2 * held + x_row * 4);
-  if (memory == nullptr) return 1;
-  Q* rows = reinterpret_cast<Q*>(memory);
-  take_in<T>(a, rows, x_row, reinterpret_cast<float*>(memory + 2 * held));
-  const Q* x[MOST_GROUPS];
-  for (int g = 0; g < n_groups; ++g)
-    x[g] = arranged<T>(rows + g * together * x_row, x_row, std::min(together, m - g * together),
-                       reinterpret_cast<Q*>(memory + held) + g * MOST_ROWS * x_row);
-  // rows of w that stay in the L2 cache until every group has met them: whole tiles
-  const int slice = n_groups == 1 ? BLOCK : int(std::clamp<int64_t>(2 * CACHED / (dim * item) / 16 * 16, 16, BLOCK));
 
+ public:
+  static int64_t room(const LinearArgs& a) { return 2 * held(a) + x_row(a) * 4; }
+  static int64_t row_bytes(const LinearArgs& a) { return a.k * dtype_bytes(a.dtype); }
+
+  PlainMatrix(const LinearArgs& a, char* memory)
+      : m_(int(a.m)), dim_(int(a.k)), n_groups_(groups(a)), together_((m_ + n_groups_ - 1) / n_groups_), x_row_(x_row(a)) {
+    Q* rows = reinterpret_cast<Q*>(memory);
+    take_in<T>(a, rows, x_row_, reinterpret_cast<float*>(memory + 2 * held(a)));
+    for (int g = 0; g < n_groups_; ++g)
+      x_[g] = arranged<T>(rows + g * together_ * x_row_, x_row_, std::min(together_, m_ - g * together_),
+                          reinterpret_cast<Q*>(memory + held(a)) + g * MOST_ROWS * x_row_);
+    // rows of w that stay in the L2 cache until every group has met them: whole tiles
+    slice_ = n_groups_ == 1 ? BLOCK : int(std::clamp<int64_t>(2 * CACHED / row_bytes(a) / 16 * 16, 16, BLOCK));
+  }
+
+  // out[h * BLOCK + t] = x[h] . w[begin + t], t < n.
+  void product(const LinearPart& part, int64_t begin, int n, float* out) const {
+    const T* w = static_cast<const T*>(part.w) + begin * part.w_row;
+    for (int t = 0; t < n; t += slice_)
+      for (int g = 0, h = 0; g < n_groups_; ++g, h += together_)
+        block<T>(w + t * part.w_row, std::min(slice_, n - t), part.w_row, dim_, x_[g], x_row_,
+                 std::min(together_, m_ - h), out + h * BLOCK + t);
+  }
+
+ private:
+  static int groups(const LinearArgs& a) { return int((a.m + MOST_ROWS - 1) / MOST_ROWS); }
+  static int64_t x_row(const LinearArgs& a) { return round_up(a.k, QUERY_PAD); }
+  static int64_t held(const LinearArgs& a) { return round_up(groups(a) * MOST_ROWS * x_row(a) * int64_t(sizeof(Q)), 64); }
+
+  int m_, dim_, n_groups_, together_, slice_;
+  int64_t x_row_;
+  const Q* x_[MOST_GROUPS];
+};
+
+// A matrix of codes of BITS bits, and the rows of x, as floats, that meet it.
+template <int BITS>
+class QuantizedMatrix {
+ public:
+  static int64_t room(const LinearArgs& a) { return 4 * (a.m * (a.k + a.k / GROUP + W) + a.k); }
+  static int64_t row_bytes(const LinearArgs& a) { return a.k / GROUP * (GROUP * BITS / 8 + 2 * kinds(BITS)); }
+
+  QuantizedMatrix(const LinearArgs& a, char* memory) : m_(int(a.m)), dim_(int(a.k)), x_(reinterpret_cast<float*>(memory)) {
+    sums_ = x_ + a.m * a.k;
+    take_in<float>(a, x_, a.k, sums_ + a.m * (dim_ / GROUP + W));
+    sum_groups(x_, m_, dim_, sums_);
+  }
+
+  void product(const LinearPart& part, int64_t begin, int n, float* out) const {
+    for (int t = 0; t < n; ++t) {
+      const QuantizedRow<BITS> row(part.w, part.scales, begin + t, dim_);
+      meet(row, m_, x_, sums_, dim_, out + t, BLOCK);
+    }
+  }
+
+ private:
+  int m_, dim_;
+  float *x_, *sums_;
+};
+
+template <class Matrix>
+int linear(const LinearArgs& a) {
+  static thread_local Workspace workspace;
+  char* memory = workspace.get(Matrix::room(a));
+  if (memory == nullptr) return 1;
+  const Matrix matrix(a, memory);
+  const int m = int(a.m);
+  const int64_t item = dtype_bytes(a.dtype);
   const bool gated = a.gate != NO_GATE && a.n_parts == 2, activated = a.gate != NO_GATE && !gated;
   const int n_parts = gated ? 1 : int(a.n_parts);  // with a gate, both matrices make one part
   int64_t first[MOST_PARTS + 1] = {0}, bytes = 0;   // of the work items: BLOCK rows of one part each
   for (int p = 0; p < n_parts; ++p) {
     first[p + 1] = first[p] + (a.parts[p].n + BLOCK - 1) / BLOCK;
-    bytes += (gated ? 2 : 1) * a.parts[p].n * dim * item;
+    bytes += (gated ? 2 : 1) * a.parts[p].n * Matrix::row_bytes(a);
   }
   const int64_t n_blocks = first[n_parts], worth = 1 + bytes / BYTES_PER_THREAD;
   const int n_threads = int(std::min({a.n_threads, worth, n_blocks, int64_t(Shares::MOST)}));
   Shares shares(n_blocks, n_threads);
   auto product = [&](const LinearPart& part, int64_t begin, int n, float* out) {
-    const T* w = static_cast<const T*>(part.w) + begin * part.w_row;
-    for (int t = 0; t < n; t += slice)
-      for (int g = 0, h = 0; g < n_groups; ++g, h += together)
-        block<T>(w + t * part.w_row, std::min(slice, n - t), part.w_row, dim, x[g], x_row, std::min(together, m - h),
-                 out + h * BLOCK + t);
+    matrix.product(part, begin, n, out);
     if (part.bias == nullptr) return;
     float bias[BLOCK];
     widen(bias, static_cast<const char*>(part.bias) + begin * item, a.dtype, n);
@@ -252,10 +302,12 @@ int linear(const LinearArgs& a) {
 }
 
 int run(const LinearArgs& args) {
+  if (args.bits == 4) return linear<QuantizedMatrix<4>>(args);
+  if (args.bits == 8) return linear<QuantizedMatrix<8>>(args);
   switch (args.dtype) {
-    case F32: return linear<float>(args);
-    case F16: return linear<f16>(args);
-    default: return linear<bf16>(args);
+    case F32: return linear<PlainMatrix<float>>(args);
+    case F16: return linear<PlainMatrix<f16>>(args);
+    default: return linear<PlainMatrix<bf16>>(args);
   }
 }
 
@@ -270,6 +322,10 @@ LinearArgs step(const BehindArgs& a, int i, const void* x, const void* residual,
 }  // namespace mp
 
 extern "C" __attribute__((visibility("default"))) int mp_linear(const mp::LinearArgs* args) { return mp::run(*args); }
+
+extern "C" __attribute__((visibility("default"))) int mp_widen(const mp::WidenArgs* args) {
+  return args->bits == 4 ? mp::widen_rows<4>(*args) : mp::widen_rows<8>(*args);
+}
 
 extern "C" int mp_rotate(const mp::RotateArgs* args);
 

@@ -1,0 +1,83 @@
+"""The matrices of a decoder in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from millpond.errors import UnsupportedModelError
+from millpond.kernels.decoder_ops import Projection
+from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
+from millpond.models.lean.block import Block
+from millpond.models.lean.decoder import Decoder
+
+
+def quantized(decoder: Decoder, bits: int) -> Decoder:
+    """The same decoder, the matrices of its layers and its head in codes; embeddings too where the head shares them.
+
+    Norms, biases, learned positions and what stands between embeddings and layers stay as they are.
+
+    Raises:
+        UnsupportedModelError: a matrix has rows of no whole groups, or does not lie on a CPU.
+        OptionError: a number is not finite, or beyond float16.
+    """
+    _check(decoder)
+    head, bias = decoder.head
+    packed = QuantizedWeight.quantize(head, bits)  # type: ignore[arg-type]
+    return replace(
+        decoder,
+        blocks=tuple(_block(block, bits) for block in decoder.blocks),
+        head=(packed, bias),
+        tokens=packed if decoder.tokens is head else decoder.tokens,
+    )
+
+
+def release(model: nn.Module, but: Decoder) -> None:
+    """Empty the matrices of a model's modules, which then cannot run, besides what the decoder reads."""
+    kept = [but.tokens, but.positions, but.project_in, but.project_out]
+    there = {id(one) for one in kept if one is not None}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and id(weight) not in there:
+            weight.data = weight.data.new_empty(0)
+
+
+def _check(decoder: Decoder) -> None:
+    for name, weight in _matrices(decoder):
+        if isinstance(weight, QuantizedWeight) or not QuantizedWeight.fits(weight) or not weight.is_cpu:
+            raise UnsupportedModelError(
+                f"{name} {tuple(weight.shape)} cannot be quantized: codes are of groups of {GROUP} numbers of a row, "
+                "and run on a CPU; leave out weights="
+            )
+
+
+def _matrices(decoder: Decoder) -> Iterable[tuple[str, Tensor | QuantizedWeight]]:
+    yield "the head", decoder.head[0]
+    for block in decoder.blocks:
+        for projection in (block.qkv, block.out, block.up, block.down):
+            for weight, _ in projection.parts:
+                yield f"a matrix of layer {block.index}", weight
+
+
+def _block(block: Block, bits: int) -> Block:
+    return replace(
+        block,
+        qkv=_projection(block.qkv, bits), out=_projection(block.out, bits),
+        up=_projection(block.up, bits), down=_projection(block.down, bits),
+    )  # fmt: skip
+
+
+def _projection(projection: Projection, bits: int) -> Projection:
+    weights = [weight for weight, _ in projection.parts]
+    whole = weights[0] if len(weights) == 1 else torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    assert isinstance(whole, Tensor), "checked before"
+    packed, parts, begin = QuantizedWeight.quantize(whole, bits), [], 0
+    for weight, bias in projection.parts:
+        parts.append((packed.rows(begin, begin + len(weight)), bias))
+        begin += len(weight)
+    biases = [bias for _, bias in projection.parts if bias is not None]
+    joined = projection.whole[1] if projection.whole is not None else torch.cat(biases) if biases else None
+    return replace(projection, parts=tuple(parts), whole=(packed, joined))
