@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -41,7 +42,8 @@ class CarriedStates(States):
     def __init__(self, shape: StateShape, slots: StateSlots | None = None) -> None:
         super().__init__({number: LinearAttentionLayer(count) for number, count in shape.counts.items()})
         self.slots = slots
-        self.cache = Cache(layers=[self.layers.get(number) or DummyLayer() for number in range(shape.depth)])
+        nothing = DummyLayer()  # type: ignore[no-untyped-call]
+        self.cache = Cache(layers=[self.layers.get(number, nothing) for number in range(shape.depth)])
         if slots is not None:
             slots.count(self)
 
@@ -50,8 +52,8 @@ class CarriedStates(States):
         """Sequences with states."""
         return next((len(state) for state in self.tensors()), 0)
 
-    def join(self, other: CarriedStates) -> None:
-        """Take over the states of another batch of the same model, which holds none afterwards."""
+    def join(self, other: Any) -> None:
+        """Take over the states of another batch (`CarriedStates`) of the same model, which holds none afterwards."""
         if not self.n_seq:
             self.become(other, copied=False)
         elif other.n_seq:
@@ -59,8 +61,8 @@ class CarriedStates(States):
             self.replace(lambda state: torch.cat([state, next(of_other)]))
         other.reset()
 
-    def part(self, sequences: list[int], into: CarriedStates) -> None:
-        """Copy those of some sequences to `into`, which holds none."""
+    def part(self, sequences: list[int], into: Any) -> None:
+        """Copy those of some sequences to `into` (`CarriedStates`), which holds none."""
         into.become(self, copied=False)
         into.select(sequences)
 

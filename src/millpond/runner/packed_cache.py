@@ -13,11 +13,11 @@ from transformers.cache_utils import DummyLayer
 
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError
 from millpond.hf.attention import tag
 from millpond.hf.single_pass_layer import PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
-from millpond.runner.carried_states import CarriedStates
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, AttentionShape], Tensor]
@@ -36,7 +36,7 @@ class Segment:
     begin: int
     end: int
     decoding: bool
-    states: CarriedStates | None = None
+    states: RecurrentStates | None = None
 
 
 class FusedSteps(NamedTuple):

@@ -60,6 +60,7 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
         UnsupportedModelError: a layer writes no state, or writes it in code that was put in place of a module's own.
     """
     cache = DynamicCache(config=profile.config)
+    holders: dict[int, Any] = {number: cache.layers[number] for number in profile.state_layers}
     running: list[nn.Module] = []
     writers: dict[int, list[nn.Module]] = {number: [] for number in profile.state_layers}
 
@@ -72,7 +73,7 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
 
     for number in profile.state_layers:
         for name in _WRITES:
-            setattr(cache.layers[number], name, noting(number, getattr(cache.layers[number], name)))
+            setattr(holders[number], name, noting(number, getattr(holders[number], name)))
     hooks = [module.register_forward_pre_hook(lambda module, _: running.append(module)) for module in model.modules()]
     hooks += [
         module.register_forward_hook(lambda *_: running.pop() and None, always_call=True) for module in model.modules()
@@ -85,12 +86,12 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
             hook.remove()
     mixers = list(dict.fromkeys(module for found in writers.values() for module in found))
     _check(profile.name, writers, mixers)
-    counts = {number: cache.layers[number].number_of_states for number in profile.state_layers}
+    counts = {number: holder.number_of_states for number, holder in holders.items()}
     states = [
         state
-        for number in profile.state_layers
+        for holder in holders.values()
         for name in ("conv_states", "recurrent_states")
-        for state in getattr(cache.layers[number], name).values()
+        for state in getattr(holder, name).values()
     ]
     nbytes = sum(state.nbytes for state in states if state is not None)
     return mixers, StateShape(counts, profile.depth, nbytes, profile.restarts)

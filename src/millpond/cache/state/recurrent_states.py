@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.swap.pages import Content
@@ -54,10 +54,11 @@ class RecurrentStates(Protocol):
     """The states of a batch of sequences, in all layers.
 
     Attributes:
-        slots: what counts them; None: nothing does.
+        slots: what counts them; None: nothing does. cache: what the model's modules find them in.
     """
 
     slots: StateSlots | None
+    cache: Any
 
     @property
     def n_seq(self) -> int:
