@@ -69,9 +69,7 @@ class Engine:
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
         )
-        self._model = PackedModel(
-            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed
-        )
+        self._model = PackedModel(model, runner=config.runner, native_layers=config.native_layers, streamed=streamed)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}

@@ -74,8 +74,8 @@ def open_in_memory(
 ) -> Opened:
     """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
 
-    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does. What
-    is left becomes the limit of KV, unless `config` has a lower one.
+    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does.
+    What is left becomes the limit of KV, unless `config` has a lower one.
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,8 +70,13 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
             first = file.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
             if length > min(size - 8, _MOST_HEADER):
-                raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
-            header = json.loads(file.read(length))
+                raise DataError(
+                    f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off"
+                )
+            text = file.read(length)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            header = json.loads(text)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -101,7 +101,10 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         if not module._buffers:
             continue
         if name.split(".")[-1] != "rotary_emb":
-            raise UnsupportedModelError(f"{type(model).__name__}: {name} has buffers, which are not read by layer")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {name or 'the model'} has buffers, which are not made without its "
+                "weights; load it without memory="
+            )
         parent = model.get_submodule(name.rpartition(".")[0])
         kind: Any = type(module)
         setattr(parent, name.rpartition(".")[2], kind(config=config).train(False))
