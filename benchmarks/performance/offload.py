@@ -52,7 +52,7 @@ def prompts_of(n: int, length: int) -> list[list[int]]:
     return [draw.choices(range(3, SHAPE["vocab_size"]), k=length) for _ in range(n)]  # type: ignore[call-overload]
 
 
-def bandwidth(folder: Path, seconds: float = 6.0) -> float:
+def bandwidth(folder: Path, seconds: float = 4.5) -> float:
     """GB/s of direct reads of the weights, as the sweep reads them: the last third of so many seconds."""
     from millpond.tiers.aligned import aligned_buffer
     from millpond.tiers.backends.threads import ThreadBackend

@@ -233,7 +233,7 @@ def test_a_missing_shard_and_a_missing_tensor(folders: dict[str, Path], tmp_path
     with pytest.raises(DataError, match=r"no tensor 'model\.norm\.weight'"):
         mp.LLM(folder, memory="8MiB")
     next(folder.glob("model-*.safetensors")).unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be opened"):
         mp.LLM(folder, memory="8MiB")
 
 

@@ -161,7 +161,7 @@ def _check_memory(
     smallest = sizes.kept_bytes(kept) + slots + step.nbytes + kv
     if limit < smallest:
         parts = {"weights that stay": sizes.kept_bytes(kept), f"{n_slots} slots for layers": slots}
-        parts |= step.by_purpose | {f"KV of {LEAST_TOKENS} tokens": kv}
+        parts |= {**step.by_purpose} | {f"KV of {LEAST_TOKENS} tokens": kv}
         shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(
             f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "

@@ -89,9 +89,10 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
     """
+    families: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = families.from_config(config, dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} is no causal language model: {str(error).splitlines()[0]}"
@@ -137,7 +138,8 @@ def _sorted_out(
     Raises:
         DataError: a tensor is missing, or has another shape than the configuration says.
     """
-    head: Any = model.get_output_embeddings()
+    whole: Any = model
+    head = whole.get_output_embeddings()
     head_name = next((name for name, module in model.named_modules() if module is head), "")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     ends: dict[str, TensorPlace] = {}
@@ -167,7 +169,7 @@ def _sorted_out(
 @contextmanager
 def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Other parameters in a module, by name; its own come back."""
-    holders = []
+    holders: list[tuple[dict[str, Any], str]] = []
     for name in parameters:
         owner, _, field = name.rpartition(".")
         holders.append((module.get_submodule(owner)._parameters, field))
