@@ -66,7 +66,9 @@ def chat(
             model or "pond-recall", None if dtype == "auto" else dtype, memory, config, drawn
         )
     elif kv_memory or memory or dtype != "auto" or cache.calibration:
-        raise OptionError("--kv-memory, --memory, --dtype and --calibration are the server's; leave them out with --url")
+        raise OptionError(
+            "--kv-memory, --memory, --dtype and --calibration are the server's; leave them out with --url"
+        )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:

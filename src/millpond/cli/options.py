@@ -30,8 +30,8 @@ Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Defa
 Memory = Annotated[
     str | None,
     optional(
-        help="Limit of the host's memory for weights, caches and buffers together ('512MiB'); layers that do not fit are "
-        "read from the model's folder in every step. Default: no limit."
+        help="Limit of the host's memory for weights, caches and buffers together ('512MiB'); layers that do not "
+        "fit are read from the model's folder in every step. Default: no limit."
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]

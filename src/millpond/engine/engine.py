@@ -70,8 +70,7 @@ class Engine:
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
         )
         self._model = PackedModel(
-            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed,
-            weights=config.weights,
+            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights
         )
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)

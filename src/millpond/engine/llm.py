@@ -34,8 +34,8 @@ class LLM:
             what needs texts is refused.
         dtype: "f32", "bf16" or "f16" of a model that is given by name; None: as it was saved.
         threads: of torch in this process; None leaves them as they are.
-        memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a model
-            that does not fit, layers are read from its folder in every step. None: no limit.
+        memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
+            model that does not fit, layers are read from its folder in every step. None: no limit.
         plan: which layers stay in memory, and how many sequences run together; None: made from `memory`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 

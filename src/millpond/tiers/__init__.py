@@ -1,4 +1,4 @@
-"""Memory and disk as tiers: what lies where, aligned slots, direct files, and a loader that fills slots in the background.
+"""Memory and disk as tiers: ledger, aligned slots, direct files, and a loader that fills slots in the background.
 
 Imports: errors.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +29,8 @@ class Slot:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.state = SlotState.FREE
-        self.view = memoryview(data.numpy())
+        numbers: Any = data.numpy()
+        self.view = memoryview(numbers)
 
     def to(self, state: SlotState, *, of: tuple[SlotState, ...]) -> None:
         """The next state of one of the states `of`."""

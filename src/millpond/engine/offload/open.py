@@ -74,8 +74,8 @@ def open_in_memory(
 ) -> Opened:
     """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
 
-    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does. What
-    is left becomes the limit of KV, unless `config` has a lower one.
+    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does.
+    What is left becomes the limit of KV, unless `config` has a lower one.
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
@@ -161,7 +161,7 @@ def _check_memory(
     smallest = sizes.kept_bytes(kept) + slots + step.nbytes + kv
     if limit < smallest:
         parts = {"weights that stay": sizes.kept_bytes(kept), f"{n_slots} slots for layers": slots}
-        parts |= step.by_purpose | {f"KV of {LEAST_TOKENS} tokens": kv}
+        parts |= {**step.by_purpose} | {f"KV of {LEAST_TOKENS} tokens": kv}
         shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(
             f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "

@@ -36,7 +36,7 @@ class StepMemory:
         block, size = block_of(skeleton.layers[0], fusable), skeleton.dtype.itemsize
         widths = [len(weight) for weight, _ in block.qkv.parts]
         up = sum(len(weight) for weight, _ in block.up.parts)
-        (down, _), = block.down.parts
+        ((down, _),) = block.down.parts
         width, inner = down.shape
         rows = max(config.max_step_tokens, config.max_running + max(config.max_step_tokens // READING_SHARE, 1))
         activations = rows * (size * (3 * width + max(sum(widths), 2 * up + inner)) + 4 * max(width, inner))

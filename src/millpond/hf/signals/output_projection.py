@@ -38,6 +38,11 @@ def output_maps(linear: nn.Module | None, n_heads: int, name: str) -> Tensor:
         weight = linear.weight.T
     elif isinstance(linear, Conv1D):
         weight = linear.weight
+    if weight is not None and weight.is_meta:
+        raise UnsupportedModelError(
+            f"{name}: its weights are read layer by layer, so no plan weighs values by the output "
+            "projections; give more memory=, or use another method"
+        )
     if weight is not None and n_heads:
         return weight.view(n_heads, -1, weight.shape[1])
     if not n_heads:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from millpond.errors import DataError, OptionError
+from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.files import DirectFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -62,21 +64,21 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     Raises:
         DataError: the header is damaged, or the file has another size than it says.
     """
+    file = DirectFile(path)
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            first = file.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-            if length > min(size - 8, _MOST_HEADER):
-                raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
-            header = json.loads(file.read(length))
+        size, first = file.size, _beginning(file, 8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if length > min(size - 8, _MOST_HEADER):
+            raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
+        header = json.loads(_beginning(file, 8 + length)[8:])
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"the header of {path} is no JSON ({error}); the file is damaged") from error
+    finally:
+        file.close()
     if not isinstance(header, dict):
         raise DataError(f"the header of {path} is no table of tensors; the file is damaged")
     begin = 8 + length
@@ -85,6 +87,13 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     if end != size:
         raise DataError(f"{path} has {size:,} bytes, and its header describes {end:,}; it is damaged or cut off")
     return found
+
+
+def _beginning(file: DirectFile, nbytes: int) -> bytes:
+    """The first bytes of a file, past the page cache."""
+    numbers: Any = aligned_buffer(nbytes).numpy()
+    room = memoryview(numbers)
+    return bytes(room[: min(nbytes, file.read_into(0, room))])
 
 
 def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:

@@ -89,9 +89,10 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
     """
+    families: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = families.from_config(config, dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} is no causal language model: {str(error).splitlines()[0]}"
@@ -101,7 +102,10 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         if not module._buffers:
             continue
         if name.split(".")[-1] != "rotary_emb":
-            raise UnsupportedModelError(f"{type(model).__name__}: {name} has buffers, which are not read by layer")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {name or 'the model'} has buffers, which are not made without its "
+                "weights; load it without memory="
+            )
         parent = model.get_submodule(name.rpartition(".")[0])
         kind: Any = type(module)
         setattr(parent, name.rpartition(".")[2], kind(config=config).train(False))
@@ -134,7 +138,8 @@ def _sorted_out(
     Raises:
         DataError: a tensor is missing, or has another shape than the configuration says.
     """
-    head: Any = model.get_output_embeddings()
+    whole: Any = model
+    head = whole.get_output_embeddings()
     head_name = next((name for name, module in model.named_modules() if module is head), "")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     ends: dict[str, TensorPlace] = {}
@@ -164,7 +169,7 @@ def _sorted_out(
 @contextmanager
 def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Other parameters in a module, by name; its own come back."""
-    holders = []
+    holders: list[tuple[dict[str, Any], str]] = []
     for name in parameters:
         owner, _, field = name.rpartition(".")
         holders.append((module.get_submodule(owner)._parameters, field))

@@ -116,7 +116,7 @@ class StreamedLayers:
         def before(index: int) -> Callable[..., None]:
             def enter(module: nn.Module, *_: Any) -> None:
                 here = self._here(index)
-                _, parameters = here.__enter__()
+                parameters = here.__enter__()[1]
                 inside = with_parameters(module, parameters)
                 inside.__enter__()
                 within[:] = [inside, here]
@@ -220,8 +220,8 @@ class StreamedLayers:
             skeleton.model.get_submodule(owner)._parameters[field] = parameter
         if skeleton.tied:
             embeddings: Any = skeleton.model.get_input_embeddings()
-            head: Any = skeleton.model.get_output_embeddings()
-            head.weight = embeddings.weight
+            model: Any = skeleton.model
+            model.get_output_embeddings().weight = embeddings.weight
 
     def _read_now(self, layout: Layout) -> Slot:
         slot = Slot(aligned_buffer(layout.nbytes))
