@@ -62,3 +62,14 @@ def test_unknown_places_and_empty_batches_are_refused() -> None:
         estimate({"wx": 1.0}, 1, 1)
     with pytest.raises(OptionError, match="give at least 1"):
         solve(0, 1)
+
+
+def test_weights_on_disk_take_the_time_of_the_disk() -> None:
+    """Worked by hand: 12 layers of 1,024; a decoding step uploads a layer and reads it at 95 % of the disk's speed."""
+    load = OptWorkload(layers=12, width=1024, ffn=4096, heads=16, prompt=64, new=9)
+    machine = T4(cpu_bytes=1000 * GB)
+    found = estimate({"wn": 1.0, "cg": 1.0, "hg": 1.0}, 1, 1, load, machine)
+    layer_bytes = 8 * 1024**2 + 4 * 1024 * 4096
+    seconds = layer_bytes / (12.89 * GB) + layer_bytes / (0.95 * 0.473 * GB)
+    assert found.decode_s == pytest.approx(12 * 8 * seconds)
+    assert found.prefill_s == pytest.approx(12 * (layer_bytes / (12.89 * GB) + layer_bytes / (0.473 * GB)))

@@ -48,7 +48,7 @@ def test_constants_are_measured_once_and_again_on_demand(tmp_path: Path) -> None
     for _ in range(2):
         assert machine_constants(tmp_path, measured_by=measured_by) == constants(tmp_path)
     assert len(calls) == 1
-    machine_constants(tmp_path, anew=True, measured_by=measured_by)
+    machine_constants(tmp_path, again=True, measured_by=measured_by)
     assert len(calls) == 2
     assert [file.suffix for file in path_of(tmp_path).parent.iterdir()] == [".json"]
 

@@ -34,8 +34,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Constants without a measurement; whether each was to be measured again."""
     calls: list[bool] = []
 
-    def machine_constants(folder: Path, *, anew: bool, report: Any) -> Any:
-        calls.append(anew)
+    def machine_constants(folder: Path, *, again: bool, report: Any) -> Any:
+        calls.append(again)
         return EXAMPLE
 
     monkeypatch.setattr(planner, "machine_constants", machine_constants)

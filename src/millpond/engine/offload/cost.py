@@ -17,7 +17,7 @@ from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
-#: Entries of a tail page: what a method that overwrites writes to disk is one of so many bytes that it reads.
+#: Entries of a tail page: what a method that overwrites writes to disk is this part of the bytes that it reads.
 TAIL = 32
 #: Seconds besides the products that a micro-batch takes in a layer: calls and small operations. An estimate.
 CALL_S = 150e-6

@@ -126,7 +126,7 @@ def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> f
 
 
 def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
-    """Bytes of so many entries of each KV head of a layer, codes as far as they are stored as codes."""
+    """Bytes of `entries` entries of each KV head of a layer, codes as far as they are stored as codes."""
     pool, packed = layout.pool(shape.key_dim, shape.value_dim), layout.packed_pool(shape)
     plain = entries if packed is None else min(entries, unquantized(layout, shape, int(entries)))
     found = plain * pool.page_bytes / pool.slots

@@ -13,7 +13,7 @@ ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A device beside the host.
+    """A device that the host has in addition to its own cores.
 
     Attributes:
         flops: FLOP per second of products. memory_per_s, link_per_s: bytes per second of its memory, and between it

@@ -27,20 +27,20 @@ _DTYPES = ("bf16", "f32")
 
 
 def machine_constants(
-    folder: Path, *, anew: bool = False, report: Report | None = None, measured_by: Callable[..., Any] = measure
+    folder: Path, *, again: bool = False, report: Report | None = None, measured_by: Callable[..., Any] = measure
 ) -> MachineConstants:
     """The constants of this machine for a folder: from its file, or measured and written there.
 
     A file of other hardware, another number of threads or another folder counts as none, and so does a damaged one.
 
     Args:
-        anew: measure in any case. report: shown how far it is. measured_by: measures.
+        again: measure in any case. report: shown how far it is. measured_by: measures.
 
     Raises:
         OptionError: see `measure`.
     """
     place = path_of(folder)
-    known = None if anew else read(place)
+    known = None if again else read(place)
     if known is not None and known.folder == str(folder.resolve()) and known.hardware == hardware():
         return known
     found: MachineConstants = measured_by(folder, report)

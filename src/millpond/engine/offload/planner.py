@@ -89,7 +89,7 @@ def plan(
         can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
     check_memory(CostModel(size, own, EXAMPLE), limits, can)  # which no constant of the machine changes
     if machine is None:
-        machine = machine_constants(size.folder if disk is None else Path(disk), anew=measure, report=report)
+        machine = machine_constants(size.folder if disk is None else Path(disk), again=measure, report=report)
     cost = CostModel(size, own, machine)
     found = search(cost, limits, can)
     assert found.prediction is not None, "a plan that was searched for"

@@ -130,7 +130,7 @@ def solve_linear(cost: CostModel, block: BlockShape, limits: Limits, free: Seque
 
 
 def _fill_memory(terms: Sequence[Term], limits: Limits) -> Shares | None:
-    """As many weights in memory as fit beside the rest, the others on disk; None where the rest does not fit."""
+    """As many weights in memory as fit with the rest, the others on disk; None where the rest does not fit."""
     rest = limits.memory - sum(term.at({"kv host": 1.0}) for term in terms)
     if rest < 0:
         return None
