@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from millpond.kernels.thread_count import torch_on_all_threads
+
 #: Numbers of a matrix that are widened at a time: 8 MB of float32.
 BLOCK = 2 << 20
 
@@ -35,6 +37,11 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Without gradients: a caller that needs some uses torch's own function.
     """
+    with torch_on_all_threads():
+        return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if has_products(x):
         return functional.linear(x, weight, bias)
     wide, out = x.float(), x.new_empty((*x.shape[:-1], len(weight)))
