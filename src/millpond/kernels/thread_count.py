@@ -1,4 +1,4 @@
-"""How many threads native kernels use, also while torch's own loops run on one."""
+"""Thread counts: of the native kernels, and of torch's own loops around them."""
 
 from __future__ import annotations
 
