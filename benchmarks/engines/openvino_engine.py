@@ -21,7 +21,7 @@ class OpenVINO:
     """A pipeline over a folder that openvino_model.py made.
 
     Settings: model, threads; keep: entries per head that eviction leaves, 0 for a full cache; step_tokens: of prompts
-    in one step; defaults: its own precisions and scheduling instead of 16 bits everywhere.
+    in one step; defaults: its own precisions and scheduling instead of `precision` everywhere.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -29,7 +29,8 @@ class OpenVINO:
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": settings["threads"]}
         if not settings["defaults"]:
             scheduler.max_num_batched_tokens = settings["step_tokens"]
-            properties |= {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
+            kind = precision()
+            properties |= {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
         if settings["keep"]:
             scheduler.use_cache_eviction = True
             scheduler.cache_eviction_config = eviction(settings["keep"])
@@ -70,6 +71,11 @@ class OpenVINO:
         return round(metrics.cache_usage / 100 * metrics.kv_cache_size_in_bytes)
 
 
+def precision() -> str:
+    """bf16 where this CPU multiplies it; else f32, since its paged attention then takes no 16-bit keys and values."""
+    return "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+
+
 def eviction(keep: int) -> Any:
     """H2O-like eviction to `keep` entries per head, in whole blocks, its first and recent ones as small as may be."""
     blocks = max(3, keep // BLOCK)
@@ -79,4 +85,4 @@ def eviction(keep: int) -> Any:
 
 
 if __name__ == "__main__":
-    serve(f"openvino-genai {genai.__version__}, openvino {openvino.__version__}", OpenVINO)
+    serve(f"openvino-genai {genai.__version__}, openvino {openvino.__version__}, {precision()}", OpenVINO)

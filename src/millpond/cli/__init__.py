@@ -1,14 +1,17 @@
 """The command line: thin, with its options taken from the registry. Needs the extra `cli`.
 
-Imports: bench, budget, cache, codec, engine, errors, evals, hf, markdown, methods, models, optional, presets, registry,
-server, train.
+Imports: bench, budget, cache, codec, cpu_limit, engine, errors, evals, hf, markdown, methods, models, optional, presets,
+registry, server, train.
 """
 
 import sys
 
+from millpond.cpu_limit import limit_openmp
+
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, with as many threads as the process may use: see `limit_openmp`."""
+    limit_openmp()
     try:
         from millpond.cli.app import app
     except ModuleNotFoundError as error:

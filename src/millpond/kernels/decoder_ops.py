@@ -22,6 +22,7 @@ from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import FEW_ROWS
 from millpond.kernels.many_rows import has_products, multiply_rows
 from millpond.kernels.quantized_weight import Weight
+from millpond.kernels.thread_count import torch_on_all_threads
 
 #: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -122,7 +123,8 @@ class DecoderOps:
         """X through the matrix, plus the residual (N, n)."""
         ((weight, bias),) = projection.parts
         if bias is None and isinstance(weight, Tensor) and has_products(x):
-            return torch.addmm(residual, x, weight.t())
+            with torch_on_all_threads():
+                return torch.addmm(residual, x, weight.t())
         return multiply_rows(x, weight, bias).add_(residual)
 
     def heads(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millpond.kernels.quantized_weight import Weight
+from millpond.kernels.thread_count import torch_on_all_threads
 
 #: Numbers of a matrix that are widened at a time: 8 MB of float32.
 BLOCK = 2 << 20
@@ -38,6 +39,11 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
 
     Without gradients: a caller that needs some uses torch's own function.
     """
+    with torch_on_all_threads():
+        return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor) and has_products(x):
         return functional.linear(x, weight, bias)
     dtype = x.dtype if has_products(x) else torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
-from millpond.kernels.decoder_ops import TOLERANCE, choose
+from millpond.kernels.decoder_ops import TOLERANCE, NativeDense, choose
+from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import BlockSource
 from millpond.models.lean.describe import describe
@@ -68,7 +70,15 @@ class NativeForward:
         return self._watch is None or self._watch.unchanged()
 
     def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
-        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts."""
+        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts.
+
+        Where native kernels compute, torch's small loops between them run on this thread alone.
+        """
+        natively = isinstance(choose(self._decoder.tokens[: len(ids)]), NativeDense)
+        with torch_on_one_thread() if natively else nullcontext():
+            return self._forward(ids, positions, split, rows)
+
+    def _forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
         layers = self._decoder.in_one_call(len(ids)) if len(rows) == len(ids) else None
         steps = None if layers is None else split.steps(self._shapes)
         if layers is None or steps is None:

@@ -14,6 +14,7 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.native import library
 from millpond.kernels.pages import PageArrays
+from millpond.kernels.thread_count import thread_count
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
@@ -116,7 +117,7 @@ def decode_struct(
         table.data_ptr(), table.stride(0), lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
-        n_seq, n_heads, k_new.shape[1], window, *rule, torch.get_num_threads(), scale, softcap, decay,
+        n_seq, n_heads, k_new.shape[1], window, *rule, thread_count(), scale, softcap, decay,
     )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def prefill(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
         n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
-        torch.get_num_threads(), 0, scale, softcap, decay,
+        thread_count(), 0, scale, softcap, decay,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
@@ -182,7 +183,7 @@ def attend(
     failed = entry_point("mp_attend")(ATTEND(
         bases.data_ptr(), bases.shape[1], *pool, q.data_ptr(), DTYPES[q.dtype], *q.stride()[:2],
         table.data_ptr(), table.stride(0), lens.data_ptr(), members.data_ptr(), out.data_ptr(), DTYPES[out.dtype],
-        lse.data_ptr(), len(members), q.shape[1], len(table), torch.get_num_threads(), scale, softcap,
+        lse.data_ptr(), len(members), q.shape[1], len(table), thread_count(), scale, softcap,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the attention to shared entries")
@@ -207,7 +208,7 @@ def window_signal(
         *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
         0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
         n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        torch.get_num_threads(), int(known_lse is not None), scale, softcap, 1.0,
+        thread_count(), int(known_lse is not None), scale, softcap, 1.0,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
@@ -234,7 +235,7 @@ def write(
         DTYPES[keys.dtype], DTYPES[values.dtype],
         *keys.stride()[:2], *values.stride()[:2], *positions.stride(),
         *((0, 0) if scores is None else scores.stride()), *((0, 0) if log_masses is None else log_masses.stride()),
-        torch.get_num_threads(),
+        thread_count(),
     ))  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def read(
         entry_point("mp_read")(READ(
             bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0), n, lens.data_ptr(), width,
             keys.data_ptr(), values.data_ptr(), positions.data_ptr(), scores.data_ptr(),
-            log_masses.data_ptr() if pool[5] else 0, torch.get_num_threads(),
+            log_masses.data_ptr() if pool[5] else 0, thread_count(),
         ))  # fmt: skip
     return keys, values, positions, scores, log_masses
 
@@ -267,7 +268,7 @@ def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
         failed = entry_point("mp_absolute_sums")(SCAN(
             x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype], *x.stride()[:2], *y.stride()[:2],
             n_heads, n_rows, len(y) // n_heads, y.shape[1], dim, sums.data_ptr(), 0, 0, 0, 0, 0, 0,
-            torch.get_num_threads(), 0.0,
+            thread_count(), 0.0,
         ))  # fmt: skip
         if failed:
             raise MemoryError("no memory for the work space of the products")
@@ -287,7 +288,7 @@ def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tup
         failed = entry_point("mp_newest_alike")(SCAN(
             keys.data_ptr(), keys.data_ptr(), DTYPES[keys.dtype], DTYPES[keys.dtype],
             *keys.stride()[:2], *keys.stride()[:2], n_heads, n_rows, 1, n_rows, dim, 0, scales.data_ptr(),
-            scales.stride(0), lens.data_ptr(), at.data_ptr(), cosines.data_ptr(), most, torch.get_num_threads(),
+            scales.stride(0), lens.data_ptr(), at.data_ptr(), cosines.data_ptr(), most, thread_count(),
             threshold,
         ))  # fmt: skip
         if failed:

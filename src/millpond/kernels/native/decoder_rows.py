@@ -9,9 +9,11 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from millpond.kernels.many_rows import has_products
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import DTYPES, entry_point
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight, Weight
+from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/common/args.hpp
 LINEAR_ROWS = Struct("=8q").pack
@@ -90,7 +92,7 @@ class Linears:
 
     def heads_struct(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, bytes]:
         """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
-        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], torch.get_num_threads()
+        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], thread_count()
         q_row, k_row = self._widths[:2]
         to = q.data_ptr(), k.data_ptr()
         return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
@@ -106,7 +108,7 @@ class Linears:
         failed = self._call(
             LINEAR_ROWS(
                 x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
-                *self._unused, x.numel() // self._width, torch.get_num_threads(),
+                *self._unused, x.numel() // self._width, thread_count(),
             ) + self.same
         )  # fmt: skip
         if failed:
@@ -133,7 +135,7 @@ class Behind:
     @staticmethod
     def struct(seen: Tensor, x: Tensor, result: Tensor) -> bytes:
         """The part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
-        return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), torch.get_num_threads())
+        return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), thread_count())
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -148,7 +150,7 @@ def widen(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty((len(codes), groups * GROUP), dtype=dtype)
     entry_point("mp_widen")(WIDEN(
         codes.data_ptr(), scales.data_ptr(), out.data_ptr(), 0, len(codes), out.shape[1],
-        8 * codes.shape[2] // GROUP, DTYPES[dtype], torch.get_num_threads(),
+        8 * codes.shape[2] // GROUP, DTYPES[dtype], thread_count(),
     ))  # fmt: skip
     return out
 
@@ -162,7 +164,7 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     dim = cos.shape[-1]
     failed = entry_point("mp_rotate")(ROTATE(
         q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], dim, dim,
-        *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], torch.get_num_threads(),
+        *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], thread_count(),
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the rotation")
@@ -178,7 +180,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, c
     out = torch.empty(x.shape, dtype=x.dtype)
     failed = entry_point("mp_norm")(NORM(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), len(x), heads, n,
-        x.stride(0), x.stride(1), heads * n, n, DTYPES[x.dtype], centred, torch.get_num_threads(), eps,
+        x.stride(0), x.stride(1), heads * n, n, DTYPES[x.dtype], centred, thread_count(), eps,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the norm")
@@ -190,7 +192,7 @@ def gate(x: Tensor, act: int) -> Tensor:
     n = x.shape[1] // 2
     out = torch.empty((len(x), n), dtype=x.dtype)
     failed = entry_point("mp_gate")(GATE(
-        x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, torch.get_num_threads()
+        x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, thread_count()
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the gate")
@@ -223,7 +225,7 @@ def gemm(
     optional = (0 if t is None else t.data_ptr() for t in (bias, scale, shift, residual))
     failed = entry_point("mp_gemm")(GEMM(
         x.data_ptr(), weight.data_ptr(), *optional, out.data_ptr(), len(x), x.shape[1], n, halves, act, centred,
-        torch.get_num_threads(), eps,
+        thread_count(), eps,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the matrix kernel")
@@ -231,17 +233,20 @@ def gemm(
 
 
 def gemm_serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether `gemm` takes these rows and is the faster: torch's is where the hardware has whole tiles (AMX)."""
+    """Whether `gemm` takes these rows and is the faster.
+
+    Torch's is where the hardware has whole tiles (AMX), and of fewer than MANY_ROWS where it multiplies bf16 at all.
+    """
     return (
         x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and x.shape[1] % 32 == 0
-        and len(x) >= MANY_ROWS and weight.is_contiguous() and _has_gemm()
+        and (len(x) >= MANY_ROWS or not has_products(x)) and weight.is_contiguous() and _has_gemm()
     )  # fmt: skip
 
 
 @cache
 def _has_gemm() -> bool:
     loaded = library.load()
-    return loaded is not None and loaded[0].startswith("v4") and not torch.cpu._is_amx_tile_supported()
+    return loaded is not None and loaded[0].startswith(("v3", "v4")) and not torch.cpu._is_amx_tile_supported()
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,6 +257,6 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     most, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
     entry_point("mp_largest")(LARGEST(
         x.data_ptr(), most.data_ptr(), at.data_ptr(), len(x), x.shape[1], x.stride(0), DTYPES[x.dtype],
-        torch.get_num_threads(),
+        thread_count(),
     ))  # fmt: skip
     return most, at

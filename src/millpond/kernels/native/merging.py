@@ -10,6 +10,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.args import MergeArgs
 from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point, pool_numbers
+from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/common/args.hpp
 MERGE = Struct("=31q4d").pack
@@ -32,7 +33,7 @@ def merge_slots(args: MergeArgs) -> None:
         0 if local is None else local.data_ptr(), 0 if local is None else local.stride(0),
         n_seq, lens.shape[0] // n_seq if n_seq else 0, leave.evict, leave.sinks, leave.seed & 0xFFFFFFFF,
         rule.weigh, rule.closed, rule.targets, rule.over, rule.average, rule.draw, rule.bias,
-        rule.masses and pages.masses, torch.get_num_threads(), rule.threshold, rule.rate, rule.cover, rule.most,
+        rule.masses and pages.masses, thread_count(), rule.threshold, rule.rate, rule.cover, rule.most,
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the merging kernel")
@@ -57,7 +58,7 @@ def nearest(
     address, dtype, *strides, value_dim = of_values
     failed = entry_point("mp_nearest")(NEAREST(
         keys.data_ptr(), address, DTYPES[keys.dtype], dtype, *strides, sources.data_ptr(), targets.data_ptr(),
-        into.data_ptr(), alike.data_ptr(), *keys.shape[:2], keys.shape[2], value_dim, torch.get_num_threads(),
+        into.data_ptr(), alike.data_ptr(), *keys.shape[:2], keys.shape[2], value_dim, thread_count(),
         floor,
     ))  # fmt: skip
     if failed:
@@ -71,7 +72,7 @@ def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tens
     out = torch.empty(x.shape, dtype=torch.float32)
     failed = entry_point("mp_mean_rows")(MEAN(
         x.data_ptr(), DTYPES[x.dtype], *x.stride()[:2], weight.data_ptr(), own.data_ptr(), into.data_ptr(),
-        leaves.data_ptr(), out.data_ptr(), *x.shape, torch.get_num_threads(),
+        leaves.data_ptr(), out.data_ptr(), *x.shape, thread_count(),
     ))  # fmt: skip
     if failed:
         raise MemoryError("no memory for the work space of the merging kernel")

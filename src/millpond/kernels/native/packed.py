@@ -14,6 +14,7 @@ from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 from millpond.kernels.packed.rope import Rope
+from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
@@ -107,7 +108,7 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
         abi.DTYPES[keys.dtype], abi.DTYPES[values.dtype],
         *_row_strides(keys), *_row_strides(values), *_row_strides(positions), *_row_strides(scores),
-        *_row_strides(log_masses), torch.get_num_threads(),
+        *_row_strides(log_masses), thread_count(),
     ))  # fmt: skip
     if failed == NOT_FINITE:
         raise NumericsError(groups.NOT_FINITE)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.native.abi import entry_point
+from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/common/args.hpp
 RACE = Struct("=9q").pack
@@ -19,6 +20,6 @@ def race(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
     drawn = torch.empty(len(weights), dtype=torch.int64)
     entry_point("mp_race")(RACE(
         weights.data_ptr(), 0 if ids is None else ids.data_ptr(), keys.data_ptr(), drawn.data_ptr(),
-        *weights.shape, weights.stride(0), 0 if ids is None else ids.stride(0), torch.get_num_threads(),
+        *weights.shape, weights.stride(0), 0 if ids is None else ids.stride(0), thread_count(),
     ))  # fmt: skip
     return drawn

@@ -74,6 +74,48 @@ MP_INLINE void transpose_floats(const uint32_t* from, int64_t from_row, int n, f
     _mm512_mask_storeu_ps(to + (2 * i + 1) * to_row, lanes, (__m512)second_floats(r[i]));
   }
 }
+#elif defined(__AVX2__)
+// r[i]: 8 words of row i. After it r[c]: word c of all 8 rows.
+MP_INLINE void turn(__m256 (&r)[8]) {
+  __m256 pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(fours[i], fours[4 + i], 0x20);
+    r[4 + i] = _mm256_permute2f128_ps(fours[i], fours[4 + i], 0x31);
+  }
+}
+
+// As floats, the 16 numbers of 8 pairs of bf16 of each of n <= 8 rows: to[s * to_row + c] is number s of row c. All of
+// the first min(8, to_row) columns are written; one behind the last row is the last row.
+MP_INLINE void transpose_floats(const uint32_t* from, int64_t from_row, int n, float* to, int64_t to_row) {
+  __m256 r[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + std::min(i, n - 1) * from_row));
+  turn(r);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const vu pairs = (vu)r[i];
+    store(to + 2 * i * to_row, (vf)(pairs << 16));  // of a narrow column the rest is written over by the next
+    const vf second = (vf)(pairs & 0xffff0000u);
+    float* last = to + (2 * i + 1) * to_row;
+    if (i < 7 || to_row >= 8)
+      store(last, second);
+    else
+      store_part(last, second, int(to_row));
+  }
+}
 #endif
 
 // Words of n rows, `steps` of each behind each other, to steps x n columns.

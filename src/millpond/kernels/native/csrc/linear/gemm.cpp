@@ -11,7 +11,7 @@
 #include "linear/epilogue.hpp"
 #include "prefill/outer.hpp"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 namespace mp {
 namespace {
 
@@ -23,17 +23,19 @@ using Number = float;
 constexpr int STEP = Inner<Number>::STEP;
 constexpr int64_t ITEM = sizeof(Number);
 
-constexpr int ROWS = 12;                          // of a tile: with two vectors of columns 24 sums in registers
+constexpr int ROWS = TILE_ROWS;                   // of a tile: with two vectors of columns, sums that fit the registers
 constexpr int64_t STRIP_BYTES = 1536 * 1024;      // of packed rows, about: beside its panel a strip stays close
 constexpr int64_t PACKED_BYTES = 12 * 1024 * 1024;  // of rows that are packed at once: whole strips
 constexpr int SHORTEST_STRIP = 384;               // rows, at least: what packing a panel is worth
 
-// 16 words of each of n rows of bf16, `words` words apart, packed side by side: see transpose.hpp.
-MP_INLINE void pack_words(const uint32_t* from, int64_t words, int n, bf16* to, int64_t to_row) {
-  transpose_block(from, words, n, reinterpret_cast<uint32_t*>(to), to_row);
-}
+// W words of each of n rows of bf16, `words` words apart, packed side by side: see transpose.hpp.
 MP_INLINE void pack_words(const uint32_t* from, int64_t words, int n, float* to, int64_t to_row) {
   transpose_floats(from, words, n, to, to_row);
+}
+
+#if defined(__AVX512F__)
+MP_INLINE void pack_words(const uint32_t* from, int64_t words, int n, bf16* to, int64_t to_row) {
+  transpose_block(from, words, n, reinterpret_cast<uint32_t*>(to), to_row);
 }
 
 MP_INLINE __m256i halves(vf x) {  // the bits of bf16
@@ -44,6 +46,17 @@ MP_INLINE __m256i halves(vf x) {  // the bits of bf16
 #endif
 }
 MP_INLINE vf rounded(vf x) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(x)), 16); }
+MP_INLINE void store_columns(bf16* to, vf x, int n) {
+  _mm256_mask_storeu_epi16(to, __mmask16((1u << n) - 1u), halves(x));
+}
+#else
+MP_INLINE vf rounded(vf x) { return (vf)(round_bf16(x) & 0xffff0000u); }
+MP_INLINE void store_columns(bf16* to, vf x, int n) {
+  typedef uint16_t vh __attribute__((vector_size(W * 2)));
+  const vh bits = __builtin_convertvector(round_bf16(x) >> 16, vh);
+  std::memcpy(to, &bits, size_t(n) * 2);
+}
+#endif
 MP_INLINE vf load_columns(const bf16* p, int n) { return n >= W ? load(p) : load_part(p, n); }
 
 class Gemm {
@@ -116,7 +129,6 @@ void Gemm::finish(const vf (&sums)[ROWS][2], int64_t row, int n, int64_t column)
     const int64_t at = column + c * W;
     const int width = int(std::min<int64_t>(W, a_.n - at));
     if (width <= 0) return;
-    const __mmask16 lanes = __mmask16((1u << width) - 1u);
     const vf first = bias != nullptr ? load_columns(bias + at, width) : vf{};
     const vf second = bias != nullptr && a_.halves ? load_columns(bias + a_.n + at, width) : vf{};
     for (int r = 0; r < n; ++r) {
@@ -124,7 +136,7 @@ void Gemm::finish(const vf (&sums)[ROWS][2], int64_t row, int n, int64_t column)
       vf x = act<ACT>(rounded(sums[r][c] + first));
       if (a_.halves) x = x * rounded(sums[r][1] + second);
       if (a_.residual != nullptr) x = rounded(x) + load_columns(static_cast<const bf16*>(a_.residual) + place, width);
-      _mm256_mask_storeu_epi16(static_cast<bf16*>(a_.out) + place, lanes, halves(x));
+      store_columns(static_cast<bf16*>(a_.out) + place, x, width);
     }
   }
 }
@@ -132,7 +144,7 @@ void Gemm::finish(const vf (&sums)[ROWS][2], int64_t row, int n, int64_t column)
 // What `pack_half` reads, a line at each step of a tile; nothing where there is no such half.
 Soon Gemm::half(int64_t first, int64_t end) const {
   const bool there = first + W <= end;
-  return {reinterpret_cast<const char*>(static_cast<const bf16*>(a_.weight) + (there ? first * a_.k : 0)), there ? 32 * STEP : 0};
+  return {reinterpret_cast<const char*>(static_cast<const bf16*>(a_.weight) + (there ? first * a_.k : 0)), there ? 2 * W * STEP : 0};
 }
 
 // Rows first .. end times a panel. `rows`: the packed strip; `columns`: the packed panel. The first tiles ask for the
@@ -199,9 +211,9 @@ int Gemm::run() {
 }  // namespace mp
 #endif
 
-// Returns 2 where the hardware has no vectors of 16 floats.
+// Returns 2 where the hardware has no vectors of 8 floats.
 extern "C" __attribute__((visibility("default"))) int mp_gemm(const mp::GemmArgs* args) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   return mp::Gemm(*args).run();
 #else
   (void)args;

@@ -1,0 +1,66 @@
+"""Threads of torch's loops and of native kernels around a pass."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from millpond.kernels.many_rows import multiply_rows
+from millpond.kernels.thread_count import thread_count, torch_on_all_threads, torch_on_one_thread
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def test_inside_torch_has_one_thread_and_native_kernels_keep_theirs() -> None:
+    with torch_on_one_thread():
+        assert torch.get_num_threads() == 1
+        assert thread_count() == 2
+        with torch_on_one_thread():
+            assert thread_count() == 2
+        assert torch.get_num_threads() == 1
+        with torch_on_all_threads():
+            assert torch.get_num_threads() == thread_count() == 2
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == thread_count() == 2
+
+
+def test_an_error_gives_the_threads_back() -> None:
+    with pytest.raises(ValueError, match="inside"), torch_on_one_thread(), torch_on_all_threads():
+        raise ValueError("inside")
+    assert torch.get_num_threads() == thread_count() == 2
+
+
+def test_another_thread_is_not_concerned() -> None:
+    found: list[int] = []
+
+    def look() -> None:
+        found.extend((torch.get_num_threads(), thread_count()))
+
+    with torch_on_one_thread():
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+    assert found == [2, 2]
+
+
+def test_a_large_product_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = torch.nn.functional.linear
+
+    def noting(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr("millpond.kernels.many_rows.functional.linear", noting)
+    with torch_on_one_thread():
+        multiply_rows(torch.ones(4, 8), torch.ones(3, 8))
+    assert seen
+    assert set(seen) == {2}
+
+
+def test_all_threads_alone_change_nothing() -> None:
+    with torch_on_all_threads():
+        assert torch.get_num_threads() == thread_count() == 2
