@@ -28,7 +28,7 @@ evaluate() {
   "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "$most" --out "$out/$to" "$@"
 }
 # Answers: the full cache, then a fifth of its bytes, first in few bits and then in few entries.
-# A method of the last list that reads ahead has no place where the question comes later.
+# The oracle reads ahead, so it has no place where the question comes after the compression.
 answers() {
   to=$1 methods=$2
   shift 2

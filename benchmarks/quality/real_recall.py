@@ -33,14 +33,22 @@ def read(folder: Path) -> tuple[Cells, dict[str, int]]:
     return found, {name: task["questions"] for name, task in run["tasks"].items()}
 
 
-def compared(found: Cells, questions: dict[str, int]) -> list[dict[str, Any]]:
-    """A row for each cell whose questions are all answered, best first in each task and protocol."""
+def compared(found: Cells, questions: dict[str, int], contexts: int | None = None) -> list[dict[str, Any]]:
+    """A row for each cell whose questions are all answered, best first in each task and protocol.
+
+    Args:
+        contexts: compare on the first ones only, in the order in which they are drawn; None: on all.
+    """
     rows, left_out = [], []
-    for key, own in found.items():
+    for key, answered in found.items():
         task, protocol, method, budget, codec = key
         full = found.get((task, protocol, "full", "", "auto"), {})
-        if len(own) != questions[task] or own.keys() != full.keys():
-            left_out.append(f"{' '.join(key)}: {len(own)} of {questions[task]} questions")
+        first = list(dict.fromkeys(sample for sample, _ in full))[:contexts]
+        full = {place: record for place, record in full.items() if place[0] in first}
+        own = {place: record for place, record in answered.items() if place in full}
+        finished = len(full) == questions[task] if contexts is None else len(first) == contexts
+        if not finished or own.keys() != full.keys():
+            left_out.append(f"{' '.join(key)}: {len(answered)} of {questions[task]} questions")
             continue
         scores, reference = _by_context(own), _by_context(full)
         whole = float(reference.mean())
@@ -97,9 +105,10 @@ def page(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="those that do not exist yet are passed over")
+    parser.add_argument("--contexts", type=int, help="compare on the first ones only, where a run is not finished")
     parser.add_argument("--out", type=Path, help="results, as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
-    rows = [row for folder in args.folders if folder.is_dir() for row in compared(*read(folder))]
+    rows = [row for folder in args.folders if folder.is_dir() for row in compared(*read(folder), args.contexts)]
     if not rows:
         parser.error("no cell in these folders is finished; run `benchmarks/quality/real.sh recall` first")
     print(page(rows))

@@ -16,7 +16,7 @@ from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
 
 _INTRO = "Read the text below with care. You will be asked about it.\n\n"
-#: What is told, each of its own kind: a small model confuses facts that differ in a name alone.
+#: Subjects of the facts, each of another kind: a small model confuses facts that differ in a name alone.
 _NUMBERED = (
     "telephone number of the bakery", "serial number of the fiddle", "account number of the widow",
     "number on the prison door", "combination of the iron safe", "number of the lottery ticket",
