@@ -77,7 +77,7 @@ def _by_context(records: dict[tuple[str, int], dict[str, Any]]) -> np.ndarray[An
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of one task and protocol."""
     lines = [
-        "| method | budget | stored in | bytes of full | score | 95 % | of full | less than full, 95 % |",
+        "| method | budget | stored in | bytes of full | score | 95 % | of full | difference to full, 95 % |",
         "| --- | ---: | --- | ---: | ---: | --- | ---: | --- |",
     ]
     for row in rows:
