@@ -1,11 +1,16 @@
 #!/bin/sh
-# Perplexity of texts under methods, budgets and number formats on a real model; hours, and it goes on where it stopped.
-#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|parts|greedy ...   then: real.sh table
-# DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt. The parts can run next
-# to each other, one thread each. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
+# Perplexity of texts and answers about them under methods, budgets and number formats on a real model; hours, and it
+# goes on where it stopped.
+#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|parts|greedy ...  then: real.sh table
+#   DATA=FOLDER benchmarks/quality/real.sh recall|turns|tasks ...                        then: real.sh answers
+#   DATA=FOLDER benchmarks/quality/real.sh quick          ten minutes on two cores: a few windows, the first five rows
+# DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the part tasks
+# xsum_0shot.jsonl, gsm8k_test.jsonl and longbench_multi_news.jsonl. The parts can run next to each other, one thread
+# each. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
 set -eu
 bin=$(cd "$(dirname "$0")/../.." && pwd)/${BIN:-.venv/bin}
 results=$(cd "$(dirname "$0")/../results" && pwd)
+quality=$(dirname "$results")/quality
 out=${OUT:-out/real}
 model=${MODEL:-smollm2-135m}
 export OMP_NUM_THREADS=1
@@ -15,10 +20,21 @@ cd "${DATA:?names a folder with the texts}"
 
 short=context_len=1024:continuation_len=64:stride=1088
 test=text:path=wikitext2_test.txt:$short
+facts=prose_facts:essay=great_expectations.txt:length=1024:facts=3
+most=60
 evaluate() {
   to=$1
   shift
-  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples 60 --out "$out/$to" "$@"
+  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "$most" --out "$out/$to" "$@"
+}
+# Answers: the full cache, then a fifth of its bytes, first in few bits and then in few entries.
+# The oracle reads ahead, so it has no place where the question comes after the compression.
+answers() {
+  to=$1 methods=$2
+  shift 2
+  evaluate "$to" "$@" --dtype bf16 --method full
+  evaluate "$to" "$@" --dtype bf16 --budget 60% --codec rotated4 --method h2o
+  evaluate "$to" "$@" --dtype bf16 --budget 20% --method "$methods"
 }
 
 for part in "$@"; do
@@ -67,16 +83,51 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       evaluate w1-greedy --samples 12 --tasks "$test" --budget 20% --method full,h2o,h2o:prefill=greedy
       ;;
     table-parts)
-      compare="$bin/python $results/../quality/real_text.py $out/w1-parts --windows ${WINDOWS:-60}"
+      compare="$bin/python $quality/real_text.py $out/w1-parts --windows ${WINDOWS:-60}"
       $compare --out "$results/h2o-parts-real.json"
       $compare --against h2o 20% --out "$results/h2o-parts-real-paired.json"
       ;;
+    recall)
+      most=20
+      answers r-agnostic keydiff,h2o,expected_attention,snapkv,kvzip,window,streaming,random \
+        --protocol agnostic --tasks "$facts:questions=3"
+      most=24
+      answers r-aware keydiff,snapkv,h2o,snapkv:pool=avg,expected_attention,window,streaming,oracle,random \
+        --protocol aware --tasks "$facts"
+      most=60
+      ;;
+    turns)
+      most=20
+      answers r-turns h2o,keydiff,snapkv,expected_attention,kvzip,window --protocol turns --tasks "$facts:questions=3"
+      most=60
+      ;;
+    tasks)
+      answers t-xsum h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
+      answers t-gsm8k h2o,snapkv,expected_attention,window --tasks gsm8k:path=gsm8k_test.jsonl:shots=8
+      answers t-multi-news h2o,snapkv,expected_attention,window \
+        --tasks longbench:path=longbench_multi_news.jsonl:max_tokens=7600
+      ;;
+    quick)
+      most=8
+      evaluate quick-bits --tasks "$test" --budget 60% --codec rotated4 --method full,h2o &
+      bits=$!
+      evaluate quick --tasks "$test" --budget 20% --method full,h2o,expected_attention,snapkv,streaming,window
+      wait "$bits"
+      most=60
+      "$bin/python" "$quality/real_text.py" "$out"/quick "$out"/quick-bits --windows 8 --out "$out/quick.json"
+      head -n 9 "$out/quick.md"
+      ;;
+    answers)
+      "$bin/python" "$quality/real_recall.py" "$out"/r-agnostic "$out"/r-aware "$out"/r-turns "$out"/t-xsum \
+        "$out"/t-gsm8k "$out"/t-multi-news --out "$results/real-recall.json"
+      ;;
     table)
-      "$bin/python" "$results/../quality/real_text.py" "$out"/w1-a "$out"/w1-b "$out"/w1-more "$out"/w1-bits "$out"/g1 \
+      "$bin/python" "$quality/real_text.py" "$out"/w1-a "$out"/w1-b "$out"/w1-more "$out"/w1-bits "$out"/g1 \
         "$out"/w4 "$out"/v1 --out "$results/real-text.json"
       ;;
     *)
-      echo "no part called $part; there are: all others more bits novels long choose parts greedy table table-parts" >&2
+      echo "no part called $part; there are: all others more bits novels long choose parts greedy table table-parts \
+recall turns tasks answers quick" >&2
       exit 2
       ;;
   esac

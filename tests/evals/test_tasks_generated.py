@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recall": {"questions": 4},
     "overwritten": {"questions": 2},
     "copy": {},
+    "prose_facts": {"questions": 3},
+    "prose_facts phrase": {"answer": "phrase", "questions": 2},
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -184,6 +186,9 @@ def test_wrong_options_say_what_is_right() -> None:
         ("frequent_words", {"alpha": 0.0}, "must be above 0"),
         ("needle", {"lengths": "1k"}, r"lengths='1k' must be whole numbers"),
         ("needle", {"depths": 1}, "depths=1 must be at least 2"),
+        ("prose_facts", {"answer": "name"}, "answer='name' must be one of 'number', 'phrase'"),
+        ("prose_facts", {"facts": 9}, "facts=9 must be at most 8"),
+        ("prose_facts", {"questions": 5}, "questions=5 is more than facts=4"),
     ):
         with pytest.raises(OptionError, match=message):
             build(name, **options)
@@ -201,6 +206,35 @@ def test_a_broken_essay_is_named(tmp_path: Path) -> None:
         draw(build("recall", essay=str(empty)), word_tokenizer())
     with pytest.raises(DataError, match=r"nowhere\.txt cannot be read"):
         draw(build("recall", essay=str(tmp_path / "nowhere.txt")), word_tokenizer())
+
+
+@pytest.mark.parametrize(("answer", "value"), [("number", r"\d{7}"), ("phrase", r"the \w+ \w+ and the \w+ \w+")])
+def test_facts_stand_in_prose_and_each_question_names_its_own(answer: str, value: str, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("It was a mild evening. Nobody came to the pond! Was it so late? It was.")
+    (sample,) = draw(
+        build("prose_facts", answer=answer, facts=3, questions=3, length=600, essay=str(book)), word_tokenizer()
+    )
+    told = dict(re.findall(rf"The ([a-z ]+) is ({value})\.", sample.context))
+    assert len(told) == 3
+    assert sample.context.count("Nobody came to the pond!") > 3
+    for question in sample.questions:
+        what = re.fullmatch(r"\n\nWhat is the (.+)\? The \1 is", question.text)
+        assert what
+        assert question.references == (told[what[1]],)
+        assert "." in question.stop  # an answer ends with its sentence, so that a later turn goes on behind it
+    places = [sample.context.index(question.references[0]) / len(sample.context) for question in sample.questions]
+    assert places == pytest.approx(sample.facts["depth"], abs=0.06)
+
+
+def test_the_answers_of_prose_have_five_to_nine_tokens_and_are_wanted_whole() -> None:
+    for answer in ("number", "phrase"):
+        task = build("prose_facts", answer=answer, facts=8, questions=8, length=600)
+        for sample in draw(task, word_tokenizer(), 3):
+            for question in sample.questions:
+                (value,) = question.references
+                assert len(value if answer == "number" else value.split()) == 7
+                assert task.score(question, f" {value[:-1]}") == 0.0
 
 
 SQUAD = {
@@ -296,6 +330,8 @@ class TestPond:
                 draw(build(name, **options), word_tokenizer())
         with pytest.raises(OptionError, match="none of the words of a file"):
             draw(build("piqa"), word_tokenizer())
+        with pytest.raises(OptionError, match="prose_facts: pond-recall knows none of its words"):
+            draw(build("prose_facts"), word_tokenizer())
         assert asked == []
 
 
