@@ -270,11 +270,12 @@ def test_balance_is_that_of_the_prompt() -> None:
 
 
 def test_rotated_entries_are_read_as_they_came() -> None:
-    cache, qkv = make("rotated4"), tokens(128)
-    feed(cache, qkv, 0, 128)
-    found = cache.read(0)
-    assert ((found.keys - qkv[1][0]).norm() / qkv[1][0].norm()) < 0.12
-    assert ((found.values - qkv[2][0]).norm() / qkv[2][0].norm()) < 0.12
+    for codec, most in (("rotated4", 0.12), ("rotated3", 0.2)):
+        cache, qkv = make(codec), tokens(128)
+        feed(cache, qkv, 0, 128)
+        found = cache.read(0)
+        assert ((found.keys - qkv[1][0]).norm() / qkv[1][0].norm()) < most
+        assert ((found.values - qkv[2][0]).norm() / qkv[2][0].norm()) < most
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from millpond.codec import resolve
 from millpond.codec.spec import Codec
 from millpond.errors import OptionError
 
-CODECS = ["int4", "kivi2", "rotated4", "think", "bf16+int4", "mikv"]
+CODECS = ["int4", "kivi2", "rotated4", "rotated4+rotated3", "think", "bf16+int4", "mikv"]
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "h2o": {"sinks": 2},
@@ -29,7 +29,7 @@ CASES = [
     for method in METHODS
     for codec in CODECS
     if not (codec == "mikv" and method == "full")
-    and not (method in ("tova", "window") and codec in ("think", "bf16+int4"))
+    and not (method in ("tova", "window") and codec in ("think", "bf16+int4", "rotated4+rotated3"))
 ]
 BUDGET, LENGTH, STEPS = 150, 220, 40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millpond.codec.gaussian import TABLE3
 from millpond.codec.groups import E4M3, ROWS, TABLES, integers
 from millpond.codec.spec import Codec, joined
 from millpond.errors import unknown
@@ -44,6 +45,7 @@ _ALL = [
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
     *(_rotated(bits) for bits in (4, 2)),
+    Codec("rotated3", TABLE3, TABLE3, rotated=True, paper=QUAROT),
 ]
 PRESETS = {codec.name: codec for codec in _ALL}
 
