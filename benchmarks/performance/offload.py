@@ -3,7 +3,7 @@
 Random weights of a Llama shape (1.03 billion parameters, bf16, 2.07 GB) are written to a folder once. Every cell runs
 in a process of its own, with distinct prompts. The sweep is held to `--memory` by its own ledger. Accelerate keeps
 embeddings, norm and head in memory and reads all layers; it has no limit of its own, so a watcher drops the page cache
-of the weights while it runs. Bandwidth is measured beside each cell with the sweep's own reads.
+of the weights while it runs. Bandwidth is measured before and after each cell with the sweep's reads.
 
     python benchmarks/performance/offload.py --folder build/offload-model --out benchmarks/results/offload.json
 
@@ -53,7 +53,7 @@ def prompts_of(n: int, length: int) -> list[list[int]]:
 
 
 def bandwidth(folder: Path, seconds: float = 4.5) -> float:
-    """GB/s of direct reads of the weights, as the sweep reads them: the last third of so many seconds."""
+    """GB/s of direct reads of the weights, as the sweep reads them, in the last third of `seconds`."""
     from millpond.tiers.aligned import aligned_buffer
     from millpond.tiers.backends.threads import ThreadBackend
     from millpond.tiers.files import DirectFile

@@ -52,5 +52,5 @@ class StepMemory:
         return sum(self.by_purpose.values())
 
     def kv_bytes(self, n_tokens: int) -> int:
-        """Of the pages of a sequence of so many tokens, none evicted."""
+        """Bytes of the pages of a sequence of `n_tokens` tokens, none evicted."""
         return int(n_tokens * self.token_bytes * _BESIDE_KV)

@@ -23,7 +23,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class BlockSource(Protocol):
     """Layers in their order: a tuple, or some whose weights come and go.
 
-    The weights of a block are there from when it is given until the next one is asked for.
+    The weights of a block are in memory until the iterator is advanced.
     """
 
     def __len__(self) -> int: ...

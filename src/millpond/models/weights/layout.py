@@ -17,7 +17,7 @@ _GAP = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FileRun:
     """Bytes of a file that are read at once.
 
     Attributes:
@@ -40,7 +40,7 @@ class Layout:
         runs: what is read. places: of each tensor, by the name of a parameter. nbytes: of the buffer.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
     places: Mapping[str, tuple[TensorPlace, int]]
     nbytes: int
 
@@ -50,7 +50,7 @@ class Layout:
         Raises:
             DataError: a tensor begins inside of a number, so that its memory cannot be used as it was read.
         """
-        runs: list[Run] = []
+        runs: list[FileRun] = []
         places: dict[str, tuple[TensorPlace, int]] = {}
         for parameter, tensor in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].offset)):
             if tensor.offset % tensor.dtype.itemsize:
@@ -62,10 +62,10 @@ class Layout:
             last = runs[-1] if runs else None
             if last is not None and last.path == tensor.path and tensor.offset <= last.offset + last.nbytes + _GAP:
                 end = max(end, last.offset + last.needed)
-                runs[-1] = Run(last.path, last.offset, aligned_up(end) - last.offset, end - last.offset, last.place)
+                runs[-1] = FileRun(last.path, last.offset, aligned_up(end) - last.offset, end - last.offset, last.place)
             else:
                 offset, place = aligned_down(tensor.offset), 0 if last is None else last.place + last.nbytes
-                runs.append(Run(tensor.path, offset, aligned_up(end) - offset, end - offset, place))
+                runs.append(FileRun(tensor.path, offset, aligned_up(end) - offset, end - offset, place))
             places[parameter] = tensor, runs[-1].place + tensor.offset - runs[-1].offset
         return cls(tuple(runs), places, runs[-1].place + runs[-1].nbytes if runs else 0)
 

@@ -103,7 +103,7 @@ class StreamedLayers:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[Block]:
-        """Each block in turn; its weights are there until the next one is asked for."""
+        """Each block in turn; its weights are in memory until the iterator is advanced."""
         for index in range(len(self)):
             with self._here(index) as (block, _):
                 yield block
