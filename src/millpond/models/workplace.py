@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # no such locks on this platform: only a folder's age counts
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 _LOCK = ".lock"
 #: Seconds after which a folder without a lock is one that was left.

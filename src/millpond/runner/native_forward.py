@@ -74,7 +74,7 @@ class NativeForward:
 
         Where native kernels compute, torch's small loops between them run on this thread alone.
         """
-        natively = isinstance(choose(self._decoder.tokens[: len(ids)]), NativeDense)
+        natively = isinstance(self._decoder.ops(len(ids)), NativeDense)
         with torch_on_one_thread() if natively else nullcontext():
             return self._forward(ids, positions, split, rows)
 

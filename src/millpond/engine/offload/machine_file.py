@@ -101,8 +101,8 @@ def _checked(found: Mapping[str, Any]) -> MachineConstants:
     threads = found["threads"]
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ValueError("no number of threads")
-    rates = {name: _rate(found[name]) for name in _RATES}
-    return MachineConstants(flops=flops, settled=found["settled"], threads=threads, **rates, **texts)
+    rest: dict[str, Any] = texts | {name: _rate(found[name]) for name in _RATES}
+    return MachineConstants(flops=flops, settled=found["settled"], threads=threads, **rest)
 
 
 def _rate(value: Any) -> float:

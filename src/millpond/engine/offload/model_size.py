@@ -104,7 +104,8 @@ def model_size(model: str | os.PathLike[str]) -> ModelSize:
     skeleton = Skeleton.of(folder)
     profile = supported(skeleton.model)
     sizes = WeightSizes(skeleton)
-    head: Any = skeleton.model.get_output_embeddings()
+    built: Any = skeleton.model
+    head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
     return ModelSize(
         folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=_fingerprint(profile.name, skeleton),

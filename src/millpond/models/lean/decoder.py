@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millpond.kernels.args import StepRegions
-from millpond.kernels.decoder_ops import Norm, choose, in_one_call
+from millpond.kernels.decoder_ops import DecoderOps, Norm, choose, in_one_call
 from millpond.kernels.linear import linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
@@ -69,9 +69,14 @@ class Decoder:
 
     def in_one_call(self, n: int) -> Layers | None:
         """All layers for n rows, one of each sequence; None where they are not built so, or not run so."""
+        return self._in_one_call if self.ops(n).few else None
+
+    def ops(self, n: int) -> DecoderOps:
+        """Who computes n rows."""
         tokens = self.tokens
-        rows = tokens.rows(0, n).codes.to(tokens.dtype) if isinstance(tokens, QuantizedWeight) else tokens[:n]
-        return self._in_one_call if choose(rows).few else None
+        if isinstance(tokens, QuantizedWeight):
+            return choose(tokens.codes.new_empty((n, 1), dtype=tokens.dtype))
+        return choose(tokens[:1].expand(n, -1))
 
     @cached_property
     def _in_one_call(self) -> Layers | None:

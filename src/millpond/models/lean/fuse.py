@@ -56,7 +56,8 @@ def in_place(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAc
         UnsupportedModelError: as `fusable`.
     """
     found = fusable(layers, norm, act)
-    weights, biases = [weight for weight, _ in found.parts], [bias for _, bias in found.parts if bias is not None]
+    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in found.parts if bias is not None]
     weight, bias = _as_one(weights), _as_one(biases) if biases else None
     if weight is None or (biases and bias is None):
         return found
