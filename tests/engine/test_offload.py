@@ -20,8 +20,10 @@ import torch
 import millpond as mp
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.plan_file import save_plan
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError, UnsupportedModelError
 from tests.helpers.hf.families import VOCABULARY, family
@@ -298,6 +300,10 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         mp.LLM(model("llama"), memory="1GiB")
     with pytest.raises(OptionError, match="diagonal"):
         mp.LLM(folders["llama"], plan=Plan(schedule="diagonal"))
+    with pytest.raises(OptionError, match="made for a model with the fingerprint abc"):
+        mp.LLM(folders["llama"], plan=Plan(model="abc"))
+    with pytest.raises(OptionError, match="weights='int4' with memory="):
+        mp.LLM(folders["llama"], memory="8MiB", weights="int4")
     with pytest.raises(TypeError, match="memroy"):
         mp.LLM(folders["llama"], memroy="1GiB")
 
@@ -350,3 +356,15 @@ with mp.LLM(path, memory={memory}, max_step_tokens=64, max_running=16) as llm:
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([(after - before) * 1024, cached_bytes(weights), direct]))
 """
+
+
+def test_a_plan_comes_from_a_file_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    plan = Plan(weights={"host": 0.5, "disk": 0.5}, model=model_size(folders["llama"]).fingerprint)
+    save_plan(plan, tmp_path / "plan.json")
+    params = mp.SamplingParams(max_tokens=4, temperature=0)
+    found = []
+    for given in (plan, tmp_path / "plan.json", None):
+        with mp.LLM(folders["llama"], plan=given) as llm:
+            found.append(llm.generate([[5, 6, 7]], params)[0].completions[0].token_ids)
+            assert (llm.plan is not None and "disk" in str(llm.plan)) == (given is not None)
+    assert found[0] == found[1] == found[2]

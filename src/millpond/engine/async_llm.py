@@ -61,7 +61,7 @@ class AsyncLLM:
         dtype: str | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
-        plan: Plan | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)

@@ -13,6 +13,7 @@ from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_opt
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Placement, open_in_memory
 from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.plan_file import load_plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
@@ -36,7 +37,8 @@ class LLM:
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
-        plan: which layers stay in memory, and how many sequences run together; None: made from `memory`.
+        plan: which layers stay in memory, and how many sequences run together, or its file; None: made
+            from `memory`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -62,7 +64,7 @@ class LLM:
         dtype: str | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
-        plan: Plan | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
@@ -155,7 +157,7 @@ def open_engine(
     dtype: str | None,
     threads: int | None,
     memory: str | int | None,
-    plan: Plan | None,
+    plan: Plan | str | PathLike[str] | None,
 ) -> tuple[Engine, Placement | None]:
     """An engine with a model, and what lies where if its memory is limited.
 
@@ -172,8 +174,10 @@ def open_engine(
             f"weights={config.weights!r} with memory= or plan=: layers that are read from files run as saved; "
             "leave one of the two out"
         )
+    if isinstance(plan, str | PathLike):
+        plan = load_plan(plan)
     if plan is not None and not isinstance(plan, Plan):
-        raise OptionError(f"plan={plan!r} must be a Plan, or be left out")
+        raise OptionError(f"plan={plan!r} must be a Plan, a file of 'millpond plan --out', or be left out")
     if threads is not None:
         torch.set_num_threads(threads)
     opened = open_in_memory(model, memory, plan, dtype, config)

@@ -108,7 +108,7 @@ def model_size(model: str | os.PathLike[str]) -> ModelSize:
     head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
     return ModelSize(
-        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=_fingerprint(profile.name, skeleton),
+        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=fingerprint(skeleton),
         layers=tuple(
             _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
             for index, (layer, window, layout) in enumerate(
@@ -136,11 +136,11 @@ def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: i
     )  # fmt: skip
 
 
-def _fingerprint(name: str, skeleton: Skeleton) -> str:
-    """Of the class, and of name, shape, dtype and place of each tensor."""
+def fingerprint(skeleton: Skeleton) -> str:
+    """A hash of the class, and of name, shape, dtype and place of each tensor, by which a plan knows its model."""
     places: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
     marks = [
         (place.name, str(place.dtype), place.shape, place.path.name, place.offset)
         for part in places for place in part.values()
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps([name, *sorted(marks)]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([type(skeleton.model).__name__, *sorted(marks)]).encode()).hexdigest()[:16]

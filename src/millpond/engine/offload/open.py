@@ -13,6 +13,7 @@ from millpond.budget import parse_bytes
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.model_size import fingerprint
 from millpond.engine.offload.plan import DISK, HOST, SLOTS, Plan
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.errors import BudgetError, OptionError
@@ -85,7 +86,7 @@ def open_in_memory(
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
             the saved one, or a plan that the engine does not run. DataError, UnsupportedModelError: as `Skeleton.of`.
     """
-    folder = Path(resolve(name, dtype))
+    folder = Path(resolve(name, "auto" if dtype is None else dtype))
     if not folder.is_dir():
         raise OptionError(
             f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
@@ -96,6 +97,8 @@ def open_in_memory(
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
         ENGINE.check(plan)
+        if plan.model:
+            plan.check_model(fingerprint(skeleton))
         config = _with_plan(config, plan)
     sizes, step = WeightSizes(skeleton), StepMemory.of(skeleton, config)
     every = range(len(sizes.layers))
