@@ -28,7 +28,7 @@ from millpond.train.text.corpus import read_document
 
 SINK, NEXT, BUDGET, SEED = 4, 64, 0.2, 7
 SHARES = (0.05, 0.20)
-#: One query in so many is looked at where its own entries are sorted.
+#: One query in N is looked at where its own entries are sorted.
 EVERY = 16
 RANKS = 64
 
@@ -149,7 +149,7 @@ def measure(model: Any, windows: list[Tensor]) -> dict[str, Any]:
 
 
 def by_word(words: Tensor, counts: Tensor) -> dict[str, Any]:
-    """The attention (n_layers, vocabulary) that words gathered, beside how often they occur (vocabulary,).
+    """The attention (n_layers, vocabulary) that words gathered, and how often they occur (vocabulary,).
 
     Slopes are of log(value) over log(rank), at ranks even on a log scale; correlations are Spearman's, over words.
     """

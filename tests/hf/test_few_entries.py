@@ -88,7 +88,7 @@ def test_the_engine_tells_of_few_entries_too() -> None:
 @needs_real_model
 def test_a_real_model_answers_as_with_the_full_cache() -> None:
     assert REAL is not None
-    model, tokenizer = load_model(REAL), load_tokenizer(REAL)
+    model, tokenizer = load_model(REAL, "f32"), load_tokenizer(REAL)  # in bf16 the first two tokens are a tie
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answers = []

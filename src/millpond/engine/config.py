@@ -63,7 +63,7 @@ class EngineConfig:
         runner: "lean" runs the model's weights without its modules, "modules" runs its modules, "auto" is "lean"
             where both give the same.
         native_layers: as in `compress`.
-        weights: "int8" or "int4": the matrices of the model's layers and head are packed in so many bits when the
+        weights: "int8" or "int4": the matrices of the model's layers and head are packed in 8 or 4 bits when the
             engine is made (on a CPU, of models that run natively); None leaves them as they are. The modules of the
             model are emptied then, so `LLM` takes this only for a model that it loads.
 

@@ -48,7 +48,7 @@ struct Matrices {
     a.norm = with_norm ? norm.data() : nullptr, a.norm_bias = with_norm && centred ? norm_bias.data() : nullptr;
     a.k = k, a.dtype = dtype, a.gate = gate, a.n_parts = int64_t(sizes.size()), a.centred = centred, a.eps = 1e-5;
     for (size_t p = 0; p < sizes.size(); ++p)
-      a.parts[p] = {weights[p].data(), with_bias ? biases[p].data() : nullptr, sizes[p], k};
+      a.parts[p] = {weights[p].data(), with_bias ? biases[p].data() : nullptr, nullptr, sizes[p], k};
     return a;
   }
   // Row x (k,) times part p.

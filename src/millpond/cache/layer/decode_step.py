@@ -115,11 +115,11 @@ class DecodeStep:
             self._planner.stepped(table, q, newest.q_pos, positions)
         return out
 
-    def takes_rows(self, table: PageTable, q: Tensor) -> bool:
-        """Whether `rows` takes q (S, Hq, n, D): where all stay, stored as they are, and a CPU reads the pages."""
+    def takes_rows(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
+        """Whether `rows` takes `n` tokens: where all stay, stored in their `dtype`, and a CPU reads the pages."""
         arrays = table.pool.arrays
         keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
-        if not keeps or q.shape[2] > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not q.dtype:
+        if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
         return self.plain(table, self._attention.shape)
 

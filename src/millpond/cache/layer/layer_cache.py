@@ -135,7 +135,7 @@ class LayerCache(LayerStorage):
             q, k, v = rotate(q), rotate(k), rotate(v)
         if self._decodes(span):
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
-        elif self._decodes_rows(table, q, span):
+        elif self._decodes_rows(table, q.dtype, span):
             out = self._stepper.rows(table, q, k, v, span)
         elif self.policy.prefill == "greedy":
             out = self._passes.token_by_token(table, q, k, v, span, self.columns)
@@ -211,11 +211,11 @@ class LayerCache(LayerStorage):
         """Whether a pass brings every sequence its next token, or a pad, behind a prompt that was read."""
         return span.length == 1 and span.begun and self.peek is None and not self.reading
 
-    def _decodes_rows(self, table: PageTable, q: Tensor, span: ForwardSpan) -> bool:
+    def _decodes_rows(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
         """Whether a pass brings every sequence, behind a prompt that was read, a few tokens that decode together."""
         if not span.begun or self.peek is not None or self.reading or self.pending:
             return False
-        return self._stepper.takes_rows(table, q)
+        return self._stepper.takes_rows(table, span.length, dtype)
 
     def _newest(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
         """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D) -> (S, Hq, value_dim)."""

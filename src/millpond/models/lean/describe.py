@@ -57,8 +57,8 @@ def describe(model: PreTrainedModel, streamed: BlockSource | None = None) -> Des
     known = {model.base_model_prefix, "lm_head"}
     if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
-    found = [block_of(layer, fusable) for layer in base.layers]
     ends = _ends(base)
+    found = [block_of(layer, fusable) for layer in base.layers]
     if streamed is None:
         _check_weights(model)
         blocks: BlockSource = _fused(model, base.layers, found)
