@@ -43,7 +43,8 @@ class AsyncLLM:
         tokenizer: the model's; None: loaded with it.
         dtype: of a model that is given by name; see `LLM`.
         threads: of torch in this process; None leaves them as they are.
-        memory, plan: of a model that is given by name; see `LLM`.
+        memory: of a model that is given by name; see `LLM`.
+        plan: of a model that is given by name; see `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:

@@ -46,9 +46,13 @@ def plan(
     Args:
         model: a folder, a GGUF file or a name of `millpond models`.
         memory: of the host for weights, KV and buffers together: "1GiB", or bytes.
-        prompt_tokens, new_tokens: of each sequence.
+        prompt_tokens: of each prompt.
+        new_tokens: of each answer.
         disk: a folder on the disk that weights may stay on; None: everything must fit in memory.
-        method, options, budget, codec: of the KV cache, see `compress`.
+        method: of the KV cache, see `compress`.
+        options: of the method.
+        budget: entries that are kept, see `compress`.
+        codec: number format of the entries, see `compress`.
         latency_s: most seconds from the first prompt to the last token of a block; None: any.
         machine: its constants; None: measured once for the folder, in about 20 s, and kept in the user's cache folder.
         measure: measure even where constants are kept. report: called with what is being measured and the share done.
