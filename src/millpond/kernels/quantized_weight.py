@@ -108,7 +108,7 @@ Weight = Tensor | QuantizedWeight
 
 
 def _quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    grouped = rows.view(len(rows), -1, GROUP)
+    grouped = rows.reshape(len(rows), -1, GROUP)
     if bits == 8:
         steps = (grouped.abs().amax(-1) / 127).half()
         scales = steps[:, None]
