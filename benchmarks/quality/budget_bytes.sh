@@ -1,9 +1,10 @@
 #!/bin/sh
 # Finalists of `search.py` judged by real decoding, on texts that the search has not seen; hours, and it goes on where it
 # stopped.
-#   DATA=FOLDER benchmarks/quality/budget_bytes.sh fidelity|short|novel|long ...
-# DATA holds wikitext2_test.txt and great_expectations.txt. `fidelity` is the divergence from the full cache, which needs
-# few windows; the others are perplexity, for `real_text.py`. Entries are given as numbers that fill whole pages of 32.
+#   DATA=FOLDER benchmarks/quality/budget_bytes.sh fidelity|choice|short|novel|long ...
+# DATA holds wikitext2_test.txt, wikitext2_valid.txt and great_expectations.txt. `fidelity` is the divergence from the
+# full cache, which needs few windows; the others are perplexity, for `real_text.py`: `choice` for choosing, `short`,
+# `novel` and `long` for judging. Entries are given as numbers that fill whole pages of 32.
 set -eu
 bin=$(cd "$(dirname "$0")/../.." && pwd)/${BIN:-.venv/bin}
 out=${OUT:-out/budget-bytes}
@@ -40,6 +41,9 @@ for part in "$@"; do
     short)
       at_1024 short --tasks text:path=wikitext2_test.txt:$short
       ;;
+    choice)
+      at_1024 choice --tasks text:path=wikitext2_valid.txt:$short
+      ;;
     novel)
       at_1024 novel --tasks text:path=great_expectations.txt:$short
       ;;
@@ -50,7 +54,7 @@ for part in "$@"; do
       evaluate long --tasks $tasks --codec rotated4+rotated3 --method h2o --budget 3264,1632,800
       ;;
     *)
-      echo "no part called $part; there are: fidelity short novel long" >&2
+      echo "no part called $part; there are: fidelity choice short novel long" >&2
       exit 2
       ;;
   esac

@@ -27,14 +27,15 @@ evaluate() {
   shift
   "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "$most" --out "$out/$to" "$@"
 }
-# Answers: the full cache, then a fifth of its bytes, first in few bits and then in few entries.
+# Answers: the full cache, then about a fifth of its bytes: most entries in 3 or 4 bits, or a fifth of them in 16.
 # The oracle reads ahead, so it has no place where the question comes after the compression.
 answers() {
-  to=$1 methods=$2
-  shift 2
+  to=$1 in_4_bits=$2 in_16_bits=$3
+  shift 3
   evaluate "$to" "$@" --dtype bf16 --method full
-  evaluate "$to" "$@" --dtype bf16 --budget 60% --codec rotated4 --method h2o
-  evaluate "$to" "$@" --dtype bf16 --budget 20% --method "$methods"
+  evaluate "$to" "$@" --dtype bf16 --budget 60% --codec rotated4 --method "$in_4_bits"
+  evaluate "$to" "$@" --dtype bf16 --budget 90% --codec rotated3 --method h2o
+  evaluate "$to" "$@" --dtype bf16 --budget 20% --method "$in_16_bits"
 }
 
 for part in "$@"; do
@@ -89,22 +90,21 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       ;;
     recall)
       most=20
-      answers r-agnostic keydiff,h2o,expected_attention,snapkv,kvzip,window,streaming,random \
+      answers r-agnostic h2o,kvzip,keydiff keydiff,h2o,kvzip,snapkv,streaming \
         --protocol agnostic --tasks "$facts:questions=3"
-      most=24
-      answers r-aware keydiff,snapkv,h2o,snapkv:pool=avg,expected_attention,window,streaming,oracle,random \
+      answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,oracle \
         --protocol aware --tasks "$facts"
       most=60
       ;;
     turns)
       most=20
-      answers r-turns h2o,keydiff,snapkv,expected_attention,kvzip,window --protocol turns --tasks "$facts:questions=3"
+      answers r-turns h2o,kvzip h2o,keydiff,snapkv,kvzip --protocol turns --tasks "$facts:questions=3"
       most=60
       ;;
     tasks)
-      answers t-xsum h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
-      answers t-gsm8k h2o,snapkv,expected_attention,window --tasks gsm8k:path=gsm8k_test.jsonl:shots=8
-      answers t-multi-news h2o,snapkv,expected_attention,window \
+      answers t-xsum h2o h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
+      answers t-gsm8k h2o h2o,snapkv,expected_attention,window --tasks gsm8k:path=gsm8k_test.jsonl:shots=8
+      answers t-multi-news h2o h2o,snapkv,expected_attention,window \
         --tasks longbench:path=longbench_multi_news.jsonl:max_tokens=7600
       ;;
     quick)
