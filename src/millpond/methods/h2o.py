@@ -23,6 +23,10 @@ def h2o(
         Literal["once", "greedy"], "plan once at the prompt's end, or evict at each of its tokens"
     ] = "once",
     decode: EvictInPaper = "evict",
+    positions: Annotated[
+        Literal["absolute", "cache_relative"],
+        "where the text put the entries, or close the gaps between them before the trained positions end",
+    ] = "absolute",
 ) -> Policy:
     """Keep the entries that have gathered most attention, and the newest ones.
 
@@ -37,6 +41,10 @@ def h2o(
     sections 3.2 and 5 is part of the definition here. Sinks are protected (set sinks=0 for the paper's rule). The
     heads of a GQA group, which the paper does not treat, are averaged. With decode="grow" or "once" scores are those of
     the prompts' queries: what decoding attends to is not gathered.
+
+    With positions="cache_relative" a text may be longer than the positions the model was trained on. The paper gives
+    each entry its place in the cache at every step; here gaps close all at once, when the newest token would lie
+    behind the trained positions, and distances are those of the text until then.
     """
     return Policy(
         score=AccumulatedAttention(average, decay),
@@ -45,4 +53,5 @@ def h2o(
         every_step=decode == "evict",
         once=decode == "once",
         prefill=prefill,
+        positions=positions,
     )

@@ -63,8 +63,9 @@ class Policy:
         once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
             token of the prompt, as if it had been decoded.
-        positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gap between sinks and
-            recent entries by exact rotation, so that no distance exceeds the cache.
+        positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gaps between entries by
+            exact rotation: between sinks and recent ones at each step, so that no distance exceeds the cache; between
+            entries anywhere before the positions end that the model was trained on.
         merge: how entries that leave are taken into those that stay; None drops them.
         mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
         plan_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.

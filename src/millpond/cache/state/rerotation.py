@@ -16,8 +16,7 @@ from torch import Tensor
 from millpond.cache.entries.compaction import SlotWriter, slots_of
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.kernels import ops
-from millpond.kernels.args import EntryRows
+from millpond.cache.state.frames import frame_prompt, frame_step, stored, turn
 
 #: Positions after which the frame moves back; angles in float32 stay accurate to about 1e-3 up to here.
 EPOCH = 8192
@@ -76,11 +75,7 @@ class Rerotation:
         if positions.min() < self._sinks:
             self._capture(k[:, :, None], positions[:, None])
         self._place(table, positions)
-        if not self._base.any():
-            return q, k
-        heads = torch.cat([q, k], 1)[:, :, None]
-        framed = self._to_frame(heads, positions[:, None], self._base[:, None])[:, :, 0]
-        return framed[:, : q.shape[1]], framed[:, q.shape[1] :]
+        return frame_step(self._rotation, q, k, positions, self._base)
 
     def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Before a pass of many tokens of one sequence: the same for queries and keys (heads, Q, D)."""
@@ -90,11 +85,7 @@ class Rerotation:
             self._rebase(table, sequence, int(positions[0]))
         self._capture(k[None], positions[None], sequence)
         self._place(table, np.where(np.arange(table.n_seq) == sequence, positions[0], -1))
-        base = self._base[sequence]
-        if base == 0:
-            return q, k
-        q, k = (self._to_frame(t[None], positions[None], np.array([[base]]))[0] for t in (q, k))
-        return q, k
+        return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
 
     # ------------------------------------------------------------------ internal
 
@@ -110,12 +101,6 @@ class Rerotation:
 
     def _epoch(self, table: PageTable) -> int:
         return max(EPOCH, 2 * int(table.lengths().max(initial=0)))
-
-    def _to_frame(self, x: Tensor, positions: np.ndarray, base: np.ndarray) -> Tensor:
-        """Rotate x (B, H, n, D) from `positions` (B, n) to positions - base."""
-        here = torch.from_numpy(np.maximum(positions, 0)).to(x.device)
-        there = torch.from_numpy(np.maximum(positions - base, 0)).to(x.device)
-        return self._rotation.rotate(self._rotation.rotate(x, here, inverse=True), there).to(x.dtype)
 
     def _capture(self, k: Tensor, positions: np.ndarray, sequence: int | None = None) -> None:
         """Remember the sinks among new keys (B, H, n, D), unrotated."""
@@ -172,18 +157,10 @@ class Rerotation:
 
     def _rebase(self, table: PageTable, sequence: int, position: int) -> None:
         """Move a sequence's frame so that its oldest recent entry lies right after the sinks."""
-        table.copy_on_write(whole=True)
-        rows = table.rows(sequence)
-        width = int(table.lengths()[sequence].max(initial=0))
-        oldest_recent = position - (width - self._sinks)
+        dense = stored(table, sequence)
+        oldest_recent = position - (dense.keys.shape[1] - self._sinks)
         base = max(0, oldest_recent - self._sinks)
-        dense = ops.read(table.regions_of(rows), width)
-        at = dense.positions[:, None].long()  # (H, 1, n): each head is a batch row of its own
+        at = dense.positions.long()
         old, new = ((at - b).clamp(min=0) for b in (int(self._base[sequence]), base))
-        raw = self._rotation.rotate(dense.keys[:, None], old[:, 0], inverse=True)
-        keys = self._rotation.rotate(raw, new[:, 0])[:, 0]
-        index = torch.arange(width, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()
-        lens = table.lens[rows]
-        turned = EntryRows(torch.zeros_like(lens), lens, index, keys, dense.values, dense.positions, dense.scores)
-        ops.write(table.regions_of(rows), turned)
+        turn(self._rotation, table, sequence, dense, old, new)
         self._base[sequence] = base

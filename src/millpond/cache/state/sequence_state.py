@@ -11,10 +11,13 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.per_sequence import PerSequence
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.selective.protocol import SelectiveAttention, focus_of
+from millpond.cache.state.frames import CacheRelativePositions
+from millpond.cache.state.gap_closing import GapClosing
 from millpond.cache.state.head_rules import HeadRuleState
 from millpond.cache.state.query_buffer import QueryBuffer
 from millpond.cache.state.rerotation import Rerotation
 from millpond.policy.policy import Policy
+from millpond.policy.scores.attention import Recency
 
 
 class StatePart(Protocol):
@@ -38,7 +41,7 @@ class SequenceState:
         memories: what the last merge of a sequence left for the next.
         pending: tokens seen, for sequences with entries that no plan has seen.
         turns: position at which the newest turn of a sequence begins.
-        rolling: the sinks and the frame of cache-relative positions.
+        rolling: the frames of cache-relative positions.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
     """
@@ -47,7 +50,7 @@ class SequenceState:
     memories: PerSequence[Tensor]
     pending: PerSequence[int]
     turns: PerSequence[int]
-    rolling: Rerotation | None
+    rolling: CacheRelativePositions | None
     headwise: HeadRuleState | None
     focus: SelectiveAttention | None
 
@@ -57,7 +60,7 @@ class SequenceState:
         needs = policy.needs
         return cls(
             QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(),
-            Rerotation(rotation, policy.protect.sinks) if rotation is not None else None,
+            None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
         )  # fmt: skip
@@ -81,6 +84,13 @@ class SequenceState:
         """Hold what `other` holds, for all parts of the layer that share this one."""
         for name in self.__slots__:
             setattr(self, name, getattr(other, name))
+
+
+def _cache_relative(policy: Policy, rotation: RotaryEmbedding) -> CacheRelativePositions:
+    """Sinks move to the recent entries at each step; where entries stay anywhere, gaps close now and then."""
+    if isinstance(policy.score, Recency):
+        return Rerotation(rotation, policy.protect.sinks)
+    return GapClosing(rotation, rotation.reach)
 
 
 @dataclass(slots=True)

@@ -20,12 +20,19 @@ Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 #: Kinds of rotary embeddings whose frequencies change with the length of the text.
 CHANGING = ("dynamic", "longrope")
+#: Positions of a model whose configuration names no limit.
+UNKNOWN_REACH = 8192
 
 
 class ModelRotation:
-    """Rotates keys and queries with the model's own cosines, sines and layout (half, interleaved, partial)."""
+    """Rotates keys and queries with the model's own cosines, sines and layout (half, interleaved, partial).
 
-    def __init__(self, rotary: nn.Module, apply: Apply, **kind: str) -> None:
+    Attributes:
+        reach: positions that the model was trained on.
+    """
+
+    def __init__(self, rotary: nn.Module, apply: Apply, reach: int | None = None, **kind: str) -> None:
+        self.reach = reach or UNKNOWN_REACH
         self._angles: Angles = partial(rotary, **kind)
         self._apply = apply
         self._per_angle = _numbers_per_angle(self._angles, apply, next(rotary.buffers()).device)
@@ -66,7 +73,8 @@ class ModelRotation:
                 f"{name} ({profile.config.model_type}) does not show how it applies its rotary embedding; "
                 'use positions="absolute"'
             )
-        return cls(rotary, _of_both(profile.apply_rotary), **({"layer_type": layer_type} if by_layer else {}))
+        reach = profile.position_limit
+        return cls(rotary, _of_both(profile.apply_rotary), reach, **({"layer_type": layer_type} if by_layer else {}))
 
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         """Return x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""

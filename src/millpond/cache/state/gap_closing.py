@@ -1,0 +1,102 @@
+"""Cache-relative positions of entries that were kept anywhere in a text, such as heavy hitters.
+
+Heads keep different entries, and what leaves does so from between others. Closing every gap at every step would turn
+half of the stored keys at every step. Instead gaps stay until the newest token would lie behind the positions that the
+model was trained on; then all of them are closed at once: the entries of each head move to consecutive places before
+the newest token, in their order. Between two closings all distances are those of the text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.per_sequence import PerSequence
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.frames import frame_prompt, frame_step, stored, turn
+
+#: Places between two closings at least, where the budget is near the positions that the model knows, or above.
+LEAST = 256
+
+
+class GapClosing:
+    """The frames of one layer.
+
+    Frame position of a token that was written since the last closing = its position - base of its sequence; older
+    entries have the places that the closing gave them.
+
+    Args:
+        rotation: the model's. reach: positions that the model was trained on.
+    """
+
+    def __init__(self, rotation: RotaryEmbedding, reach: int) -> None:
+        self._rotation = rotation
+        self._reach = reach
+        self._base: np.ndarray = np.zeros(0, dtype=np.int64)
+        self._closed: PerSequence[tuple[Tensor, Tensor]] = PerSequence()  # (H, n) positions, ascending, and places
+
+    def copy(self, sequences: list[int] | None = None) -> GapClosing:
+        """See `CacheRelativePositions`."""
+        other = GapClosing(self._rotation, self._reach)
+        if sequences == [] or not len(self._base):
+            return other
+        other._base = self._base.copy() if sequences is None else self._base[sequences]
+        other._closed = self._closed.copy(sequences)
+        return other
+
+    def join(self, other: GapClosing, n_seq: int) -> None:
+        """See `CacheRelativePositions`."""
+        bases = [_padded(self._base, n_seq), other._base]
+        self._base = np.concatenate(bases)
+        self._closed.join(other._closed, n_seq)
+
+    def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        """See `CacheRelativePositions`."""
+        self._base = _padded(self._base, table.n_seq)
+        if (positions - self._base).max() >= self._reach:
+            lengths = table.lengths().max(1)
+            limits = np.maximum(self._reach, lengths + LEAST)
+            for sequence in np.flatnonzero(positions - self._base >= limits):
+                self._close(table, int(sequence), int(positions[sequence]))
+        return frame_step(self._rotation, q, k, positions, self._base)
+
+    def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """See `CacheRelativePositions`. Gaps close before a pass that would end behind the reach."""
+        self._base = _padded(self._base, table.n_seq)
+        positions = q_pos.cpu().numpy().astype(np.int64)
+        held = int(table.lengths()[sequence].max(initial=0))
+        end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - held
+        if held and end >= self._reach and span >= min(LEAST, len(positions)):
+            self._close(table, sequence, int(positions[0]))
+        return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
+
+    def _close(self, table: PageTable, sequence: int, position: int) -> None:
+        """Move all entries of a sequence to consecutive places before the token at `position`."""
+        dense = stored(table, sequence)
+        at = dense.positions.long()
+        width = at.shape[1]
+        behind = at.masked_fill(at < 0, position)  # places without an entry come last
+        order = behind.argsort(1)
+        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=at.device).expand_as(order))
+        held = (at >= 0).sum(1, keepdim=True)
+        new = (width - held + ranks).masked_fill(at < 0, 0)
+        turn(self._rotation, table, sequence, dense, self._places(sequence, at), new)
+        self._closed[sequence] = behind.gather(1, order), new.gather(1, order)
+        self._base[sequence] = position - width
+
+    def _places(self, sequence: int, at: Tensor) -> Tensor:
+        """(H, n) frame positions of entries at the positions `at` (H, n) of the text; 0 where there is no entry."""
+        places = (at - int(self._base[sequence])).clamp(min=0)
+        if sequence not in self._closed:
+            return places
+        positions, given = self._closed[sequence]
+        found = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
+        older = (positions.gather(1, found) == at) & (at >= 0)
+        return torch.where(older, given.gather(1, found), places)
+
+
+def _padded(base: np.ndarray, n_seq: int) -> np.ndarray:
+    """Frames of `n_seq` sequences; those that are new begin with the text."""
+    return np.concatenate([base, np.zeros(n_seq - len(base), dtype=np.int64)]) if len(base) < n_seq else base
