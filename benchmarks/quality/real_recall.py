@@ -33,20 +33,21 @@ def read(folder: Path) -> tuple[Cells, dict[str, int]]:
     return found, {name: task["questions"] for name, task in run["tasks"].items()}
 
 
-def compared(found: Cells, questions: dict[str, int], contexts: int | None = None) -> list[dict[str, Any]]:
+def compared(found: Cells, questions: dict[str, int], contexts: tuple[int, int] | None = None) -> list[dict[str, Any]]:
     """A row for each cell whose questions are all answered, best first in each task and protocol.
 
     Args:
-        contexts: compare on the first ones only, in the order in which they are drawn; None: on all.
+        contexts: compare on these only, from and to, in the order in which they are drawn; None: on all.
     """
     rows, left_out = [], []
     for key, answered in found.items():
         task, protocol, method, budget, codec = key
         full = found.get((task, protocol, "full", "", "auto"), {})
-        first = list(dict.fromkeys(sample for sample, _ in full))[:contexts]
-        full = {place: record for place, record in full.items() if place[0] in first}
+        span = slice(*contexts) if contexts is not None else slice(None)
+        chosen = list(dict.fromkeys(sample for sample, _ in full))[span]
+        full = {place: record for place, record in full.items() if place[0] in chosen}
         own = {place: record for place, record in answered.items() if place in full}
-        finished = len(full) == questions[task] if contexts is None else len(first) == contexts
+        finished = len(full) == questions[task] if contexts is None else len(chosen) == contexts[1] - contexts[0]
         if not finished or own.keys() != full.keys():
             left_out.append(f"{' '.join(key)}: {len(answered)} of {questions[task]} questions")
             continue
@@ -108,7 +109,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, help="compare on the first ones only, where a run is not finished")
     parser.add_argument("--out", type=Path, help="results, as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
-    rows = [row for folder in args.folders if folder.is_dir() for row in compared(*read(folder), args.contexts)]
+    span = None if args.contexts is None else (0, args.contexts)
+    rows = [row for folder in args.folders if folder.is_dir() for row in compared(*read(folder), span)]
     if not rows:
         parser.error("no cell in these folders is finished; run `benchmarks/quality/real.sh recall` first")
     print(page(rows))

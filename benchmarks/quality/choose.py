@@ -1,0 +1,124 @@
+"""What to use at a share of the full cache's bytes: chosen on one half of the texts, judged on the other.
+
+    choose.py --texts RESULTS.json ... --recall FOLDER ... --out benchmarks/results/choice.json
+
+RESULTS are what `real_text.py` wrote; the folders hold answers that `real.sh recall` made. The choice is by a rule: the
+least mean loss on the choosing half among the settings that hold at most the share. Texts are chosen on WikiText-2's
+validation text and judged on the others; answers are chosen on the first half of the contexts and judged on the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from real_recall import compared, read
+
+from millpond.bench.common.report import markdown_table
+
+#: Most bytes of the full cache's, when the first token is predicted, and what a share is called.
+SHARES = {"a third": 0.34, "a fifth": 0.23, "a tenth": 0.135}
+#: The text on which is chosen; all others judge.
+CHOOSING = "wikitext2_valid"
+#: What reads ahead or is a bound has no place among what a user can set.
+NOT_FOR_USE = {"oracle"}
+
+
+def setting(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Method, budget and number format of a row."""
+    return row["method"], row["budget"] or "all", "bf16" if row["codec"] == "auto" else row["codec"]
+
+
+def best(rows: list[dict[str, Any]], most: float, loss: str) -> dict[str, Any] | None:
+    """The row of least loss among those that hold at most a share of the bytes."""
+    usable = [row for row in rows if row["bytes"] <= most and row["method"] not in NOT_FOR_USE]
+    return min(usable, key=lambda row: (row[loss], row["bytes"]), default=None)
+
+
+def texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record per share and judging text: what was chosen, and its loss there."""
+    found = []
+    for name, most in SHARES.items():
+        chosen = best(
+            [row for row in rows if CHOOSING in row["task"] and "context_len=1024" in row["task"]], most, "more"
+        )
+        if chosen is None:
+            continue
+        judged = [row for row in rows if setting(row) == setting(chosen) and CHOOSING not in row["task"]]
+        for row in judged:
+            keys = ("task", "windows", "bytes", "more", "low", "high")
+            found.append({"share": name, "setting": setting(chosen), "chosen_with": chosen["more"],
+                          **{key: row[key] for key in keys}})  # fmt: skip
+    return found
+
+
+def answers(folders: list[Path]) -> list[dict[str, Any]]:
+    """One record per protocol and share: what was chosen on the first half of the contexts, its score on the second."""
+    found = []
+    for folder in folders:
+        cells, questions = read(folder)
+        count = len({sample for sample, _ in next(iter(cells.values()))})
+        first, second = (compared(cells, questions, span) for span in ((0, count // 2), (count // 2, count)))
+        for row in first:
+            row["lost"] = 1 - row["score"]["mean"]
+        for name, most in SHARES.items():
+            chosen = best([row for row in first if row["method"] != "full"], most, "lost")
+            judged = [row for row in second if chosen is not None and setting(row) == setting(chosen)]
+            for row in judged:
+                keys = ("task", "protocol", "questions", "contexts", "bytes", "of_full", "score", "difference")
+                record = {"share": name, "setting": setting(row), "chosen_with": chosen["of_full"]}
+                found.append(record | {key: row[key] for key in keys})
+    return found
+
+
+def page(data: dict[str, Any]) -> str:
+    """Both tables."""
+
+    def named(record: dict[str, Any]) -> str:
+        method, budget, codec = record["setting"]
+        return f"`{method}` {budget}, {codec}"
+
+    lost = [
+        (r["share"], named(r), f"{r['chosen_with']:+.1%}", r["task"].split(":")[1].removeprefix("path="),
+         r["task"].split("context_len=")[1].split(":")[0], str(r["windows"]), f"{r['bytes']:.1%}", f"{r['more']:+.1%}",
+         f"{r['low']:+.1%} to {r['high']:+.1%}")
+        for r in data["texts"]
+    ]  # fmt: skip
+    kept = [
+        (r["share"], "known" if r["protocol"] == "aware" else "unknown", named(r), f"{r['chosen_with']:.2f}",
+         f"{r['questions']} on {r['contexts']}", f"{r['bytes']:.1%}", f"{r['of_full']:.2f}",
+         f"{r['score']['low']:.2f} to {r['score']['high']:.2f}")
+        for r in data["answers"]
+    ]  # fmt: skip
+    head = ("at most", "chosen", "lost where chosen", "judged on", "context", "windows", "bytes", "lost", "95 %")
+    recall = (
+        "at most",
+        "question",
+        "chosen",
+        "of full where chosen",
+        "questions on contexts",
+        "bytes",
+        "of full",
+        "score, 95 %",
+    )
+    perplexity, asked = markdown_table(head, lost), markdown_table(recall, kept)
+    return f"# What to use\n\n## Perplexity\n\n{perplexity}\n\n## Answers\n\n{asked}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", nargs="+", type=Path, default=[])
+    parser.add_argument("--recall", nargs="+", type=Path, default=[])
+    parser.add_argument("--out", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
+    args = parser.parse_args()
+    rows = [row for path in args.texts for row in json.loads(path.read_text(encoding="utf-8"))]
+    data = {"texts": texts(rows), "answers": answers(args.recall)}
+    args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    args.out.with_suffix(".md").write_text(page(data), encoding="utf-8")
+    print(page(data))
+
+
+if __name__ == "__main__":
+    main()
