@@ -22,6 +22,7 @@ from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
 from millpond.models.gguf.header import GGUFHeader, read_header
+from millpond.models.gguf.rope import RopeTensors, take_rope
 from millpond.models.gguf.unread import unread
 from millpond.models.progress import progress
 from millpond.models.workplace import remove_left, workplace
@@ -141,9 +142,9 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
     with _quiet():
         config = _config(path)
-        _check_described(path, header, config)
+        _check_described(path, header, config, take_rope(path, header, config))
         with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
-            model = _load(path, dtype)
+            model = _load(path, dtype, config)
         with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
             model.save_pretrained(made)
         if header.has_tokenizer:
@@ -161,7 +162,7 @@ def _config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:
+def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, rope: RopeTensors) -> None:
     """Refuse metadata that describe more parameters than the tensors hold, or less than the file says, on meta."""
     try:
         with torch.device("meta"):
@@ -174,19 +175,20 @@ def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig) -
         ) from error
     if needed > header.size:
         _contradicts(path, f"its metadata describe {needed:,} parameters, and its tensors hold {header.size:,}")
-    if missed := unread(header, config, model):
+    if missed := [*rope.refused, *unread(header, config, model, rope)]:
         raise OptionError(
             f"{path.name}: transformers {transformers.__version__} does not read {'; nor '.join(missed)}, so the model "
             "would answer wrongly; use the model's safetensors instead"
         )
 
 
-def _load(path: Path, dtype: str) -> PreTrainedModel:
-    """The model without the marks of a quantized one, which cannot be saved; its tensors are shared, not copied."""
+def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are shared."""
     try:
         given, info = _AUTO.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True, **_dequantized()
-        )
+            str(path.parent), config=config, gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True,
+            **_dequantized(),
+        )  # fmt: skip
     except NotImplementedError as error:
         raise OptionError(
             f"{path.name}: transformers has no place for its tensors ({_first_line(error)}); use the model's "

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from millpond.models.gguf.header import GGUFHeader
+from millpond.models.gguf.rope import RopeTensors, rotated
 
 #: Keys of a file, and the names that configurations have for the same number.
 _SAME = {
@@ -24,13 +25,14 @@ _SAME = {
 _COMPUTED = ("rope.freqs", "attn_rot_embd")
 
 
-def unread(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module) -> list[str]:
+def unread(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
     """What would be left out, each as a phrase; empty where the model is all that the file describes.
 
     Args:
-        config: what transformers made of the metadata. model: of that configuration, its tensors may be on meta.
+        config: what transformers made of the metadata, with what `take_rope` added. model: of that configuration, its
+            tensors may be on meta. rope: tensors that were read, or refused, by `take_rope`.
     """
-    return [*_numbers(header, config), *_rope(header, config), *_tensors(header, config, model)]
+    return [*_numbers(header, config), *_rope(header, config), *_tensors(header, config, model, rope)]
 
 
 def _numbers(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
@@ -49,10 +51,13 @@ def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
     kinds = [value for value in own.values() if isinstance(value, dict)] or [own]
     base = header.metadata.get(f"{header.architecture}.rope.freq_base")
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
+    count = header.metadata.get(f"{header.architecture}.rope.dimension_count")
     bases = [kind["rope_theta"] for kind in kinds if "rope_theta" in kind]
     found = []
     if isinstance(base, (int, float)) and bases and not any(_close(base, ours) for ours in bases):
         found.append(f"rope.freq_base = {base:.6g} (it takes {bases[0]:.6g})")
+    if isinstance(count, int) and count and "rope_theta" in own and count != rotated(config):
+        found.append(f"rope.dimension_count = {count} (it rotates {rotated(config)} numbers of each head)")
     if scaling != "none" and all(kind.get("rope_type", "default") == "default" for kind in kinds):
         factor = header.metadata.get(f"{header.architecture}.rope.scaling.factor", 0)
         if factor != 1:
@@ -60,7 +65,7 @@ def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
     return found
 
 
-def _tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module) -> list[str]:
+def _tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
     """Tensors without a place in the model; architectures that transformers maps by rules of their own have none."""
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     with suppress(ImportError, AttributeError):  # older versions have one list only
@@ -71,6 +76,7 @@ def _tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module) -> 
         places = {*legacy.get_gguf_hf_weights_map(model, kind(config=config.to_dict())), "output.weight"}
     except (AttributeError, NotImplementedError):  # another version, or one that says so when it loads
         return []
+    places |= {*rope.names}
     names = [
         tensor.name for tensor in header.tensors
         if tensor.name not in places and tensor.name.removesuffix(".weight") not in places
