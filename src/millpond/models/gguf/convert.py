@@ -23,7 +23,7 @@ from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.rope import RopeTensors, take_rope
-from millpond.models.gguf.unread import unread
+from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
 from millpond.models.progress import progress
 from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
@@ -34,6 +34,10 @@ _AUTO: Any = AutoModelForCausalLM
 NOTE = "millpond-gguf.json"
 _UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+#: What transformers makes otherwise than the model is, and no check of sizes and names finds.
+_WRONG = {
+    "gpt-oss": "its experts, whose gates and biases have names of their own, nor the scaling of its positions",
+}
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 #: One at a time in a process: while transformers loads a model, functions of torch are replaced for all threads.
 _CONVERTING = threading.Lock()
@@ -98,6 +102,8 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
             f"{transformers.__version__} does not read from GGUF; it reads {', '.join(known)}. Use the model's "
             "safetensors instead, or a newer transformers"
         )
+    if header.architecture in _WRONG:
+        _refuse_unread(path, [_WRONG[header.architecture]])
     blocks = header.metadata.get(f"{header.architecture}.block_count", 0)
     if not isinstance(blocks, int) or blocks > len(header.tensors):
         _contradicts(path, f"it names {blocks} layers and holds {len(header.tensors)} tensors")
@@ -164,6 +170,7 @@ def _config(path: Path) -> PreTrainedConfig:
 
 def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, rope: RopeTensors) -> None:
     """Refuse metadata that describe more parameters than the tensors hold, or less than the file says, on meta."""
+    _refuse_unread(path, [*rope.refused, *unread_metadata(header, config)])
     try:
         with torch.device("meta"):
             model = _AUTO.from_config(config)
@@ -175,7 +182,11 @@ def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, r
         ) from error
     if needed > header.size:
         _contradicts(path, f"its metadata describe {needed:,} parameters, and its tensors hold {header.size:,}")
-    if missed := [*rope.refused, *unread(header, config, model, rope)]:
+    _refuse_unread(path, unread_tensors(header, config, model, rope))
+
+
+def _refuse_unread(path: Path, missed: list[str]) -> None:
+    if missed:
         raise OptionError(
             f"{path.name}: transformers {transformers.__version__} does not read {'; nor '.join(missed)}, so the model "
             "would answer wrongly; use the model's safetensors instead"
@@ -198,6 +209,7 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
         _contradicts(path, f"transformers cannot load its tensors ({_first_line(error)})")
     if info["missing_keys"]:
         _contradicts(path, f"there is no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
+    _refuse_unread(path, unplaced(sorted(info["unexpected_keys"])))
     config = given.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

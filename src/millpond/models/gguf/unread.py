@@ -21,18 +21,22 @@ _SAME = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"),
 }
+#: Those of them that say how large a model is; 0 counts.
+_SIZES = {
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+}
 #: Tensors that models of transformers compute themselves.
 _COMPUTED = ("rope.freqs", "attn_rot_embd")
 
 
-def unread(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
-    """What would be left out, each as a phrase; empty where the model is all that the file describes.
+def unread_metadata(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
+    """Numbers that the configuration lacks or has otherwise, each as a phrase; empty where it has all of them.
 
     Args:
-        config: what transformers made of the metadata, with what `take_rope` added. model: of that configuration, its
-            tensors may be on meta. rope: tensors that were read, or refused, by `take_rope`.
+        config: what transformers made of the metadata, with what `take_rope` added.
     """
-    return [*_numbers(header, config), *_rope(header, config), *_tensors(header, config, model, rope)]
+    return [*_numbers(header, config), *_rope(header, config)]
 
 
 def _numbers(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
@@ -42,6 +46,10 @@ def _numbers(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
         known = [getattr(config, name) for name in names if hasattr(config, name)]
         if isinstance(value, (int, float)) and value and known and not any(_close(value, ours) for ours in known):
             found.append(f"{key} = {value:.6g} (it takes {known[0]})")
+    for key, name in _SIZES.items():
+        value = header.metadata.get(f"{header.architecture}.{key}")
+        if isinstance(value, int) and hasattr(config, name) and getattr(config, name) != value:
+            found.append(f"{key} = {value} (it takes {getattr(config, name)})")
     return found
 
 
@@ -65,8 +73,14 @@ def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
     return found
 
 
-def _tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
-    """Tensors without a place in the model; architectures that transformers maps by rules of their own have none."""
+def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
+    """Tensors without a place in a model, as one phrase; empty where each has one.
+
+    Of architectures that transformers maps by rules of their own, only loading tells (`unplaced`).
+
+    Args:
+        model: of that configuration; its tensors may be on meta. rope: tensors that `take_rope` read or refused.
+    """
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     with suppress(ImportError, AttributeError):  # older versions have one list only
         if header.architecture in import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS:
@@ -82,6 +96,11 @@ def _tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rop
         if tensor.name not in places and tensor.name.removesuffix(".weight") not in places
         and not any(part in tensor.name for part in _COMPUTED)
     ]  # fmt: skip
+    return unplaced(names)
+
+
+def unplaced(names: list[str]) -> list[str]:
+    """A phrase about tensors that have no place in a model; none of no names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [f"the tensors {', '.join(names[:3])}{more}"] if names else []
 
