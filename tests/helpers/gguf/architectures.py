@@ -39,13 +39,14 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_architecture(
     path: Path, name: str, *, seed: int = 0, called: str = "tiny", also: dict[str, Any] | None = None,
     more: dict[str, tuple[int, ...] | np.ndarray] | None = None, options: dict[str, Any] | None = None,
+    tokenizer: str = "gpt2",
 ) -> Any:  # fmt: skip
     """Write a model of random float32 weights; returns the configuration that it was written of.
 
     Args:
         called: the name of the model in the file. also: metadata added to that of the architecture.
         more: tensors that the model does not have, or their shapes. options: of the configuration, in place of those
-            of `TYPES`.
+            of `TYPES`. tokenizer: its kind, as for `add_tokenizer`.
     """
     legacy = import_module("transformers.modeling_gguf_pytorch_utils")
     kind, usual = TYPES[name]
@@ -56,7 +57,7 @@ def write_architecture(
     writer = GGUFWriter(str(path), name)
     writer.add_name(called)
     _metadata(writer, name, legacy, kind, config, also or {})
-    add_tokenizer(writer)
+    add_tokenizer(writer, tokenizer)
     processor = legacy.TENSOR_PROCESSORS.get(name, legacy.TensorProcessor)(config=config.to_dict())
     names, state = legacy.get_gguf_hf_weights_map(model, processor), model.state_dict()
     for full, theirs in names.items():
