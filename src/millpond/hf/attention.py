@@ -151,7 +151,10 @@ def attention(
     """
     tagged = getattr(key, _TAG, None)
     layer = tagged or _pending.layer
-    if tagged is not None and tagged is not _pending.layer:
+    reads = tagged is not None and getattr(module, "layer_idx", None) in tagged.readers
+    if reads:
+        _check_none_pending()
+    elif tagged is not None and tagged is not _pending.layer:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to the keys of layer {tagged.index} a second time in one pass; a cache "
             "follows one attention per layer"
@@ -163,14 +166,17 @@ def attention(
             dropout=dropout, sliding_window=sliding_window, position_bias=position_bias, **kwargs,
         )  # fmt: skip
     window = int(sliding_window or stock_attention.window_of(attention_mask))
-    _check(module, layer, attention_mask, position_bias, dropout, window)
+    _check(module, layer, reads, attention_mask, position_bias, dropout, window)
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         softcap=float(softcap or 0.0),
         window=window,
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
-    out = layer.attend(query, key, value, attention_mask, shape)
+    if reads:
+        out = layer.attend_shared(query, shape)
+    else:
+        out = layer.attend(query, key, value, attention_mask, shape)
     # contiguous as transformers' own functions have it: some models view it
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
 
@@ -190,6 +196,7 @@ def check_window(name: str, configured: int, given: int) -> None:
 def _check(
     module: nn.Module,
     layer: Any,
+    reads: bool,
     attention_mask: Tensor | None,
     position_bias: Tensor | None,
     dropout: float,
@@ -197,9 +204,10 @@ def _check(
 ) -> None:
     name = type(module).__name__
     index = getattr(module, "layer_idx", None)
-    if index is not None and index >= 0 and index != layer.index:  # one attention of several layers has no number
+    if index is not None and index >= 0 and index != layer.index and not reads:  # one attention of several layers has no number
         raise UnsupportedModelError(
-            f"{name} of layer {index} attends to the keys of layer {layer.index}; shared caches are not supported"
+            f"{name} of layer {index} attends to the keys of layer {layer.index}, and its configuration does not say "
+            "so: a cache cannot tell who reads what"
         )
     if dropout:
         raise UnsupportedModelError(f"{name} drops out attention ({dropout}), as in training; call model.eval() first")

@@ -351,6 +351,7 @@ class MillpondCache(Cache):
         if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
             self._rebuild()
         self.states.begin_pass(self.timeline.columns, length)
+        self._clear_shared()
         self._used = True
         self.text.add(ids, self.timeline.columns)
         self.timeline.begin_pass(ids)
@@ -370,6 +371,7 @@ class MillpondCache(Cache):
                 "as a decoder does; what it holds is not complete"
             )
         self.states.end_pass()
+        self._clear_shared()
         if self.parts.waits(self.timeline.columns):
             give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
             return
@@ -379,6 +381,12 @@ class MillpondCache(Cache):
             waited = in_parts or self.policy.needs_all_layers
             if waited and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
+
+    def _clear_shared(self) -> None:
+        """What layers that have no keys of their own read is of one pass."""
+        for core in self.layer_caches:
+            if core.shared is not None:
+                core.shared.clear()
 
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""

@@ -147,7 +147,10 @@ def build_layers(
     cores: of the attention layers. journal, passes: as of `MillpondLayer`.
     """
     of_each = zip(cores, profile.windows, profile.attending, strict=True)
-    attending = [(core, journal, passes, window, number) for core, window, number in of_each]
+    attending = [
+        (core, journal, passes, window, number, frozenset(n for n, owner in profile.shared.items() if owner == number))
+        for core, window, number in of_each
+    ]
     if not profile.state_layers and len(profile.attending) == profile.depth:
         return [MillpondLayer(*args) for args in attending], States({})
     layers: list[Any] = list(DynamicCache(config=profile.config).layers)
