@@ -103,6 +103,7 @@ class MillpondCache(Cache):
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         attach_rotations(profile, cores)
+        self.shared_layers = profile.shared
         layers, self.states = build_layers(profile, cores, self.journal, self.passes)
         super().__init__(layers=layers)
 
@@ -140,11 +141,13 @@ class MillpondCache(Cache):
         """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
 
         Raises:
-            CacheMismatchError: there is no such layer or sequence, or the layer holds a state and no entries.
+            CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
+                reads those of another layer (`stats().shared_layers`).
         """
         core = self.entry_layers.get(layer)
         if core is None:
-            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if self.states.layers else ""
+            some = self.states.layers or self.shared_layers
+            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
         if not 0 <= sequence < max(self.timeline.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")

@@ -55,9 +55,9 @@ class ModelProfile:
         depth: layers of all kinds. n_layers: those with attention, whose entries a cache holds; 0 where the
             configuration names none. What is said of each layer is said of these, numbered from 0.
         attending: numbers that these have in the model. shared: number of a layer that has no keys of its own -> of the
-            attending layer whose entries it reads; such a layer holds nothing and is not among them. state_layers: numbers of the layers that hold recurrent or
-            convolution states, in a hybrid; a layer may be both. restarts: these begin at zero in each pass of several
-            tokens, so that only the first pass may have several.
+            attending layer whose entries it reads; such a layer holds nothing and is not among them. state_layers:
+            numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both. restarts:
+            these begin at zero in each pass of several tokens, so that only the first pass may have several.
         n_heads: query heads; 0 where none is named, or each layer has its own number.
         layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
             0 for all. sliding: whether the configuration names a window at all.
