@@ -16,6 +16,7 @@ from millpond.bench.model_types.greedy import LENGTHS, Run, Wrong, compare, gene
 from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.codec.rotate import rotate
+from millpond.hf.calibration.measure import calibrate
 from millpond.hf.model_profile import ModelProfile
 
 TYPES = ["gemma3n_text", "gemma4_text", pytest.param("gemma4_unified_text", marks=pytest.mark.slow)]
@@ -191,6 +192,11 @@ def test_a_document_holds_the_owners_entries(kind: str, tmp_path: Path) -> None:
 def test_methods_that_change_more_than_entries_are_refused(method: str, options: dict[str, Any], why: str) -> None:
     with pytest.raises(mp.UnsupportedModelError, match=rf"lets layers 2, 3 read the keys of others, and .* {why}"):
         mp.compress(model_of("gemma3n_text"), method, 512, **options)
+
+
+def test_a_calibration_is_refused() -> None:
+    with pytest.raises(mp.UnsupportedModelError, match=r"layers that read the keys of others, .* without calibration"):
+        calibrate(model_of("gemma3n_text"), ids_of(400)[0])
 
 
 def test_who_reads_whom_is_read_off_the_configuration() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.gguf.architectures import write_architecture
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import millpond as mp
 from millpond.errors import DataError, OptionError
@@ -152,3 +152,17 @@ def test_factors_of_longrope_that_do_not_fit_are_refused(
         OptionError, match=rf"the tensors rope_factors_short.weight and rope_factors_long.weight {why}, so"
     ):
         load_model(tmp_path / "p.gguf")
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.25, False), (0.5, True)])
+def test_what_full_attention_does_not_rotate(share: float, refused: bool, tmp_path: Path) -> None:
+    """Gemma 4 marks it in the same tensor, with factors of 1e30; its configuration says a quarter of each head."""
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6)
+    n = int(share * 16)
+    factors = np.array([1.0] * n + [1e30] * (16 - n), dtype=np.float32)
+    write_architecture(tmp_path / "g.gguf", "llama", more={FREQS: factors})
+    found = take_rope(tmp_path / "g.gguf", read_header(tmp_path / "g.gguf"), config)
+    assert found.names == (FREQS,)
+    assert found.refused == (
+        (f"the tensor {FREQS} (it rotates the first 0.25 of each head of full attention)",) if refused else ()
+    )
