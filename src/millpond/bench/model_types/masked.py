@@ -75,8 +75,9 @@ class Masked:
             shown = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
         else:
             assert self._cache is not None, "the run has a cache of `cache`"
-            layer = self._owners.get(module.layer_idx, self._cache.layer)
-            shown = self._shown(layer, batch, n_heads, n_new, key.shape[2])
+            number = module.layer_idx
+            assert isinstance(number, int), "modules of attention are numbered"
+            shown = self._shown(self._owners.get(number, self._cache.layer), batch, n_heads, n_new, key.shape[2])
         if attention_mask is not None:
             shown = shown & (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)
         scale = scaling if scaling is not None else dim**-0.5

@@ -1,4 +1,4 @@
-"""What a layer attends to in a pass, kept until its end for later layers that have no keys of their own."""
+"""Entries that one layer meets in a pass, kept until its end for later layers that have no keys of their own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class SharedEntries:
         met = []
         for sequence in range(table.n_seq):
             own = span.columns(sequence)
-            new = (t[sequence, :, own] for t in (k, v))
-            met.append(read_write.join(read_write.read(table, sequence), *new, span.positions(sequence)))
+            k_own, v_own = k[sequence, :, own], v[sequence, :, own]
+            met.append(read_write.join(read_write.read(table, sequence), k_own, v_own, span.positions(sequence)))
         self._parts.append(_Part(span, met, table.is_hadamard_rotated))
 
     def attend(self, q: Tensor, shape: AttentionShape) -> Tensor:
