@@ -99,7 +99,7 @@ def _longrope(path: Path, header: GGUFHeader, config: PreTrainedConfig, tensors:
     # llama.cpp multiplies by 1 where a file states nothing, transformers by a number made of the two lengths
     scaled["attention_factor"] = header.metadata.get(f"{header.architecture}.rope.scaling.attn_factor", 1.0)
     config.rope_parameters = config.rope_parameters | scaled
-    if hasattr(config, "original_max_position_embeddings"):  # Phi-3 states it outside the parameters too, and that number counts
+    if hasattr(config, "original_max_position_embeddings"):  # of Phi-3, where this number counts
         config.original_max_position_embeddings = before
     return RopeTensors((SHORT, LONG))
 
