@@ -46,13 +46,6 @@ def test_layers_without_entries():
         mp.compress(transformers.MambaForCausalLM(config))
 
 
-def test_layers_that_share_keys():
-    model = family("llama").make()
-    model.config.num_kv_shared_layers = 1
-    with pytest.raises(mp.UnsupportedModelError, match="lets 1 layers attend to the keys of other layers"):
-        mp.compress(model)
-
-
 def test_not_a_model():
     with pytest.raises(mp.UnsupportedModelError, match="Linear is not a transformers model"):
         mp.compress(torch.nn.Linear(2, 2))

@@ -124,7 +124,7 @@ from millpond.models.downloads import downloaded_gguf
 from millpond.models.gguf import convert
 from millpond.models.gguf.convert import find_gguf
 
-def wait(path, dtype):
+def wait(path, dtype, config):
     print("converting", flush=True)
     time.sleep(600)
 

@@ -107,6 +107,8 @@ def mask(
 ) -> Tensor:
     """The padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
 
+    It is (B, 1, 1, kv_length) for models whose layers share keys: Gemma 4 cuts the rows of queries out of its masks.
+
     A model called without a mask says of the new tokens alone, in (B, q_length), that none is a pad. A pass on another
     cache gets the mask that it would get without a switch, so that it may end after the switch was undone.
     """
@@ -123,6 +125,8 @@ def mask(
         result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
         result = attention_mask[:, -kv_length:].bool()
+    if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        result = result[:, None, None]
     stock_attention.remember(
         result,
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
@@ -151,26 +155,35 @@ def attention(
     """
     tagged = getattr(key, _TAG, None)
     layer = tagged or _pending.layer
-    if tagged is not None and tagged is not _pending.layer:
+    reads = tagged is not None and getattr(module, "layer_idx", None) in tagged.readers
+    if reads:
+        _check_none_pending()
+    elif tagged is not None and tagged is not _pending.layer:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to the keys of layer {tagged.index} a second time in one pass; a cache "
             "follows one attention per layer"
         )
     _pending.layer = None
+    attention_mask = stock_attention.flat(attention_mask)
     if layer is None:
         return stock_attention.attention(
             module, query, key, value, attention_mask, scaling, softcap, s_aux,
             dropout=dropout, sliding_window=sliding_window, position_bias=position_bias, **kwargs,
         )  # fmt: skip
     window = int(sliding_window or stock_attention.window_of(attention_mask))
-    _check(module, layer, attention_mask, position_bias, dropout, window)
+    if reads:
+        attention_mask = None  # the owner of the keys was given it, and follows it; this one may be cut
+    _check(module, layer, reads, attention_mask, position_bias, dropout, window)
     shape = AttentionShape(
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         softcap=float(softcap or 0.0),
         window=window,
         sink_logits=s_aux.detach().float() if s_aux is not None else None,
     )
-    out = layer.attend(query, key, value, attention_mask, shape)
+    if reads:
+        out = layer.attend_shared(query, shape)
+    else:
+        out = layer.attend(query, key, value, attention_mask, shape)
     # contiguous as transformers' own functions have it: some models view it
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
 
@@ -190,6 +203,7 @@ def check_window(name: str, configured: int, given: int) -> None:
 def _check(
     module: nn.Module,
     layer: Any,
+    reads: bool,
     attention_mask: Tensor | None,
     position_bias: Tensor | None,
     dropout: float,
@@ -197,9 +211,12 @@ def _check(
 ) -> None:
     name = type(module).__name__
     index = getattr(module, "layer_idx", None)
-    if index is not None and index >= 0 and index != layer.index:  # one attention of several layers has no number
+    if (
+        index is not None and index >= 0 and index != layer.index and not reads
+    ):  # one attention of several layers has no number
         raise UnsupportedModelError(
-            f"{name} of layer {index} attends to the keys of layer {layer.index}; shared caches are not supported"
+            f"{name} of layer {index} attends to the keys of layer {layer.index}, and its configuration does not say "
+            "so: a cache cannot tell who reads what"
         )
     if dropout:
         raise UnsupportedModelError(f"{name} drops out attention ({dropout}), as in training; call model.eval() first")

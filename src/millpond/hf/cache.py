@@ -103,6 +103,7 @@ class MillpondCache(Cache):
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         attach_rotations(profile, cores)
+        self.shared_layers = profile.shared
         layers, self.states = build_layers(profile, cores, self.journal, self.passes)
         super().__init__(layers=layers)
 
@@ -140,11 +141,13 @@ class MillpondCache(Cache):
         """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
 
         Raises:
-            CacheMismatchError: there is no such layer or sequence, or the layer holds a state and no entries.
+            CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
+                reads those of another layer (`stats().shared_layers`).
         """
         core = self.entry_layers.get(layer)
         if core is None:
-            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if self.states.layers else ""
+            some = self.states.layers or self.shared_layers
+            also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
         if not 0 <= sequence < max(self.timeline.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
@@ -351,6 +354,7 @@ class MillpondCache(Cache):
         if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
             self._rebuild()
         self.states.begin_pass(self.timeline.columns, length)
+        self._clear_shared()
         self._used = True
         self.text.add(ids, self.timeline.columns)
         self.timeline.begin_pass(ids)
@@ -370,6 +374,7 @@ class MillpondCache(Cache):
                 "as a decoder does; what it holds is not complete"
             )
         self.states.end_pass()
+        self._clear_shared()
         if self.parts.waits(self.timeline.columns):
             give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
             return
@@ -379,6 +384,12 @@ class MillpondCache(Cache):
             waited = in_parts or self.policy.needs_all_layers
             if waited and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
+
+    def _clear_shared(self) -> None:
+        """What layers that have no keys of their own read is of one pass."""
+        for core in self.layer_caches:
+            if core.shared is not None:
+                core.shared.clear()
 
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""

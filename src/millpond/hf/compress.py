@@ -22,6 +22,7 @@ from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.tokenizer_source import TokenizerSource
@@ -79,7 +80,8 @@ def compress(
         attention back.
 
     Raises:
-        UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid.
+        UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid or
+            layers that share keys.
         OptionError: an unknown method, option or codec, a value out of range, or options given with a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
@@ -99,6 +101,7 @@ def compress(
             f"method {method!r} repeats the prompt, and takes it back after: the states of layers "
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
+    check_shared(profile, policy, method if isinstance(method, str) else "a policy")
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
     if isinstance(stored, Codec):
         policy.check_codec(stored)

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.latent_cache import LatentCache
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.hf.attention import tag
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.grad_mode import no_autograd
@@ -32,6 +33,7 @@ class MillpondLayer(CacheLayerMixin):
     Args:
         window: the positions that a query sees by the configuration of the model; 0 for all.
         number: of the layer in the model; None: as among its attention layers.
+        readers: numbers of the layers that have no keys of their own and read this one's.
 
     Attributes:
         index: number of the layer in the model.
@@ -42,12 +44,15 @@ class MillpondLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0, number: int | None = None
-    ) -> None:
+        self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0,
+        number: int | None = None, readers: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
         self.index = core.index if number is None else number
+        self.readers = readers
         self.core = core
+        core.shared = SharedEntries() if readers else None
         self.journal = journal
         self.passes = passes
         self.observer: Observer | None = None
@@ -87,6 +92,12 @@ class MillpondLayer(CacheLayerMixin):
         if not self.journal.recording:
             self.core.forget()
         return out
+
+    @no_autograd
+    def attend_shared(self, q: Tensor, shape: AttentionShape) -> Tensor:
+        """Attention of another layer of the same pass to what this one meets. q: (B, Hq, Q, D) -> (B, Hq, Q, V)."""
+        assert self.core.shared is not None, "a layer whose keys are read by others"
+        return self.core.shared.attend(q, shape)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.core.columns + query_length, 0

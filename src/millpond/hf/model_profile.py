@@ -54,9 +54,10 @@ class ModelProfile:
             outermost first. decoders: of these, the ones that have the language side's configuration.
         depth: layers of all kinds. n_layers: those with attention, whose entries a cache holds; 0 where the
             configuration names none. What is said of each layer is said of these, numbered from 0.
-        attending: numbers that these have in the model. state_layers: numbers of the layers that hold recurrent or
-            convolution states, in a hybrid; a layer may be both. restarts: these begin at zero in each pass of several
-            tokens, so that only the first pass may have several.
+        attending: numbers that these have in the model. shared: number of a layer that has no keys of its own -> of the
+            attending layer whose entries it reads; such a layer holds nothing and is not among them. state_layers:
+            numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both. restarts:
+            these begin at zero in each pass of several tokens, so that only the first pass may have several.
         n_heads: query heads; 0 where none is named, or each layer has its own number.
         layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
             0 for all. sliding: whether the configuration names a window at all.
@@ -78,6 +79,7 @@ class ModelProfile:
     depth: int
     n_layers: int
     attending: tuple[int, ...]
+    shared: dict[int, int]
     state_layers: tuple[int, ...]
     restarts: bool
     n_heads: int
@@ -106,12 +108,15 @@ class ModelProfile:
         modules: tuple[nn.Module, ...] = tuple(dict.fromkeys([model, *decoders]))
         depth = int(named(config, "num_hidden_layers") or 0)
         kinds = tuple(named(config, "layer_types") or [FULL] * depth)
-        attending = tuple(n for n, kind in enumerate(kinds[:depth]) if kind not in STATE_ONLY | NEITHER)
+        shared = _shared(config, kinds)
+        attending = tuple(
+            n for n, kind in enumerate(kinds[:depth]) if kind not in STATE_ONLY | NEITHER and n not in shared
+        )
         nth = {number: n for n, number in enumerate(attending)}
         projections = _output_projections(modules[-1], kinds)
         return cls(
             name=type(model).__name__, config=config, outer_type=model.config.model_type, modules=modules,
-            decoders=decoders, depth=depth, n_layers=len(attending), attending=attending,
+            decoders=decoders, depth=depth, n_layers=len(attending), attending=attending, shared=shared,
             state_layers=tuple(n for n, kind in enumerate(kinds[:depth]) if kind in STATE_ONLY or kind in BOTH),
             restarts=config.model_type in RESTARTING, n_heads=int(named(config, "num_attention_heads") or 0),
             layer_types=tuple(BOTH.get(kinds[number], kinds[number]) for number in attending),
@@ -136,6 +141,20 @@ def named(config: PreTrainedConfig, field: str) -> Any:
         return getattr(config, field, None)
     except RuntimeError:
         return None
+
+
+def _shared(config: PreTrainedConfig, kinds: tuple[str, ...]) -> dict[int, int]:
+    """Layers that read the keys of the last layer of their kind that has some, where a configuration says so."""
+    if not named(config, "num_kv_shared_layers"):
+        return {}
+    owners: dict[str, int] = {}
+    shared: dict[int, int] = {}
+    for number, (kind, mode) in enumerate(zip(kinds, config.kv_sharing_modes, strict=True)):
+        if mode == "reuse":
+            shared[number] = owners[kind]
+        else:
+            owners[kind] = number
+    return shared
 
 
 def _windows(config: PreTrainedConfig, attending: tuple[int, ...]) -> tuple[int, ...]:

@@ -93,11 +93,6 @@ def supported(model: PreTrainedModel) -> ModelProfile:
         raise UnsupportedModelError(
             f"{name} chooses what it attends to with an indexer of its own, whose cache would not follow an eviction"
         )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModelError(
-            f"{name} lets {config.num_kv_shared_layers} layers attend to the keys of other layers; shared caches are "
-            "not supported"
-        )
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         raise UnsupportedModelError(

@@ -25,6 +25,7 @@ class LayerCaches(Protocol):
         filled_inside: whether what it holds was read by `generate` inside its `with` block.
         passes: hooks on the model's passes. dtype: of the model.
         parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
+        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads.
     """
 
     timeline: PositionTracker
@@ -35,6 +36,7 @@ class LayerCaches(Protocol):
     dtype: torch.dtype
     parts: PromptParts
     states: States
+    shared_layers: dict[int, int]
 
     @property
     def entry_layers(self) -> dict[int, LayerCache]:

@@ -16,6 +16,7 @@ from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelErr
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.layer import MillpondLayer
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.shared_keys import readers_of
 
 #: Attributes of a layer of states that hold them: a number of the state -> a tensor, or None before the first token.
 _PARTS = ("conv_states", "recurrent_states")
@@ -147,7 +148,9 @@ def build_layers(
     cores: of the attention layers. journal, passes: as of `MillpondLayer`.
     """
     of_each = zip(cores, profile.windows, profile.attending, strict=True)
-    attending = [(core, journal, passes, window, number) for core, window, number in of_each]
+    attending = [
+        (core, journal, passes, window, number, readers_of(profile, number)) for core, window, number in of_each
+    ]
     if not profile.state_layers and len(profile.attending) == profile.depth:
         return [MillpondLayer(*args) for args in attending], States({})
     layers: list[Any] = list(DynamicCache(config=profile.config).layers)

@@ -27,6 +27,7 @@ class CacheStats:
         bits_per_element: bits that one number of a stored key or value takes, unused slots included.
         entry_layers: numbers in the model of the layers that hold entries, in the order of `stored`.
         state_layers: numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
+        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads (Gemma 3n).
         state_bytes: bytes of these states, which have one size however long the text and are in no other count.
     """
 
@@ -41,6 +42,7 @@ class CacheStats:
     bits_per_element: float
     entry_layers: list[int]
     state_layers: list[int]
+    shared_layers: dict[int, int]
     state_bytes: int
 
 
@@ -70,5 +72,6 @@ def measure(cache: LayerCaches) -> CacheStats:
         bits_per_element=8 * kv_bytes / numbers if numbers else 0.0,
         entry_layers=list(cache.entry_layers),
         state_layers=list(cache.states.layers),
+        shared_layers=dict(cache.shared_layers),
         state_bytes=cache.states.nbytes(),
     )

@@ -53,7 +53,7 @@ def remember(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Attach to the two-dimensional mask `padding` how transformers would make its own mask."""
+    """Attach to the mask `padding`, (B, n) or (B, 1, 1, n), how transformers would make its own mask."""
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
     make = partial(
@@ -67,6 +67,16 @@ def remember(
 def _made(mask: Tensor | None) -> _Made | None:
     found: _Made | None = getattr(mask, _ATTRIBUTE, None)
     return found
+
+
+def flat(mask: Tensor | None) -> Tensor | None:
+    """A mask that `remember` was called with, in two dimensions; any other as it is."""
+    made = _made(mask)
+    if mask is None or made is None or mask.ndim == 2:
+        return mask
+    result = mask[:, 0, 0]
+    setattr(result, _ATTRIBUTE, made)
+    return result
 
 
 def is_remembered(mask: Tensor | None) -> bool:

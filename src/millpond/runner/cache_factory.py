@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.positions import PositionTracker
@@ -21,6 +22,7 @@ from millpond.codec import Codec, resolve
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
@@ -65,6 +67,7 @@ class CacheFactory(CacheLayout):
         policy = policy.with_tokens(TokenizerSource(tokenizer))
         kept = budget_of(method, budget, policy)
         profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
+        check_shared(profile, policy, method)
         policy = bounded_policy(policy, kept)
         stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
         if isinstance(stored, Codec):
@@ -104,7 +107,7 @@ class CacheFactory(CacheLayout):
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
             return self._budgets.entries(layer, table, sequence, max(seen, prompt))
 
-        return [
+        cores = [
             LayerCache(
                 index, self.policy, partial(entries, index), self.pools.plain, timeline,
                 between_chunks=False, rotation=self._rotation,
@@ -112,3 +115,6 @@ class CacheFactory(CacheLayout):
             )
             for index in range(len(self._model.layers))
         ]  # fmt: skip
+        for core, readers in zip(cores, self._model.readers.values(), strict=True):
+            core.shared = SharedEntries() if readers else None
+        return cores

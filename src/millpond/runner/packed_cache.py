@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers.cache_utils import DummyLayer
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.state.recurrent_states import RecurrentStates
-from millpond.errors import CacheMismatchError
+from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag
 from millpond.hf.single_pass_layer import PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
@@ -90,6 +90,28 @@ class SegmentedAttention:
             return None
         return FusedSteps(cores, [core.begin_step(n, shape) for core, shape in zip(cores, shapes, strict=True)])
 
+    def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
+        """(1, Hq, T, value_dim): attention of q (1, Hq, T, D) of a later layer to what layer `index` meets."""
+        out = q.new_empty(*q.shape[:3], value_dim)
+        for segment in self.segments:
+            shared = segment.cores[index].shared
+            assert shared is not None, "a layer whose keys are read by others"
+            rows = q[:, :, segment.begin : segment.end]
+            if segment.decoding:  # rows are sequences
+                out[0, :, segment.begin : segment.end] = shared.attend(rows[0].transpose(0, 1)[:, :, None], shape)[
+                    :, :, 0
+                ].transpose(0, 1)
+            else:
+                out[:, :, segment.begin : segment.end] = shared.attend(rows, shape)
+        return out
+
+    def clear_shared(self) -> None:
+        """A pass begins, or came to its end: what later layers read is of one pass."""
+        for segment in self.segments:
+            for core in segment.cores:
+                if core.shared is not None:
+                    core.shared.clear()
+
     @staticmethod
     def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
@@ -117,6 +139,9 @@ class ShapeWatch:
         self.shapes[index] = shape
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
+    def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
+        return q.new_zeros(*q.shape[:3], value_dim)
+
 
 class FunctionAttention:
     """Attention by a function of rows."""
@@ -128,6 +153,13 @@ class FunctionAttention:
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
         return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
 
+    def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
+        """
+        Raises:
+            UnsupportedModelError: always: only families whose layers all have keys run lean.
+        """
+        raise UnsupportedModelError(f"a layer reads the keys of layer {index}, which rows outside the modules do not")
+
 
 Served = SegmentedAttention | ShapeWatch | FunctionAttention
 
@@ -136,17 +168,25 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
     """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries.
 
     Args:
-        index: number of the layer in the model. nth: its number among those with attention.
+        index: number of the layer in the model. nth: its number among those with attention. readers: numbers of the
+            layers that have no keys of their own and read this one's.
     """
 
-    def __init__(self, index: int, nth: int, served: Served) -> None:
+    def __init__(self, index: int, nth: int, served: Served, readers: frozenset[int]) -> None:
         super().__init__()
         self.index = index
+        self.readers = readers
+        self._value_dim = 0
         self._nth = nth
         self._served = served
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._value_dim = value_states.shape[-1]
         return tag(key_states, self), value_states
+
+    def attend_shared(self, q: Tensor, shape: AttentionShape) -> Tensor:
+        """See `SegmentedAttention.attend_shared`."""
+        return self._served.attend_shared(self._nth, q, self._value_dim, shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `SegmentedAttention.attend`. The mask of the row says nothing: no row is a pad."""
@@ -159,13 +199,13 @@ class PackedPass(Cache):
     """The `past_key_values` of one packed pass.
 
     Args:
-        attending: numbers of the layers with attention. depth: layers of all kinds.
+        readers: numbers of the layers with attention -> of those that read their keys. depth: layers of all kinds.
     """
 
-    def __init__(self, served: Served, attending: Sequence[int], depth: int) -> None:
+    def __init__(self, served: Served, readers: Mapping[int, frozenset[int]], depth: int) -> None:
         layers: list[Any] = [DummyLayer() for _ in range(depth)]  # type: ignore[no-untyped-call]
-        for nth, number in enumerate(attending):
-            layers[number] = _PackedLayer(number, nth, served)
+        for nth, (number, by) in enumerate(readers.items()):
+            layers[number] = _PackedLayer(number, nth, served, by)
         super().__init__(layers=layers)
         self._served = served
 

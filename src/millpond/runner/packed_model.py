@@ -23,6 +23,7 @@ from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
 from millpond.hf.native_layers.linears import use_native_linears
+from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.weights.streamed import StreamedLayers
@@ -69,7 +70,8 @@ class PackedModel:
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
-        layers: what each layer with attention stores. states: what the others hold of a sequence, in a hybrid.
+        layers: what each layer with attention stores. readers: their numbers in the model -> those of the layers that
+            read their keys and store nothing. states: what the others hold of a sequence, in a hybrid.
         end_tokens: ids that end a text, as the model's configuration has them.
         runner: which of the two runs.
 
@@ -111,7 +113,8 @@ class PackedModel:
         self.end_tokens = profile.end_tokens
         self.vocabulary = profile.vocabulary
         self._picks_rows = "logits_to_keep" in profile.arguments
-        self._attending, self._depth = profile.attending, max(profile.depth, profile.n_layers)
+        self.readers = {number: readers_of(profile, number) for number in profile.attending}
+        self._depth = max(profile.depth, profile.n_layers)
         self.states: StateShape | None = None
         self._undo: list[Callable[[], None]] = []
         if streamed is not None:
@@ -158,13 +161,17 @@ class PackedModel:
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
         begin_pass()
-        cache = PackedPass(served, self._attending, self._depth)
+        if isinstance(served, SegmentedAttention):
+            served.clear_shared()
+        cache = PackedPass(served, self.readers, self._depth)
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         with nullcontext() if self._streamed is None else self._streamed.in_modules():
             out = self.model(
                 input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
             )
         end_pass()
+        if isinstance(served, SegmentedAttention):
+            served.clear_shared()
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
 

@@ -38,31 +38,33 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_architecture(
     path: Path, name: str, *, seed: int = 0, called: str = "tiny", also: dict[str, Any] | None = None,
-    more: dict[str, tuple[int, ...]] | None = None,
+    more: dict[str, tuple[int, ...] | np.ndarray] | None = None, options: dict[str, Any] | None = None,
+    tokenizer: str = "gpt2",
 ) -> Any:  # fmt: skip
     """Write a model of random float32 weights; returns the configuration that it was written of.
 
     Args:
         called: the name of the model in the file. also: metadata added to that of the architecture.
-        more: shapes of tensors that the model does not have.
+        more: tensors that the model does not have, or their shapes. options: of the configuration, in place of those
+            of `TYPES`. tokenizer: its kind, as for `add_tokenizer`.
     """
     legacy = import_module("transformers.modeling_gguf_pytorch_utils")
-    kind, options = TYPES[name]
-    config = AutoConfig.for_model(kind, **options)
+    kind, usual = TYPES[name]
+    config = AutoConfig.for_model(kind, **usual | (options or {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(str(path), name)
     writer.add_name(called)
     _metadata(writer, name, legacy, kind, config, also or {})
-    add_tokenizer(writer)
+    add_tokenizer(writer, tokenizer)
     processor = legacy.TENSOR_PROCESSORS.get(name, legacy.TensorProcessor)(config=config.to_dict())
     names, state = legacy.get_gguf_hf_weights_map(model, processor), model.state_dict()
     for full, theirs in names.items():
         if full != "output.weight" or not config.tie_word_embeddings:
             writer.add_tensor(full if "." in full[-8:] else f"{full}.weight", _values(full, theirs, state, name, rng))
-    for full, shape in (more or {}).items():
-        writer.add_tensor(full, np.full(shape, 2, dtype=np.float32))
+    for full, given in (more or {}).items():
+        writer.add_tensor(full, given if isinstance(given, np.ndarray) else np.full(given, 2, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -97,8 +97,40 @@ def _layer(architecture: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def add_tokenizer(writer: GGUFWriter) -> None:
-    """Bytes and a few pairs of them, as GPT-2 spells them."""
+def add_tokenizer(writer: GGUFWriter, kind: str = "gpt2") -> None:
+    """A vocabulary of bytes and a few pieces.
+
+    Args:
+        kind: "gpt2" (byte pairs), or one of those of SentencePiece: "llama" and "gemma4" (pairs by score), "t5"
+            (unigram).
+    """
+    if kind == "gpt2":
+        _byte_pairs(writer)
+    else:
+        _sentencepiece(writer, kind)
+
+
+def _sentencepiece(writer: GGUFWriter, kind: str) -> None:
+    words = ["\u2581t", "he", "\u2581the", "in", "er", "an", "ai", "\u2581r", "\u2581rain", "ain"]
+    letters = ["\u2581", *"abcdefghimnorstuwy,.", "\u00fc"]
+    pieces = [*words, *letters]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
+    left = VOCAB - len(tokens)
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list([*tokens, *(f"<extra_{i}>" for i in range(left))])
+    writer.add_token_scores([0.0] * 259 + [-1.0 - i for i in range(len(pieces))] + [-1000.0] * left)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [3] * left)
+    if kind == "gemma4":
+        writer.add_token_merges(["\u2581 t", "h e", "\u2581t he", "i n", "e r", "a n", "a i", "\u2581 r", "a in"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _byte_pairs(writer: GGUFWriter) -> None:
+    """As GPT-2 spells them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     spelled = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

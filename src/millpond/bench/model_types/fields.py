@@ -10,6 +10,9 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _SLIDING_AND_FULL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARING: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": _SLIDING_AND_FULL["layer_types"] * 2, "num_kv_shared_layers": 2,
+}  # fmt: skip
 
 #: Model type, of a whole or of a part -> fields; of one part of one type, under the part's name.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -28,11 +31,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "florence_vision": dict.fromkeys(("patch_size", "num_heads", "embed_dim", "projection_dim"), LEFT_OUT),
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": {
-        "num_hidden_layers": 4, "layer_types": _SLIDING_AND_FULL["layer_types"] * 2, "num_kv_shared_layers": 2,
-        "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
+        **_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma4_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
-    "gemma4_unified_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
+    "gemma4_text": {"global_head_dim": 8, **_SHARING},
+    "gemma4_unified_text": {"global_head_dim": 8, **_SHARING},
     "diffusion_gemma_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
     "glm46v_text": _MROPE,
     "glm4v_moe_text": _MROPE | {"head_dim": 16},

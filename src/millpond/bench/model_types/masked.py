@@ -45,10 +45,12 @@ class Masked:
         self.pads = pads
         self.held: Held | None = None
         self._cache: _Full | None = None
+        self._owners: dict[int, int] = {}
 
     def cache(self, model: PreTrainedModel) -> DynamicCache:
         """A cache for the run: all keys and values, and the states of a hybrid."""
         profile = ModelProfile.of(model)
+        self._owners = profile.shared
         self._cache = _Full(config=profile.config) if profile.state_layers else _Full()
         for number, layer in enumerate(self._cache.layers):
             if type(layer) is DynamicSlidingWindowLayer:  # the model's mask hides what is outside, as with the others
@@ -73,7 +75,9 @@ class Masked:
             shown = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
         else:
             assert self._cache is not None, "the run has a cache of `cache`"
-            shown = self._shown(self._cache.layer, batch, n_heads, n_new, key.shape[2])
+            number = module.layer_idx
+            assert isinstance(number, int), "modules of attention are numbered"
+            shown = self._shown(self._owners.get(number, self._cache.layer), batch, n_heads, n_new, key.shape[2])
         if attention_mask is not None:
             shown = shown & (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)
         scale = scaling if scaling is not None else dim**-0.5

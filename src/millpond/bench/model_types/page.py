@@ -32,8 +32,10 @@ stock generation (torch {torch}, float32, `{command}`): {counts}.
 
 In [hybrids](../how-to/hybrids.md) entries are those of the attention layers; their states are in transformers' own
 layers, and in the comparison.
-A checkpoint may switch on features that the defaults of its type leave off: indexers, shared caches and the like are
-refused in every type.
+Gemma 3n and Gemma 4 are built with two of four layers that [share keys](../how-to/shared-keys.md): these hold nothing,
+and the mask hides from them what it hides from the layers whose keys they read.
+A checkpoint may switch on features that the defaults of its type leave off: indexers and the like are refused in every
+type.
 """
 
 

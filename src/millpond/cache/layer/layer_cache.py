@@ -15,6 +15,7 @@ from millpond.cache.layer.decode_step import DecodeStep, PendingStep
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
+from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.heap import give_back_after
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
@@ -48,6 +49,7 @@ class LayerCache(LayerStorage):
     Attributes:
         peek: while set, it observes multi-token passes, and their tokens are not stored.
         reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
+        shared: what other layers read of a pass; None: none does, as in most models. Set by the model integration.
         attention: attention of queries to entries. planner: chooses the entries that are kept.
     """
 
@@ -69,6 +71,7 @@ class LayerCache(LayerStorage):
         super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
         self.peek: ReconstructionProbe | None = None
         self.reading = False
+        self.shared: SharedEntries | None = None
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
         self._stepper = DecodeStep(index, policy, timeline, self.attention, self.planner, self.companions)
@@ -133,6 +136,8 @@ class LayerCache(LayerStorage):
         turned = table.is_hadamard_rotated
         if turned:
             q, k, v = rotate(q), rotate(k), rotate(v)
+        if self.shared is not None:
+            table = self._show(self.shared, table, k, v, span)
         if self._decodes(span):
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
         elif self._decodes_rows(table, q.dtype, span):
@@ -154,7 +159,8 @@ class LayerCache(LayerStorage):
             (S, Hq, value_dim).
         """
         span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
-        if self._table is None or not self._opened or self._table.is_hadamard_rotated or not self._decodes(span):
+        plain = self._table is not None and self._opened and not self._table.is_hadamard_rotated
+        if self._table is None or not plain or self.shared is not None or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape
         out = self._newest(self._table, q, k, v, span)
@@ -164,7 +170,7 @@ class LayerCache(LayerStorage):
     def is_fusable(self, n_seq: int, shape: AttentionShape) -> bool:
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
         table = self._table
-        if table is None or not self._opened or self.pending:
+        if table is None or not self._opened or self.pending or self.shared is not None:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
 
@@ -222,6 +228,15 @@ class LayerCache(LayerStorage):
         if self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
         return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
+
+    def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
+        """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""
+        if self._decodes(span):
+            if self.pending:
+                table = self._table = self.planner.run_deferred(table, self._prompt)
+            quantize.quantize_due(table, span.after > span.before)
+        shared.collect(table, k, v, span)
+        return table
 
     def _newest_span(self, table: PageTable, n_seq: int) -> ForwardSpan:
         """One more token of every sequence."""

@@ -71,6 +71,11 @@ def calibrate(
             f"{type(model).__name__} is a hybrid, whose layers differ in what they hand to a cache; use a codec "
             "without calibration"
         )
+    if profile.shared:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that read the keys of others, whose attention a calibration would not "
+            "weigh; use a codec without calibration"
+        )
     _check_options(bits, normalise, windows, outliers, sinks)
     runs = _runs(ids, windows, min(length, profile.position_limit or length))
     layers = profile.n_layers

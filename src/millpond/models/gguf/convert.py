@@ -22,7 +22,8 @@ from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
 from millpond.models.gguf.header import GGUFHeader, read_header
-from millpond.models.gguf.unread import unread
+from millpond.models.gguf.rope import RopeTensors, take_rope
+from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
 from millpond.models.progress import progress
 from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
@@ -33,6 +34,10 @@ _AUTO: Any = AutoModelForCausalLM
 NOTE = "millpond-gguf.json"
 _UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+#: What transformers makes otherwise than the model is, and no check of sizes and names finds.
+_WRONG = {
+    "gpt-oss": "its experts, whose gates and biases have names of their own, nor the scaling of its positions",
+}
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 #: One at a time in a process: while transformers loads a model, functions of torch are replaced for all threads.
 _CONVERTING = threading.Lock()
@@ -97,6 +102,8 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
             f"{transformers.__version__} does not read from GGUF; it reads {', '.join(known)}. Use the model's "
             "safetensors instead, or a newer transformers"
         )
+    if header.architecture in _WRONG:
+        _refuse_unread(path, [_WRONG[header.architecture]])
     blocks = header.metadata.get(f"{header.architecture}.block_count", 0)
     if not isinstance(blocks, int) or blocks > len(header.tensors):
         _contradicts(path, f"it names {blocks} layers and holds {len(header.tensors)} tensors")
@@ -141,9 +148,9 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
     with _quiet():
         config = _config(path)
-        _check_described(path, header, config)
+        _check_described(path, header, config, take_rope(path, header, config))
         with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
-            model = _load(path, dtype)
+            model = _load(path, dtype, config)
         with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
             model.save_pretrained(made)
         if header.has_tokenizer:
@@ -161,8 +168,9 @@ def _config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:
+def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, rope: RopeTensors) -> None:
     """Refuse metadata that describe more parameters than the tensors hold, or less than the file says, on meta."""
+    _refuse_unread(path, [*rope.refused, *unread_metadata(header, config)])
     try:
         with torch.device("meta"):
             model = _AUTO.from_config(config)
@@ -174,19 +182,24 @@ def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig) -
         ) from error
     if needed > header.size:
         _contradicts(path, f"its metadata describe {needed:,} parameters, and its tensors hold {header.size:,}")
-    if missed := unread(header, config, model):
+    _refuse_unread(path, unread_tensors(header, config, model, rope))
+
+
+def _refuse_unread(path: Path, missed: list[str]) -> None:
+    if missed:
         raise OptionError(
             f"{path.name}: transformers {transformers.__version__} does not read {'; nor '.join(missed)}, so the model "
             "would answer wrongly; use the model's safetensors instead"
         )
 
 
-def _load(path: Path, dtype: str) -> PreTrainedModel:
-    """The model without the marks of a quantized one, which cannot be saved; its tensors are shared, not copied."""
+def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are shared."""
     try:
         given, info = _AUTO.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True, **_dequantized()
-        )
+            str(path.parent), config=config, gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True,
+            **_dequantized(),
+        )  # fmt: skip
     except NotImplementedError as error:
         raise OptionError(
             f"{path.name}: transformers has no place for its tensors ({_first_line(error)}); use the model's "
@@ -196,6 +209,7 @@ def _load(path: Path, dtype: str) -> PreTrainedModel:
         _contradicts(path, f"transformers cannot load its tensors ({_first_line(error)})")
     if info["missing_keys"]:
         _contradicts(path, f"there is no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
+    _refuse_unread(path, unplaced(sorted(info["unexpected_keys"])))
     config = given.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -24,11 +24,15 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor as the header describes it; `type` is the name of a ggml type, such as "Q4_K"."""
+    """One tensor as the header describes it; `type` is the name of a ggml type, such as "Q4_K".
+
+    Its first byte in the file is `begin`.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: str
+    begin: int
 
     @property
     def size(self) -> int:
@@ -84,6 +88,19 @@ def read_header(path: Path) -> GGUFHeader:
         raise DataError(f"{path} cannot be read as a GGUF file: {error}") from error
 
 
+def read_floats(path: Path, tensor: GGUFTensor) -> list[float]:
+    """The numbers of a tensor of type F32, in the order in which they lie in the file.
+
+    Raises:
+        DataError: it has another type.
+    """
+    if tensor.type != "F32":
+        raise DataError(f"{path}: tensor {tensor.name!r} is of the type {tensor.type}; F32 is expected")
+    with path.open("rb") as file:
+        file.seek(tensor.begin)
+        return list(struct.unpack(f"<{tensor.size}f", file.read(4 * tensor.size)))
+
+
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
     """Name of each ggml type, numbers of a block, bytes of a block."""
     gguf = require("gguf", "gguf", "a GGUF file")
@@ -124,7 +141,7 @@ class _Reader:
             if offset < end:
                 self._refuse(f"tensor {tensor.name!r} lies in the bytes of another")
             end = offset + n_bytes
-        return GGUFHeader(metadata, tuple(tensor for tensor, _, _ in described))
+        return GGUFHeader(metadata, tuple(tensor._replace(begin=begin + tensor.begin) for tensor, _, _ in described))
 
     def _tensor(self, sizes: dict[int, tuple[str, int, int]]) -> tuple[GGUFTensor, int, int]:
         """A tensor, its offset, and its bytes."""
@@ -138,7 +155,7 @@ class _Reader:
         label, block, n_bytes = sizes[kind]
         if shape[0] % block:
             self._refuse(f"tensor {name!r} has rows of {shape[0]} numbers, and {label} blocks of {block}")
-        return GGUFTensor(name, shape, label), offset, math.prod(shape) // block * n_bytes
+        return GGUFTensor(name, shape, label, offset), offset, math.prod(shape) // block * n_bytes
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

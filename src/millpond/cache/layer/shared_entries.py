@@ -1,0 +1,90 @@
+"""Entries that one layer meets in a pass, kept until its end for later layers that have no keys of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from millpond.cache.entries import read_write
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.positions import ForwardSpan
+from millpond.cache.types import Entries
+from millpond.codec.rotate import rotate
+from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
+
+
+class _Part(NamedTuple):
+    """A part of a pass, and what its tokens meet: per sequence the entries held before it, then the new ones."""
+
+    span: ForwardSpan
+    met: list[Entries]
+    is_rotated: bool
+
+
+class SharedEntries:
+    """The entries of one layer that other layers read in the running pass, as they are before it evicts.
+
+    So a layer that shares keys sees what their owner sees: what was evicted in earlier passes is gone for both, and
+    what the owner evicts at the end of this pass is seen by both for the last time.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+
+    def clear(self) -> None:
+        """A pass begins, or came to its end."""
+        self._parts.clear()
+
+    def collect(self, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> None:
+        """Keep what the tokens of `span` meet, before the owner stores them.
+
+        Args:
+            k: (S, Hkv, Q, key_dim). v: (S, Hkv, Q, value_dim), as they are stored in `table`.
+        """
+        met = []
+        for sequence in range(table.n_seq):
+            own = span.columns(sequence)
+            k_own, v_own = k[sequence, :, own], v[sequence, :, own]
+            met.append(read_write.join(read_write.read(table, sequence), k_own, v_own, span.positions(sequence)))
+        self._parts.append(_Part(span, met, table.is_hadamard_rotated))
+
+    def attend(self, q: Tensor, shape: AttentionShape) -> Tensor:
+        """Attention of another layer's queries in the same pass.
+
+        Args:
+            q: (S, Hq, Q, key_dim), after RoPE; of fewer tokens than the pass has, the last ones.
+
+        Returns:
+            (S, Hq, Q, value_dim); zero at pads.
+        """
+        length = sum(part.span.length for part in self._parts)
+        begin, outs = length - q.shape[2], []
+        for part in self._parts:
+            n = part.span.length
+            if begin < n:
+                skip = max(begin, 0)
+                outs.append(_attend(part, q[:, :, : n - skip], skip, shape))
+                q = q[:, :, n - skip :]
+            begin -= n
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+def _attend(part: _Part, q: Tensor, skip: int, shape: AttentionShape) -> Tensor:
+    """Attention of the tokens of a part but for its first `skip` columns. q: (S, Hq, n, D) -> (S, Hq, n, value_dim)."""
+    if part.is_rotated:
+        q = rotate(q)
+    out = q.new_zeros(*q.shape[:3], part.met[0].values.shape[-1])
+    for sequence, found in enumerate(part.met):
+        columns = torch.arange(part.span.length, device=q.device)[part.span.columns(sequence)]
+        asked = columns >= skip
+        if not bool(asked.any()):
+            continue
+        here, positions = columns[asked] - skip, part.span.positions(sequence)[asked]
+        n_past = found.positions.shape[1] - len(positions)
+        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
+        args = PrefillArgs(q[sequence, :, here], found.keys, found.values, positions, shape, past, masses)
+        out[sequence, :, here] = ops.prefill(args).out
+    return rotate(out) if part.is_rotated else out
