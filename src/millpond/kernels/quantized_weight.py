@@ -18,8 +18,8 @@ from millpond.kernels.backends import load_native
 GROUP = 32
 #: Bits of a code, by name of the format.
 FORMATS = {"int8": 8, "int4": 4}
-#: Numbers that are quantized at a time: temporaries take some 20 bytes for each.
-BLOCK = 4 << 20
+#: Numbers that are quantized at a time: temporaries take some 20 bytes for each, and should stay in a cache.
+BLOCK = 512 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,14 @@ class QuantizedWeight:
         parts = [_quantize(weight[i : i + step].detach().float(), bits) for i in range(0, len(weight), step)]
         codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
         return cls(codes, scales, weight.dtype)
+
+    @staticmethod
+    def parts_of(n: int, k: int, bits: int) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[int, ...]]:
+        """Shape and dtype of the codes of a matrix (n, k), and the shape of its scales."""
+        groups = k // GROUP
+        if bits == 4:
+            return ((n, groups, GROUP // 2), torch.uint8), (n, 2, groups)
+        return ((n, groups, GROUP), torch.int8), (n, 1, groups)
 
     @property
     def bits(self) -> int:

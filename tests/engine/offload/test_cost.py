@@ -21,7 +21,7 @@ from millpond.engine.offload.step_memory import StepMemory
 from millpond.errors import BudgetError
 from millpond.models.load import load_model
 from millpond.models.weights.skeleton import Skeleton
-from millpond.models.weights.streamed import WeightSizes
+from millpond.models.weights.sizes import WeightSizes
 from millpond.runner.packed_model import PackedModel
 from tests.helpers.hf.families import family
 
