@@ -14,8 +14,8 @@ from millpond.engine.offload.kv_size import KVSize, kv_size
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import HOST, Plan
-from millpond.engine.offload.planner import EXAMPLE, constants_for
-from millpond.engine.offload.search import Limits, check_memory, search
+from millpond.engine.offload.planner import constants_for, kv_that_fits
+from millpond.engine.offload.search import Limits, search
 from millpond.engine.offload.workload import Workload, usual
 from millpond.errors import BudgetError
 from millpond.models.weights.packed_file import Report
@@ -48,8 +48,7 @@ def fastest_plan(
     can = _capabilities(disk)
     if workload is not None:
         workload.check_context(size.context)
-        kv = _kv(size, config, workload, memory)
-        check_memory(CostModel(size, kv, EXAMPLE), limits, can)  # which no constant of the machine changes
+        kv = _kv_that_fits(size, config, workload, limits, can)
     else:
         workload, kv = _longest(size, config, limits, can)
     if machine is None:
@@ -64,26 +63,33 @@ def _longest(size: ModelSize, config: EngineConfig, limits: Limits, can: Capabil
         BudgetError: none fits.
     """
     for workload in usual(size.context):
-        kv = _kv(size, config, workload, limits.memory)
         try:
-            check_memory(CostModel(size, kv, EXAMPLE), limits, can)
+            return workload, _kv_that_fits(size, config, workload, limits, can)
         except BudgetError as error:
             refused = error
-            continue
-        return workload, kv
     raise refused
 
 
-def _kv(size: ModelSize, config: EngineConfig, workload: Workload, memory: int) -> KVSize:
-    """The cache of a sequence; of a codec that needs a calibration that of plain numbers, which is no smaller."""
+def _kv_that_fits(
+    size: ModelSize, config: EngineConfig, workload: Workload, limits: Limits, can: Capabilities
+) -> KVSize:
+    """The cache of a sequence; of a codec that needs a calibration that of plain numbers, which is no smaller.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs.
+    """
     codec = "auto" if config.codec is None else config.codec
     stored = resolve(codec)
     if isinstance(stored, Codec) and stored.calibrated:
         codec = "auto"
-    return kv_size(
-        size, workload.prompt, workload.new, method=config.method, options=config.options, budget=config.budget,
-        codec=codec, memory=memory,
-    )  # fmt: skip
+
+    def kv(memory: int) -> KVSize:
+        return kv_size(
+            size, workload.prompt, workload.new, method=config.method, options=config.options, budget=config.budget,
+            codec=codec, memory=memory,
+        )  # fmt: skip
+
+    return kv_that_fits(size, kv, limits, can)
 
 
 def _capabilities(disk: Path | None) -> Capabilities:

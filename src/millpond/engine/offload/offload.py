@@ -13,7 +13,7 @@ from millpond.engine.offload.plan_file import load_plan
 from millpond.engine.offload.progress import bar
 from millpond.engine.offload.workload import Workload
 from millpond.errors import OptionError
-from millpond.models.weights.streamed import Verify
+from millpond.models.weights.streamed import Verify, check_verify
 
 #: The plan that is searched for.
 AUTO = "auto"
@@ -40,6 +40,7 @@ class Offload:
             raise OptionError(
                 f"plan={self.plan!r} must be a Plan, a file of 'millpond plan --out', 'auto', or be left out"
             )
+        check_verify(self.verify)
         if self.plan == AUTO and self.memory is None:
             raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
         alone = {name: getattr(self, name) for name in ("disk", "machine", "prompt_tokens", "new_tokens")}

@@ -127,14 +127,14 @@ def open_in_memory(
         ENGINE.check(plan)
         if plan.model:
             plan.check_model(fingerprint(skeleton, config.weights))
-    size = size_of(folder, skeleton, config.weights)
+    size, searched = size_of(folder, skeleton, config.weights), False
     if plan is not None:
         config = _with_plan(config, plan)
     elif limit is None or _whole_bytes(size, config) <= limit:
         plan, workload = Plan(), None
     else:
         plan, workload = fastest_plan(size, config, limit, place, machine, workload, report)
-        config = _with_plan(config, plan)
+        config, searched = _with_plan(config, plan), True
     step = _step(size, config)
     every = range(len(size.layers))
     streamed_layers = plan.streamed_layers(len(every))
@@ -154,7 +154,7 @@ def open_in_memory(
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
         model = load_model(folder, "auto" if dtype is None else dtype)
     if limit is not None:
-        config = replace(config, kv_memory=_kv_memory(ledger, config, streamed))
+        config = replace(config, kv_memory=_kv_memory(ledger, config, streamed, searched))
     kv = config.kv_limit
     if kv is not None:
         ledger.take(HOST, "kv", kv)
@@ -222,14 +222,16 @@ def _check_memory(
         )
 
 
-def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None) -> int:
-    """Bytes for KV.
+def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None, searched: bool) -> int:
+    """Bytes for KV; with a plan that was searched for at most those that it left.
 
     Raises:
         BudgetError: `kv_memory` is more than what is left.
     """
     left = ledger.free(HOST)
     assert left is not None, "the host has a limit"
+    if searched:
+        return min(left, config.kv_limit or left)
     if config.kv_limit is not None and config.kv_limit > left:
         if streamed is not None:
             streamed.close()

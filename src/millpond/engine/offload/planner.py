@@ -14,9 +14,9 @@ from millpond.engine.offload.cost import CostModel
 from millpond.engine.offload.kv_size import KVSize, kv_size
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.machine_file import machine_constants
-from millpond.engine.offload.model_size import model_size
+from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import DISK, HOST, Plan
-from millpond.engine.offload.search import Limits, check_memory, search
+from millpond.engine.offload.search import Limits, check_memory, least_memory, search
 from millpond.engine.offload.workload import Workload
 from millpond.errors import MillpondError, OptionError
 from millpond.models.cache_folder import check_folder
@@ -81,24 +81,41 @@ def plan(
     size = model_size(model, weights)
     load.check_context(size.context)
 
-    def kv(codec: str | tuple[str, str]) -> KVSize:
+    def kv(memory: int, codec: str | tuple[str, str] = codec) -> KVSize:
         return kv_size(
-            size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec,
-            memory=limits.memory,
-        )  # fmt: skip
+            size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec, memory=memory
+        )
 
-    own = kv(codec)  # before anything is measured: what it refuses is refused at once
     can = capabilities
     if disk is None:
         can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
-    check_memory(CostModel(size, own, EXAMPLE), limits, can)  # which no constant of the machine changes
+    own = kv_that_fits(size, kv, limits, can)  # before anything is measured: what it refuses is refused at once
     if machine is None:
         machine = constants_for(size.folder, None if disk is None else Path(disk), again=measure, report=report)
     cost = CostModel(size, own, machine)
     found = search(cost, limits, can)
     assert found.prediction is not None, "a plan that was searched for"
-    changes = _changes(cost, limits, can, lambda: kv("int4"), codec)
+    changes = _changes(cost, limits, can, lambda: kv(limits.memory, "int4"), codec)
     return replace(found, prediction=replace(found.prediction, what_if=changes))
+
+
+def kv_that_fits(size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, can: Capabilities = ENGINE) -> KVSize:
+    """The cache of a sequence where one fits.
+
+    Args:
+        kv: the cache where pools share so many bytes; with more they take memory in larger grains.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs, with a number that does.
+    """
+    memory = limits.memory
+    while True:
+        cost = CostModel(size, kv(memory), EXAMPLE)  # which no constant of the machine changes
+        least = least_memory(cost, can, limits.rows[0])
+        if least <= memory:
+            check_memory(cost, limits, can)
+            return cost.kv
+        memory = least
 
 
 def constants_for(

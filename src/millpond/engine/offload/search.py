@@ -81,11 +81,14 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
 
 def least_memory(cost: CostModel, can: Capabilities = ENGINE, prompt_rows: int = PROMPT_ROWS[0]) -> int:
     """Bytes of the host with which one sequence runs, the smallest there are; `prompt_rows` of a prompt at a time."""
-    disk = DISK in can.weights
-    block = BlockShape(sequences=1, micro_batch=1, prompt_rows=prompt_rows, slots=2 if disk else 0)
-    weights = "weights disk" if disk else "weights host"
+    block = _smallest(can, prompt_rows)
+    weights = "weights disk" if block.slots else "weights host"
     kv = "kv disk" if DISK in can.kv else "kv host"
     return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
+
+
+def _smallest(can: Capabilities, prompt_rows: int) -> BlockShape:
+    return BlockShape(sequences=1, micro_batch=1, prompt_rows=prompt_rows, slots=2 if DISK in can.weights else 0)
 
 
 def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
@@ -272,10 +275,17 @@ def _counts(most: int) -> Iterator[int]:
 def check_memory(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> None:
     """
     Raises:
-        BudgetError: the memory is below the smallest that runs.
+        BudgetError: the memory, or the part of it that KV may take, is below the smallest that runs.
     """
     if limits.memory < least_memory(cost, can, limits.rows[0]):
         raise _nothing(cost, limits, can, inf)
+    block = _smallest(can, limits.rows[0])
+    kv = ceil(sum(term.at({"kv host": 1.0}) for term in cost.bytes(block)[HOST] if term.name == "kv"))
+    if limits.kv is not None and limits.kv < kv and DISK not in can.kv:
+        raise BudgetError(
+            f"kv_memory={limits.kv:,} bytes holds no sequence of {cost.kv.prompt} + {cost.kv.new} tokens, which takes "
+            f"{kv:,} while its prompt is read; raise it"
+        )
 
 
 def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float) -> BudgetError:
@@ -285,11 +295,6 @@ def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float
             "shorten prompts or answers"
         )
     least = least_memory(cost, can, limits.rows[0])
-    if limits.memory >= least and limits.kv is not None:
-        return BudgetError(
-            f"kv_memory={limits.kv:,} bytes holds no sequence of {cost.kv.prompt} + {cost.kv.new} tokens, which takes "
-            f"{cost.kv.most:,} while its prompt is read; raise it"
-        )
     smaller = "shorter prompts, a smaller budget, a codec such as int4" + (
         "" if DISK in can.weights else ", or a disk for the weights (disk=DIR)"
     )

@@ -67,8 +67,7 @@ class StreamedLayers:
         open_file: Callable[[Path], Any] = DirectFile,
         verify: Verify = "first",
     ) -> None:
-        if verify not in get_args(Verify):
-            raise unknown("verify", str(verify), get_args(Verify))
+        check_verify(verify)
         self.model: PreTrainedModel = skeleton.model
         self.bytes_read = 0
         self.head: QuantizedWeight | None = None
@@ -250,6 +249,15 @@ class StreamedLayers:
         if path not in self._files:
             self._files[path] = self._open_file(path)
         return self._files[path]
+
+
+def check_verify(verify: str) -> None:
+    """
+    Raises:
+        OptionError: no such `verify`.
+    """
+    if verify not in get_args(Verify):
+        raise unknown("verify", str(verify), get_args(Verify))
 
 
 class _Layer(NamedTuple):
