@@ -52,7 +52,7 @@ OURS: dict[str, dict[str, Any]] = {
     "full-no-overlap": {"method": "full"},
 }
 CELLS = [*OURS, *(f"accelerate-{batch}" for batch in (1, 2, 4, 8, 16))]
-#: Bytes beside the memory for what no one counts: stacks of threads, small objects, parts of products.
+#: Bytes over the memory for what no ledger counts: stacks of threads, small objects, parts of products.
 SLACK = 64 << 20
 _PAGEOUT = 21  # MADV_PAGEOUT
 

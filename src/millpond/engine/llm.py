@@ -39,7 +39,7 @@ class LLM:
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
-        disk: a folder for files beside the model's own, such as packed `weights`; for `memory` and `plan`.
+        disk: a folder for files of this package, such as packed `weights`; goes with `memory` or `plan`.
         plan: which layers stay in memory, and how many sequences run together, or its file; None or "auto": the
             fastest that fits in `memory`.
         prompt_tokens, new_tokens: of the prompts and answers that a plan is made for; None: 512 and 128, or fewer

@@ -107,7 +107,7 @@ class Ticket:
         if found != checksum:
             raise DataError(
                 f"{extent.file.path} at offset {extent.offset:,}: {extent.needed:,} bytes have the checksum "
-                f"{found:08x} instead of {checksum:08x}; the file was damaged: remove it, so that it is made anew"
+                f"{found:08x} instead of {checksum:08x}; the file was damaged: remove it, so that it is made again"
             )
 
     def _request(self, extent: Extent, begin: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""What a user says about memory: the limit, the folder, the plan, and what a plan is made for."""
+"""Offloading options of a user: memory limit, disk folder, plan, and the workload that a plan is made for."""
 
 from __future__ import annotations
 

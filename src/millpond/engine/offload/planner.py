@@ -103,7 +103,7 @@ def kv_that_fits(size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, c
     """The cache of a sequence where one fits.
 
     Args:
-        kv: the cache where pools share so many bytes; with more they take memory in larger grains.
+        kv: the cache where pools share a number of bytes; with more they take memory in larger grains.
 
     Raises:
         BudgetError: less memory than the smallest that runs, with a number that does.

@@ -24,7 +24,7 @@ from millpond.kernels.quantized_weight import QuantizedWeight
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.headers import TensorPlace
 from millpond.models.weights.layout import Layout
-from millpond.models.weights.packed_layout import PackedLayout
+from millpond.models.weights.packed_layout import CodedLayout
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
@@ -106,13 +106,13 @@ def source_mark(skeleton: Skeleton) -> str:
 # ---------------------------------------------------------------------- header
 
 
-def _parts(sizes: WeightSizes) -> list[PackedLayout]:
+def _parts(sizes: WeightSizes) -> list[CodedLayout]:
     found = [sizes.ends, *sizes.layers]
-    assert all(isinstance(part, PackedLayout) for part in found), "sizes of codes"
+    assert all(isinstance(part, CodedLayout) for part in found), "sizes of codes"
     return found  # type: ignore[return-value]
 
 
-def _header(weights: str, mark: str, parts: Sequence[PackedLayout], checksums: Sequence[int]) -> bytes:
+def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
     """The header, as long for all checksums; places are counted from the first part on."""
     extents, at = [], 0
     for part, checksum in zip(parts, checksums, strict=True):
@@ -150,7 +150,7 @@ def _read_header(path: Path, expected: bytes) -> list[int] | None:
 
 
 def _write(
-    path: Path, skeleton: Skeleton, weights: str, mark: str, parts: Sequence[PackedLayout], say: Report
+    path: Path, skeleton: Skeleton, weights: str, mark: str, parts: Sequence[CodedLayout], say: Report
 ) -> list[int]:
     """Write the file, and return the checksums of its parts."""
     blank = _header(weights, mark, parts, [0] * len(parts))
@@ -176,7 +176,7 @@ def _write(
 
 
 def _packing(
-    part: PackedLayout, tensors: dict[str, TensorPlace], data: Tensor, source: _Source
+    part: CodedLayout, tensors: dict[str, TensorPlace], data: Tensor, source: _Source
 ) -> Iterator[tuple[str, Tensor]]:
     """Fill a part; each tensor's name when it is done."""
     places = {name: coded for codes in part.codes(data) for name, coded in codes.apart()}
@@ -267,7 +267,7 @@ def _nameless(folder: Path) -> int | None:
 
 
 def _named(handle: int, path: Path) -> str:
-    """A name beside `path` for a file without one, for the moment in which it replaces another."""
+    """A name next to `path` for a file without one, for the moment in which it replaces another."""
     name = f".{path.name}-{os.getpid()}-{handle}"
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -51,7 +51,7 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
+class CodedLayout:
     """A part of a packed file, read at once: matrices in codes, and what stays as it was saved.
 
     Attributes:
@@ -67,7 +67,7 @@ class PackedLayout:
     checksum: int | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorPlace], groups: Iterable[Sequence[str]], bits: int) -> PackedLayout:
+    def of(cls, tensors: Mapping[str, TensorPlace], groups: Iterable[Sequence[str]], bits: int) -> CodedLayout:
         """
         Args:
             tensors: by name. groups: names of the matrices that read the same rows.
@@ -109,7 +109,7 @@ class PackedLayout:
         assert self.path is not None, "of a part in a file"
         return (FileRun(self.path, self.offset, self.nbytes, self.needed, 0, self.checksum),)
 
-    def within(self, path: Path, offset: int, checksum: int) -> PackedLayout:
+    def within(self, path: Path, offset: int, checksum: int) -> CodedLayout:
         """The part where it lies in a file."""
         return replace(self, path=path, offset=offset, checksum=checksum)
 
@@ -125,15 +125,15 @@ class PackedLayout:
         }
 
 
-def packed_ends(skeleton: Skeleton, weights: str) -> PackedLayout:
+def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
     """What lies outside the layers, with the head in codes, and with it the embeddings where it shares them."""
     model: Any = skeleton.model
     source = model.get_input_embeddings() if skeleton.tied else model.get_output_embeddings()
     head = next(name for name, weight in model.named_parameters(remove_duplicate=False) if weight is source.weight)
-    return PackedLayout.of(skeleton.ends, [[head]], FORMATS[weights])
+    return CodedLayout.of(skeleton.ends, [[head]], FORMATS[weights])
 
 
-def packed_layer(skeleton: Skeleton, index: int, weights: str) -> PackedLayout:
+def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
     """A layer with its matrices in codes; those that read the same rows stand one after another, and so do their
     biases.
     """
@@ -144,7 +144,7 @@ def packed_layer(skeleton: Skeleton, index: int, weights: str) -> PackedLayout:
     groups = [[name_of[id(weight)] for weight, _ in taken.parts] for taken in projections]
     biases = [name_of[id(bias)] for taken in projections for _, bias in taken.parts if bias is not None]
     ordered = {name: tensors[name] for name in biases} | tensors
-    return PackedLayout.of(ordered, groups, FORMATS[weights])
+    return CodedLayout.of(ordered, groups, FORMATS[weights])
 
 
 def _view(data: Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
