@@ -24,6 +24,7 @@ from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.engine.offload.plan_file import save_plan
+from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError, UnsupportedModelError
 from tests.helpers.hf.families import VOCABULARY, family
@@ -240,13 +241,13 @@ def test_a_missing_shard_and_a_missing_tensor(folders: dict[str, Path], tmp_path
 
 
 def test_too_little_memory_says_how_much_is_needed(folders: dict[str, Path]) -> None:
-    limits = {"max_step_tokens": 32, "max_running": 4}
+    limits = {"max_step_tokens": 32, "max_running": 4, "method": "full", "machine": EXAMPLE}
     with pytest.raises(BudgetError, match="the smallest that runs") as refused:
         mp.LLM(folders["llama"], memory=1000, **limits)
     smallest = int(str(refused.value).split("runs, ")[1].split(" ")[0].replace(",", ""))
     with pytest.raises(BudgetError, match=f"{smallest:,}"):
         mp.LLM(folders["llama"], memory=smallest - 1, **limits)
-    with mp.LLM(folders["llama"], memory=smallest, method="full", **limits) as llm:
+    with mp.LLM(folders["llama"], memory=smallest, **limits) as llm:
         assert llm.plan is not None
         assert llm.plan.plan.share("weights", "disk") == 1
         assert sum(llm.plan.bytes["host"].values()) <= smallest
@@ -302,7 +303,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         mp.LLM(folders["llama"], plan=Plan(schedule="diagonal"))
     with pytest.raises(OptionError, match="made for a model with the fingerprint abc"):
         mp.LLM(folders["llama"], plan=Plan(model="abc"))
-    with pytest.raises(OptionError, match="weights='int4' with memory="):
+    with pytest.raises(OptionError, match="name a folder for it with disk="):
         mp.LLM(folders["llama"], memory="8MiB", weights="int4")
     with pytest.raises(TypeError, match="memroy"):
         mp.LLM(folders["llama"], memroy="1GiB")
@@ -350,7 +351,8 @@ drop(weights)
 with mp.LLM("pond-recall") as llm:
     llm.generate([[5, 6, 7]], mp.SamplingParams(max_tokens=2))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with mp.LLM(path, memory={memory}, max_step_tokens=64, max_running=16) as llm:
+from millpond.engine.offload.planner import EXAMPLE
+with mp.LLM(path, memory={memory}, machine=EXAMPLE, max_step_tokens=64, max_running=16) as llm:
     llm.generate([list(range(3, 60)) for _ in range(20)], mp.SamplingParams(max_tokens=8, temperature=0))
     direct = all(file.direct for file in llm.engine._model._streamed._files.values())
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

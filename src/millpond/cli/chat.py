@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DtypeName, Memory, Temperature, TopP, TypicalP, optional
+from millpond.cli.options import Disk, DtypeName, Memory, Temperature, TopP, TypicalP, Weights, optional
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -43,6 +44,8 @@ def chat(
         str | None, optional(help="Limit of the memory for the cache ('2GiB'). Default: no limit.")
     ] = None,
     memory: Memory = None,
+    disk: Disk = None,
+    weights: Weights = None,
     dtype: DtypeName = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
     temperature: Temperature = 0.7,
@@ -61,13 +64,14 @@ def chat(
     drawn |= {"typical_p": typical_p} if typical_p != 1 else {}  # which not every server knows
     kept = cache.for_request()
     if url is None:
-        config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory}
+        config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
         who: AbstractContextManager[ChatBackend] = _here(
-            model or "pond-recall", None if dtype == "auto" else dtype, memory, config, drawn
+            model or "pond-recall", None if dtype == "auto" else dtype, memory, disk, config, drawn
         )
-    elif kv_memory or memory or dtype != "auto" or cache.calibration:
+    elif kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration:
         raise OptionError(
-            "--kv-memory, --memory, --dtype and --calibration are the server's; leave them out with --url"
+            "--kv-memory, --memory, --disk, --weights, --dtype and --calibration are the server's; leave them out "
+            "with --url"
         )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
@@ -143,7 +147,7 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 @contextmanager
 def _here(
-    model: str, dtype: str | None, memory: str | None, config: dict[str, Any], drawn: dict[str, Any]
+    model: str, dtype: str | None, memory: str | None, disk: Path | None, config: dict[str, Any], drawn: dict[str, Any]
 ) -> Iterator[LocalBackend]:
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
@@ -151,7 +155,7 @@ def _here(
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(model, EngineConfig(**config), dtype=dtype, memory=memory)
+        llm = LLM(model, EngineConfig(**config), dtype=dtype, memory=memory, disk=disk)
     with llm:
         yield LocalBackend(llm, params, model)
 

@@ -34,6 +34,14 @@ Memory = Annotated[
         "fit are read from the model's folder in every step. Default: no limit."
     ),
 ]
+Disk = Annotated[
+    Path | None,
+    optional(help="Folder for packed --weights and other files of a model that runs with --memory. Default: none."),
+]
+Weights = Annotated[
+    str | None,
+    optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]
 TypicalP = Annotated[

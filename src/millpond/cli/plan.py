@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from millpond.cli.cache_options import CacheChoice
-from millpond.cli.console import errors, notes, output, size
+from millpond.cli.console import notes, output, size
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import ModelName, optional
 
 if TYPE_CHECKING:
-    from millpond.engine.offload.measure import Report
     from millpond.engine.offload.plan import Plan
 
 #: Columns of the table, and the purposes of bytes that each of them sums.
@@ -39,6 +35,9 @@ def plan(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     new: Annotated[int, typer.Option(min=1, help="New tokens of an answer.")] = 128,
     cache: CacheChoice,
+    weights: Annotated[
+        str | None, optional(help="Matrices packed in a file of the disk folder: int8 or int4. Default: as saved.")
+    ] = None,
     latency: Annotated[
         float | None, optional(help="Most seconds from the first prompt to the last token of a block. Default: any.")
     ] = None,
@@ -49,12 +48,14 @@ def plan(
     """Plan how a model runs inside a memory limit: what lies where, at which speed, and what would make it faster."""
     from millpond.engine.offload.plan_file import save_plan, to_json
     from millpond.engine.offload.planner import plan as make_plan
+    from millpond.engine.offload.progress import bar
+    from millpond.engine.offload.sentences import sentences
 
     kept = cache.kept()
-    with notes(), _bar() as report:
+    with notes(), bar() as report:
         found = make_plan(
             model, memory=memory, disk=disk, prompt_tokens=prompt, new_tokens=new, options=cache.options,
-            latency_s=latency, measure=measure, report=report, **kept,
+            weights=weights, latency_s=latency, measure=measure, report=report, **kept,
         )  # fmt: skip
     if out is not None:
         save_plan(found, out)
@@ -78,35 +79,3 @@ def table(plan: Plan) -> Table:
             cells = [sum(purposes.get(name, 0) for name in names) for names in COLUMNS.values()]
             shown.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
     return shown
-
-
-def sentences(plan: Plan) -> Iterator[str]:
-    """What a plan comes to, one line each."""
-    found = plan.prediction
-    assert found is not None, "a plan that was searched for"
-    disk = plan.share("weights", "disk")
-    read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
-    yield (
-        f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
-        f"schedule {plan.schedule}{read}"
-    )
-    yield (
-        f"predicted: prefill {found.prefill_tokens_per_s:,.1f} tok/s (bound by {found.prefill_bound}), decode "
-        f"{found.decode_tokens_per_s:,.1f} tok/s (bound by {found.decode_bound})"
-    )
-    yield f"           {found.tokens_per_s:,.1f} new tokens/s over a block of {found.seconds:,.1f} s"
-    for name, rate in found.what_if.items():
-        yield f"with {name}: {rate:,.1f} tok/s ({rate / found.tokens_per_s - 1:+.0%})"
-
-
-@contextmanager
-def _bar() -> Iterator[Report]:
-    """A bar on stderr that shows how far a measurement is; nothing where nothing is measured."""
-    columns = (TextColumn("measuring this machine: {task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors(), transient=True) as progress:
-        task = progress.add_task("", total=1.0, visible=False)
-
-        def report(what: str, share: float) -> None:
-            progress.update(task, description=what, completed=share, visible=True)
-
-        yield report

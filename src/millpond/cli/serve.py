@@ -11,7 +11,7 @@ from rich.markup import escape
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DtypeName, Memory, ModelName, Threads, optional
+from millpond.cli.options import Disk, DtypeName, Memory, ModelName, Threads, optional
 from millpond.cli.serve_options import Access, EngineChoice, RequestLimits
 from millpond.errors import OptionError
 
@@ -26,6 +26,7 @@ def serve(
     cache: CacheChoice,
     engine: EngineChoice,
     memory: Memory = None,
+    disk: Disk = None,
     dtype: DtypeName = "auto",
     threads: Threads = None,
     tool_parser: Annotated[
@@ -51,7 +52,7 @@ def serve(
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
     llm = AsyncLLM(
         model, config, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype,
-        threads=threads, memory=memory,
+        threads=threads, memory=memory, disk=disk,
     )  # fmt: skip
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(

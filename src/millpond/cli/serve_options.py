@@ -11,7 +11,7 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import optional, parse_options
+from millpond.cli.options import Weights, optional, parse_options
 from millpond.errors import OptionError
 
 #: API keys, separated by commas, so that they are not in the list of processes.
@@ -43,10 +43,7 @@ class EngineChoice(OptionGroup):
     runner: Annotated[
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
     ] = "auto"  # fmt: skip
-    weights: Annotated[
-        str | None,
-        optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),
-    ] = None
+    weights: Weights = None
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`."""

@@ -18,11 +18,14 @@ from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_opt
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import open_engine
+from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.offload import Offload
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.errors import MillpondError
+from millpond.models.weights.streamed import Verify
 
 T = TypeVar("T")
 
@@ -44,7 +47,7 @@ class AsyncLLM:
         dtype: of a model that is given by name; see `LLM`.
         threads: of torch in this process; None leaves them as they are.
         memory: of a model that is given by name; see `LLM`.
-        plan: of a model that is given by name; see `LLM`.
+        disk, plan, prompt_tokens, new_tokens, machine, verify: with `memory`; see `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -62,11 +65,20 @@ class AsyncLLM:
         dtype: str | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
+        disk: str | PathLike[str] | None = None,
         plan: Plan | str | PathLike[str] | None = None,
+        prompt_tokens: int | None = None,
+        new_tokens: int | None = None,
+        machine: MachineConstants | None = None,
+        verify: Verify = "first",
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
+        offload = Offload(
+            memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
+            verify=verify,
+        )  # fmt: skip
+        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )

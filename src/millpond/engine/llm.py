@@ -11,14 +11,16 @@ import torch
 
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
-from millpond.engine.offload.open import Placement, open_in_memory
+from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.offload import Offload
+from millpond.engine.offload.open import Placement
 from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.plan_file import load_plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 from millpond.models.load import find_tokenizer, load_model
+from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 
 #: What `generate` takes: a text, token ids, or several of either.
@@ -37,8 +39,13 @@ class LLM:
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
-        plan: which layers stay in memory, and how many sequences run together, or its file; None: made
-            from `memory`.
+        disk: a folder for files of this package, such as packed `weights`; goes with `memory` or `plan`.
+        plan: which layers stay in memory, and how many sequences run together, or its file; None or "auto": the
+            fastest that fits in `memory`.
+        prompt_tokens, new_tokens: of the prompts and answers that a plan is made for; None: 512 and 128, or fewer
+            where no such sequence fits.
+        machine: constants of this machine for a plan; None: measured once, in about 20 s, and kept.
+        verify: compare packed weights with their checksums at the "first" read, or "always".
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -64,11 +71,20 @@ class LLM:
         dtype: str | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
+        disk: str | PathLike[str] | None = None,
         plan: Plan | str | PathLike[str] | None = None,
+        prompt_tokens: int | None = None,
+        new_tokens: int | None = None,
+        machine: MachineConstants | None = None,
+        verify: Verify = "first",
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
+        offload = Offload(
+            memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
+            verify=verify,
+        )  # fmt: skip
+        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self._names = count()
 
     @property
@@ -156,31 +172,21 @@ def open_engine(
     config: EngineConfig,
     dtype: str | None,
     threads: int | None,
-    memory: str | int | None,
-    plan: Plan | str | PathLike[str] | None,
+    offload: Offload,
 ) -> tuple[Engine, Placement | None]:
     """An engine with a model, and what lies where if its memory is limited.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
-    if memory is None and plan is None:
+    if not offload.asked:
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
-    if config.weights is not None:
-        raise OptionError(
-            f"weights={config.weights!r} with memory= or plan=: layers that are read from files run as saved; "
-            "leave one of the two out"
-        )
-    if isinstance(plan, str | PathLike):
-        plan = load_plan(plan)
-    if plan is not None and not isinstance(plan, Plan):
-        raise OptionError(f"plan={plan!r} must be a Plan, a file of 'millpond plan --out', or be left out")
     if threads is not None:
         torch.set_num_threads(threads)
-    opened = open_in_memory(model, memory, plan, dtype, config)
+    opened = offload.open(model, dtype, config)
     try:
         tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
         engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed)

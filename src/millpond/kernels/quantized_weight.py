@@ -18,8 +18,8 @@ from millpond.kernels.backends import load_native
 GROUP = 32
 #: Bits of a code, by name of the format.
 FORMATS = {"int8": 8, "int4": 4}
-#: Numbers that are quantized at a time: temporaries take some 20 bytes for each.
-BLOCK = 4 << 20
+#: Numbers that are quantized at a time: temporaries take some 20 bytes for each, and should stay in a cache.
+BLOCK = 512 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,14 @@ class QuantizedWeight:
         parts = [_quantize(weight[i : i + step].detach().float(), bits) for i in range(0, len(weight), step)]
         codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
         return cls(codes, scales, weight.dtype)
+
+    @staticmethod
+    def parts_of(n: int, k: int, bits: int) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[int, ...]]:
+        """Shape and dtype of the codes of a matrix (n, k), and the shape of its scales."""
+        groups = k // GROUP
+        if bits == 4:
+            return ((n, groups, GROUP // 2), torch.uint8), (n, 2, groups)
+        return ((n, groups, GROUP), torch.int8), (n, 1, groups)
 
     @property
     def bits(self) -> int:
@@ -114,13 +122,13 @@ def _quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         scales = steps[:, None]
         least = torch.zeros_like(steps)
     else:
-        least, most = (found.half() for found in grouped.aminmax(dim=-1))
+        least, most = grouped.amin(-1).half(), grouped.amax(-1).half()  # torch's aminmax takes five times as long
         steps = ((most.float() - least.float()) / 15).half()
         scales = torch.stack([steps, least], 1)
     if not bool(scales.isfinite().all()):
         raise OptionError("a matrix holds numbers not finite, or beyond float16 (65504): leave it in its dtype")
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)[..., None]
-    numbers = ((grouped - least.float()[..., None]) * inverse).round_()
+    numbers = (grouped - least.float()[..., None]).mul_(inverse).round_()
     if bits == 8:
         return numbers.clamp_(-127, 127).to(torch.int8), scales
     codes = numbers.clamp_(0, 15).to(torch.uint8)

@@ -39,3 +39,18 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> None:
             f"{purpose} needs {n_bytes / 1e6:,.0f} MB, and {folder} has {free / 1e6:,.0f} MB free; make room, or set "
             "MILLPOND_CACHE to a folder on another disk"
         )
+
+
+def check_folder(folder: Path, n_bytes: int = 0) -> None:
+    """
+    Raises:
+        OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
+    """
+    if not folder.is_dir():
+        raise OptionError(f"{folder}: there is no such folder; make it, or name another one")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"{folder} cannot be written; name another folder")
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < n_bytes:
+        raise OptionError(f"{folder} has {free:,} bytes free, and {n_bytes:,} are needed; make room")

@@ -16,7 +16,7 @@ from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decoder_ops import TOLERANCE, NativeDense, choose
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
-from millpond.models.lean.decoder import BlockSource
+from millpond.models.lean.decoder import StreamedBlocks
 from millpond.models.lean.describe import describe
 from millpond.models.lean.quantize import quantized, release
 from millpond.models.lean.watch import Watch, own_forward
@@ -43,7 +43,7 @@ class NativeForward:
         model: PreTrainedModel,
         shapes: Sequence[AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
-        streamed: BlockSource | None = None,
+        streamed: StreamedBlocks | None = None,
         bits: int | None = None,
     ) -> None:
         if any(own_forward(module) is not None for module in model.modules()):

@@ -66,7 +66,8 @@ class PackedModel:
             "auto": lean where that gives what the modules give. Passes with hooks go through the modules.
         native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
         streamed: the layers of `model` where their weights are read while it runs; it is closed with this.
-        weights: "int8" or "int4": the model's matrices become codes, and the model itself cannot run any more.
+        weights: "int8" or "int4": the model's matrices become codes, and the model itself cannot run any more; those
+            of `streamed` are in codes already.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
@@ -126,7 +127,7 @@ class PackedModel:
             self._undo.append(switch_attention(profile.config))
             watch = self._probe()
             self.layers = _layers_of(profile, watch)
-            bits = None if weights is None else FORMATS[weights]
+            bits = None if weights is None or streamed is not None else FORMATS[weights]
             self._lean = self._make_lean(watch, runner if native_layers else "modules", bits)
             if native_layers and streamed is None and bits is None:
                 self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
@@ -218,15 +219,21 @@ def check_weights(weights: str | None, runner: Runner, native_layers: bool) -> N
     Raises:
         OptionError: no such format of weights, or one that the other settings exclude.
     """
-    if weights is None:
-        return
-    if weights not in FORMATS:
-        raise unknown("format of weights", weights, FORMATS)
-    if runner == "modules" or not native_layers:
+    check_format(weights)
+    if weights is not None and (runner == "modules" or not native_layers):
         raise OptionError(
             f"weights={weights!r} runs in our own layers, which runner='modules' and native_layers=False leave out; "
             "leave one of the two out"
         )
+
+
+def check_format(weights: str | None) -> None:
+    """
+    Raises:
+        OptionError: no such format of weights.
+    """
+    if weights is not None and weights not in FORMATS:
+        raise unknown("format of weights", weights, FORMATS)
 
 
 def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,8 @@ class Extent:
 
     Attributes:
         offset, nbytes: in the file, multiples of `ALIGNMENT`. needed: bytes of these that there must be; the others may
-            lie behind the end of the file. place: in the slot.
+            lie behind the end of the file. place: in the slot. checksum: CRC-32 of the `needed` bytes; None: not
+            checked.
     """
 
     file: ReadableFile
@@ -31,6 +33,7 @@ class Extent:
     nbytes: int
     needed: int
     place: int
+    checksum: int | None = None
 
 
 class Backend(Protocol):
@@ -96,6 +99,16 @@ class Ticket:
                 return
             end = min(begin + REQUEST_BYTES, extent.nbytes)
             self._request(extent, begin, end)
+        if extent.checksum is not None:
+            self._check(extent, extent.checksum)
+
+    def _check(self, extent: Extent, checksum: int) -> None:
+        found = zlib.crc32(self.slot.view[extent.place : extent.place + extent.needed])
+        if found != checksum:
+            raise DataError(
+                f"{extent.file.path} at offset {extent.offset:,}: {extent.needed:,} bytes have the checksum "
+                f"{found:08x} instead of {checksum:08x}; the file was damaged: remove it, so that it is made again"
+            )
 
     def _request(self, extent: Extent, begin: int, end: int) -> None:
         room = self.slot.view[extent.place + begin : extent.place + end]

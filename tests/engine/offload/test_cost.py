@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from millpond.engine.config import EngineConfig
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
@@ -20,8 +19,8 @@ from millpond.engine.offload.search import Limits, least_memory, predicted, sear
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.errors import BudgetError
 from millpond.models.load import load_model
+from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
-from millpond.models.weights.streamed import WeightSizes
 from millpond.runner.packed_model import PackedModel
 from tests.helpers.hf.families import family
 
@@ -63,12 +62,14 @@ def test_shapes_are_those_of_a_loaded_model(folder: Path) -> None:
 
 
 def test_a_step_is_counted_as_the_engine_counts_it(folder: Path) -> None:
-    found, skeleton = model_size(folder), Skeleton.of(folder)
+    found = model_size(folder)
     cost = CostModel(found, kv_size(found, 20, 8, method="full"), EXAMPLE)
     for sequences, rows in ((1, 16), (7, 64), (200, 64), (40, 512)):
         block = BlockShape(sequences=sequences, micro_batch=sequences, prompt_rows=rows)
-        step = StepMemory.of(skeleton, EngineConfig(max_step_tokens=rows, max_running=sequences))
-        assert cost.activations(block) == dict(step.by_purpose)
+        step = StepMemory.of(found, step_tokens=rows, running=sequences)
+        assert cost.step(block).by_purpose == step.by_purpose
+        counted = {term.name: term.constant for term in cost.bytes(block)["host"]}
+        assert {name: counted[name] for name in step.by_purpose} == dict(step.by_purpose)
 
 
 def test_kv_is_what_requests_reserve(recall: ModelSize) -> None:

@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Constants without a measurement; whether each was to be measured again."""
     calls: list[bool] = []
 
-    def machine_constants(folder: Path, *, again: bool, report: Any) -> Any:
+    def machine_constants(folder: Path, *, again: bool, report: Any, file: Path | None = None) -> Any:
         calls.append(again)
         return EXAMPLE
 

@@ -13,7 +13,7 @@ from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Schedule
-from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
+from millpond.engine.offload.step_memory import StepMemory
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
@@ -136,24 +136,16 @@ class CostModel:
         }  # fmt: skip
         window = 2.0 * min(block.micro_batch, block.sequences) * kv.held / len(model.layers)
         found[HOST].append(Term("kv windows", (0, 0, 0, 0, 0, window), 0))
-        found[near] += [Term(name, (0, 0, 0, 0, 0, 0), n) for name, n in self.activations(block).items()]
+        found[near] += [Term(name, (0, 0, 0, 0, 0, 0), n) for name, n in self.step(block).by_purpose.items()]
         found[near].append(Term("embeddings and head", (0, 0, 0, 0, 0, 0), model.end_bytes))
         found[near].append(Term("slots", (0, 0, 0, 0, 0, 0), block.slots * model.slot_bytes))
         return found
 
-    def activations(self, block: BlockShape) -> dict[str, int]:
-        """Bytes of the rows that pass a layer, and of logits, by purpose; as the engine counts them in a step.
-
-        A step has at most `prompt_rows` rows, or all that decode and a few of prompts.
-        """
-        model, some = self.model, max(block.prompt_rows // READING_SHARE, 1)
-        passing = max(block.prompt_rows, min(block.sequences, block.micro_batch) + some)
-        rows = max(block.prompt_rows, block.sequences + some)
-        answers = min(block.sequences + MOST_PIECES, rows)
-        return {
-            "activations": passing * max(layer.row_bytes for layer in model.layers) + model.widening_bytes,
-            "logits": answers * model.vocabulary * (self._item + 4),
-        }
+    def step(self, block: BlockShape) -> StepMemory:
+        """Bytes of the rows that pass a layer, and of logits, as the engine counts them."""
+        return StepMemory.of(
+            self.model, step_tokens=block.prompt_rows, running=block.sequences, micro_batch=block.micro_batch
+        )
 
     def _extra_kv(self, block: BlockShape) -> int:
         """Bytes of prompts while they are read, beyond what they hold later; and what pools take but do not fill."""

@@ -15,42 +15,48 @@ from typing import Any
 import torch
 
 from millpond.engine.offload.machine import ROWS, MachineConstants
-from millpond.engine.offload.measure import Report, hardware, measure
+from millpond.engine.offload.measure import hardware, measure
 from millpond.models.cache_folder import cache_folder
+from millpond.models.weights.packed_file import Report
 from millpond.option_files import read_file
 
 #: Changes when the meaning of a field does.
 FORMAT = 1
 _MOST_BYTES = 65536
-_RATES = ("read_per_s", "write_per_s", "burst_per_s", "memory_per_s")
+_RATES = ("read_per_s", "burst_per_s", "memory_per_s")
 _DTYPES = ("bf16", "f32")
 
 
 def machine_constants(
-    folder: Path, *, again: bool = False, report: Report | None = None, measured_by: Callable[..., Any] = measure
+    folder: Path,
+    *,
+    again: bool = False,
+    report: Report | None = None,
+    file: Path | None = None,
+    measured_by: Callable[..., Any] = measure,
 ) -> MachineConstants:
     """The constants of this machine for a folder: from its file, or measured and written there.
 
     A file of other hardware, another number of threads or another folder counts as none, and so does a damaged one.
 
     Args:
-        again: measure in any case. report: shown how far it is. measured_by: measures.
+        again: measure in any case. report: shown how far it is. file: see `measure`. measured_by: measures.
 
     Raises:
         OptionError: see `measure`.
     """
-    place = path_of(folder)
+    place = path_of(folder, file)
     known = None if again else read(place)
     if known is not None and known.folder == str(folder.resolve()) and known.hardware == hardware():
         return known
-    found: MachineConstants = measured_by(folder, report)
+    found: MachineConstants = measured_by(folder, report, *([] if file is None else [file]))
     write(place, found)
     return found
 
 
-def path_of(folder: Path) -> Path:
-    """Where the constants of a folder are kept, for the present number of threads."""
-    key = json.dumps([str(folder.resolve()), hardware(), torch.get_num_threads()])
+def path_of(folder: Path, file: Path | None = None) -> Path:
+    """Where the constants of a folder are kept, for the present number of threads, and of a file that is read there."""
+    key = json.dumps([str(folder.resolve()), hardware(), torch.get_num_threads(), *([] if file is None else ["read"])])
     return cache_folder() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
@@ -102,6 +108,7 @@ def _checked(found: Mapping[str, Any]) -> MachineConstants:
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ValueError("no number of threads")
     rest: dict[str, Any] = texts | {name: _rate(found[name]) for name in _RATES}
+    rest["write_per_s"] = 0.0 if found["write_per_s"] == 0 else _rate(found["write_per_s"])
     return MachineConstants(flops=flops, settled=found["settled"], threads=threads, **rest)
 
 

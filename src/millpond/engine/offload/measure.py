@@ -19,6 +19,8 @@ import torch
 from millpond.engine.offload.machine import ROWS, MachineConstants
 from millpond.errors import OptionError
 from millpond.kernels.linear import linear
+from millpond.models.cache_folder import check_folder
+from millpond.models.weights.packed_file import Report
 
 #: Bytes of one direct read or write.
 REQUEST = 4 * 2**20
@@ -31,9 +33,6 @@ AGREE = 0.05
 #: Seconds in which a product is repeated, and side of its square matrices: together more than caches hold.
 PRODUCT_S, SIDE, MATRICES = 0.25, 2048, 4
 
-#: Shows that a share (0 to 1) of the work is done.
-Report = Callable[[str, float], None]
-
 
 class Reads(NamedTuple):
     """Bytes per second: sustained, in the best span, and of writes; and whether two spans agreed."""
@@ -44,17 +43,23 @@ class Reads(NamedTuple):
     settled: bool
 
 
-def measure(folder: Path, report: Report | None = None) -> MachineConstants:
+def measure(folder: Path, report: Report | None = None, file: Path | None = None) -> MachineConstants:
     """Measure the machine, in about 20 s.
 
     Args:
-        folder: where the disk is read; a file of at most 1 GiB is written there and removed.
+        folder: where the disk is read; a file of at most 1 GiB is written there and removed. report: shown what is
+            measured and how far it is.
+        file: that is read in place of one that is written; None where there is none. Writes are not measured then.
 
     Raises:
         OptionError: the folder is not there, cannot be written, or lacks room.
     """
-    say = report or (lambda what, share: None)
-    reads = read_speed(folder, lambda share: say("disk", 0.6 * share))
+
+    def say(what: str, share: float) -> None:
+        if report is not None:
+            report(f"measuring this machine: {what}", share)
+
+    reads = read_speed(folder, lambda share: say("disk", 0.6 * share), file=file)
     say("memory", 0.6)
     memory = _memory_speed()
     flops: dict[str, dict[int, float]] = {}
@@ -86,14 +91,23 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def read_speed(folder: Path, report: Callable[[float], None] | None = None, *, file_bytes: int = FILE) -> Reads:
+def read_speed(
+    folder: Path, report: Callable[[float], None] | None = None, *, file_bytes: int = FILE, file: Path | None = None
+) -> Reads:
     """Speed of sequential direct reads, until two spans agree, and of the writes of the file that is read.
+
+    Args:
+        file: one that is there is read, and nothing written, if it holds `REQUEST` bytes.
 
     Raises:
         OptionError: see `measure`.
     """
-    file_bytes = file_bytes // REQUEST * REQUEST
-    with _file_in(folder, file_bytes) as (handle, written):
+    if file is not None and file.stat().st_size >= REQUEST:
+        file_bytes, place = file.stat().st_size // REQUEST * REQUEST, _file_there(file)
+    else:
+        file_bytes = file_bytes // REQUEST * REQUEST
+        place = _file_in(folder, file_bytes)
+    with place as (handle, written):
         spans: list[float] = []
         at = 0
         with mmap.mmap(-1, REQUEST) as buffer:  # pages of its own, so it is aligned
@@ -114,6 +128,20 @@ def _read(handle: int, buffer: mmap.mmap, at: int) -> int:
     if n != len(buffer):
         raise OptionError(f"a read of {len(buffer)} bytes at {at} gave {n}; try another folder")
     return n
+
+
+@contextmanager
+def _file_there(path: Path) -> Iterator[tuple[int, float]]:
+    """A file that is read past the page cache; no bytes a second were written."""
+    handle = -1
+    try:
+        handle = _direct(os.open(path, os.O_RDONLY))
+        yield handle, 0.0
+    except OSError as error:
+        raise OptionError(f"{path}: the disk cannot be measured: {error.strerror or error}") from error
+    finally:
+        if handle >= 0:
+            os.close(handle)
 
 
 @contextmanager
@@ -146,21 +174,6 @@ def _direct(handle: int) -> int:
     except (ImportError, OSError):
         pass
     return handle
-
-
-def check_folder(folder: Path, n_bytes: int = 0) -> None:
-    """
-    Raises:
-        OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
-    """
-    if not folder.is_dir():
-        raise OptionError(f"{folder}: there is no such folder; make it, or name another one")
-    if not os.access(folder, os.W_OK):
-        raise OptionError(f"{folder} cannot be written; name another folder")
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if free < n_bytes:
-        raise OptionError(f"{folder} has {free:,} bytes free, and {n_bytes:,} are needed; make room")
 
 
 def _memory_speed() -> float:

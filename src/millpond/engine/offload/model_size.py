@@ -20,8 +20,8 @@ from millpond.kernels.many_rows import BLOCK
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.load import resolve
+from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
-from millpond.models.weights.streamed import WeightSizes
 from millpond.runner.packed_model import LayerShape
 from millpond.tiers.aligned import aligned_up
 
@@ -85,11 +85,12 @@ class ModelSize:
         return self.layer_bytes + self.end_bytes
 
 
-def model_size(model: str | os.PathLike[str]) -> ModelSize:
+def model_size(model: str | os.PathLike[str], weights: str | None = None) -> ModelSize:
     """Read the sizes of a model.
 
     Args:
         model: a folder with config.json and safetensors, a GGUF file, or a name of `millpond models`.
+        weights: "int8" or "int4" for matrices in codes; None: as they were saved.
 
     Raises:
         OptionError: there is no such folder, or it holds no safetensors. DataError: a file is damaged, or does not fit
@@ -101,21 +102,30 @@ def model_size(model: str | os.PathLike[str]) -> ModelSize:
             f"{os.fspath(model)}: there is no such folder; a plan needs a model's folder with its config.json and "
             "safetensors, a GGUF file, or a name of 'millpond models'"
         )
-    skeleton = Skeleton.of(folder)
+    return size_of(folder, Skeleton.of(folder), weights)
+
+
+def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> ModelSize:
+    """The sizes of a model whose headers were read.
+
+    Raises:
+        UnsupportedModelError: see `model_size`.
+    """
     profile = supported(skeleton.model)
-    sizes = WeightSizes(skeleton)
+    sizes = WeightSizes(skeleton, weights)
     built: Any = skeleton.model
     head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
     return ModelSize(
-        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=fingerprint(skeleton),
+        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=fingerprint(skeleton, weights),
         layers=tuple(
             _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
             for index, (layer, window, layout) in enumerate(
                 zip(skeleton.layers, profile.windows, sizes.layers, strict=True)
             )
         ),
-        end_bytes=sizes.kept_bytes(()), slot_bytes=sizes.slot_bytes, widening_bytes=2 * 4 * BLOCK if item < 4 else 0,
+        end_bytes=sizes.kept_bytes(()), slot_bytes=sizes.slot_bytes,
+        widening_bytes=2 * 4 * BLOCK if item < 4 or weights else 0,
         width=int(profile.config.hidden_size), vocabulary=profile.vocabulary, head_parameters=head.weight.numel(),
         context=profile.position_limit,
     )  # fmt: skip
@@ -136,11 +146,14 @@ def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: i
     )  # fmt: skip
 
 
-def fingerprint(skeleton: Skeleton) -> str:
-    """A hash of the class, and of name, shape, dtype and place of each tensor, by which a plan knows its model."""
+def fingerprint(skeleton: Skeleton, weights: str | None = None) -> str:
+    """A hash of the class, of name, shape, dtype and place of each tensor, and of the format of its codes, by which a
+    plan knows its model.
+    """
     places: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
     marks = [
         (place.name, str(place.dtype), place.shape, place.path.name, place.offset)
         for part in places for place in part.values()
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps([type(skeleton.model).__name__, *sorted(marks)]).encode()).hexdigest()[:16]
+    found = [type(skeleton.model).__name__, *([weights] if weights else []), *sorted(marks)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

@@ -13,20 +13,25 @@ from millpond.budget import parse_bytes
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
-from millpond.engine.offload.model_size import fingerprint
-from millpond.engine.offload.plan import DISK, HOST, SLOTS, Plan
+from millpond.engine.offload.fastest_plan import fastest_plan
+from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
+from millpond.engine.offload.plan import DISK, HOST, Plan
+from millpond.engine.offload.sentences import sentences
 from millpond.engine.offload.step_memory import StepMemory
+from millpond.engine.offload.workload import Workload
 from millpond.errors import BudgetError, OptionError
+from millpond.models.cache_folder import check_folder
 from millpond.models.load import load_model, resolve
+from millpond.models.weights.packed_file import Report, packed_sizes
+from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
-from millpond.models.weights.streamed import StreamedLayers, WeightSizes
+from millpond.models.weights.streamed import StreamedLayers
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.tier import Tier
 
 #: Tokens of one sequence, uncompressed, for which there must be memory.
 LEAST_TOKENS = 128
-#: Slots take at most this share of the memory, where two are less than `SLOTS`.
-_SLOT_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +40,23 @@ class Placement:
 
     Attributes:
         plan: what it follows. bytes: by tier, then by purpose. memory_bytes: limit of the host; None: no limit.
+        workload: that the plan was made for; None for one that was given, or a model that fits.
     """
 
     plan: Plan
     bytes: Mapping[str, Mapping[str, int]]
     memory_bytes: int | None
+    workload: Workload | None = None
 
     def __str__(self) -> str:
         lines = [
             f"{tier}: " + ", ".join(f"{purpose} {nbytes / 2**20:,.1f} MiB" for purpose, nbytes in purposes.items())
             for tier, purposes in self.bytes.items()
         ]
+        if self.workload is not None:
+            lines.append(f"planned for prompts and answers of {self.workload}")
+        if self.plan.prediction is not None:
+            lines += sentences(self.plan)
         return "\n".join(lines)
 
 
@@ -71,20 +82,29 @@ def open_in_memory(
     plan: Plan | None,
     dtype: str | None,
     config: EngineConfig,
+    *,
+    disk: str | PathLike[str] | None = None,
+    machine: MachineConstants | None = None,
+    workload: Workload | None = None,
+    report: Report | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
 
-    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan none does.
-    What is left becomes the limit of KV, unless `config` has a lower one.
+    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan the fastest
+    one is searched for. What is left becomes the limit of KV, unless `config` has a lower one. Matrices in codes
+    (`config.weights`) are read from a file in `disk`, which is made where there is none.
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
-            is given at all. streaming: further arguments of `StreamedLayers`.
+            is given at all. disk: a folder for files of this package. machine: its constants; None: measured once and
+            kept. workload: that a plan is made for; None: `usual`. report: shown how far measuring and packing are.
+        streaming: further arguments of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
-            the saved one, or a plan that the engine does not run. DataError, UnsupportedModelError: as `Skeleton.of`.
+            the saved one, a plan that the engine does not run, or a disk folder that is missing, cannot be written or
+            lacks room. DataError, UnsupportedModelError: as `Skeleton.of`.
     """
     folder = Path(resolve(name, "auto" if dtype is None else dtype))
     if not folder.is_dir():
@@ -92,50 +112,76 @@ def open_in_memory(
             f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
             f"{str(name)!r} is none of them. Download it first, and give its folder"
         )
+    place = None if disk is None else Path(disk)
+    if place is not None:
+        check_folder(place)
+    elif config.weights is not None:
+        raise OptionError(
+            f"weights={config.weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for "
+            "it with disk="
+        )
     skeleton = Skeleton.of(folder)
     _check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
         ENGINE.check(plan)
         if plan.model:
-            plan.check_model(fingerprint(skeleton))
+            plan.check_model(fingerprint(skeleton, config.weights))
+    size, searched = size_of(folder, skeleton, config.weights), False
+    if plan is not None:
         config = _with_plan(config, plan)
-    sizes, step = WeightSizes(skeleton), StepMemory.of(skeleton, config)
-    every = range(len(sizes.layers))
-    if plan is None:
-        whole = sizes.kept_bytes(every) + step.nbytes + step.kv_bytes(LEAST_TOKENS)
-        plan = Plan() if limit is None or whole <= limit else _streaming_plan(sizes, step, limit)
+    elif limit is None or _whole_bytes(size, config) <= limit:
+        plan, workload = Plan(), None
+    else:
+        plan, workload = fastest_plan(size, config, limit, place, machine, workload, report)
+        config, searched = _with_plan(config, plan), True
+    step = _step(size, config)
+    every = range(len(size.layers))
     streamed_layers = plan.streamed_layers(len(every))
     kept = [index for index in every if index not in streamed_layers]
     n_slots = min(plan.slots, len(streamed_layers))
     if limit is not None:
-        _check_memory(limit, sizes, step, kept, n_slots, config)
+        _check_memory(limit, size, step, kept, n_slots, config, plan)
     ledger = Ledger([Tier(HOST, "host", limit)])
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(HOST, purpose, nbytes)
+    sizes = _sizes(skeleton, name, place, config.weights, report)
     streamed: StreamedLayers | None = None
-    if streamed_layers:
+    if streamed_layers or config.weights is not None:
         streamed = StreamedLayers(skeleton, sizes, ledger, kept=kept, n_slots=n_slots, **streaming)
         model: Any = streamed.model
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
         model = load_model(folder, "auto" if dtype is None else dtype)
     if limit is not None:
-        config = replace(config, kv_memory=_kv_memory(ledger, config, streamed))
+        config = replace(config, kv_memory=_kv_memory(ledger, config, streamed, searched))
     kv = config.kv_limit
     if kv is not None:
         ledger.take(HOST, "kv", kv)
     where = {HOST: ledger.by_purpose(HOST)}
     if streamed_layers:
-        where[DISK] = {"weights": sum(sizes.layers[index].nbytes for index in streamed_layers)}
-    return Opened(model, config, streamed, Placement(plan=plan, bytes=where, memory_bytes=limit), ledger)
+        where[DISK] = {"weights": sum(size.layers[index].n_bytes for index in streamed_layers)}
+    placement = Placement(plan=plan, bytes=where, memory_bytes=limit, workload=workload)
+    return Opened(model, config, streamed, placement, ledger)
 
 
-def _streaming_plan(sizes: WeightSizes, step: StepMemory, limit: int) -> Plan:
-    """All layers are read in every sweep; a third slot only where slots remain a small part of the memory."""
-    besides = sizes.kept_bytes(()) + step.nbytes + step.kv_bytes(LEAST_TOKENS)
-    slots = SLOTS if SLOTS * sizes.slot_bytes <= min(_SLOT_SHARE * limit, limit - besides) else 2
-    return Plan(weights={DISK: 1.0}, slots=slots)
+def _sizes(
+    skeleton: Skeleton, name: str | PathLike[str], disk: Path | None, weights: str | None, report: Report | None
+) -> WeightSizes:
+    """Where the weights lie; those in codes are packed first, where they are not."""
+    if weights is None or disk is None:
+        return WeightSizes(skeleton)
+    return packed_sizes(disk, Path(name).resolve().name.removesuffix(".gguf"), skeleton, weights, report)
+
+
+def _step(size: ModelSize, config: EngineConfig) -> StepMemory:
+    return StepMemory.of(size, step_tokens=config.max_step_tokens, running=config.max_running)
+
+
+def _whole_bytes(size: ModelSize, config: EngineConfig) -> int:
+    """Bytes with which the whole model runs as `config` says."""
+    step = _step(size, config)
+    return size.n_bytes + step.nbytes + step.kv_bytes(LEAST_TOKENS)
 
 
 def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
@@ -158,13 +204,16 @@ def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
 
 
 def _check_memory(
-    limit: int, sizes: WeightSizes, step: StepMemory, kept: list[int], n_slots: int, config: EngineConfig
+    limit: int, size: ModelSize, step: StepMemory, kept: list[int], n_slots: int, config: EngineConfig, plan: Plan
 ) -> None:
-    slots, kv = n_slots * sizes.slot_bytes, step.kv_bytes(LEAST_TOKENS)
-    smallest = sizes.kept_bytes(kept) + slots + step.nbytes + kv
+    slots, kv = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS)
+    if plan.prediction is not None:  # a plan for shorter texts, or with a smaller cache
+        kv = min(kv, plan.prediction.bytes.get(HOST, {}).get("kv", kv))
+    weights = size.end_bytes + sum(size.layers[index].n_bytes for index in kept)
+    smallest = weights + slots + step.nbytes + kv
     if limit < smallest:
-        parts = {"weights that stay": sizes.kept_bytes(kept), f"{n_slots} slots for layers": slots}
-        parts |= {**step.by_purpose} | {f"KV of {LEAST_TOKENS} tokens": kv}
+        parts = {"weights that stay": weights, f"{n_slots} slots for layers": slots}
+        parts |= {**step.by_purpose} | {"KV": kv}
         shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(
             f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "
@@ -173,14 +222,16 @@ def _check_memory(
         )
 
 
-def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None) -> int:
-    """Bytes for KV.
+def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None, searched: bool) -> int:
+    """Bytes for KV; with a plan that was searched for at most those that it left.
 
     Raises:
         BudgetError: `kv_memory` is more than what is left.
     """
     left = ledger.free(HOST)
     assert left is not None, "the host has a limit"
+    if searched:
+        return min(left, config.kv_limit or left)
     if config.kv_limit is not None and config.kv_limit > left:
         if streamed is not None:
             streamed.close()

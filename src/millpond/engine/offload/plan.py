@@ -78,8 +78,7 @@ class Plan:
 
         As many whole layers as the share of weights outside the disk holds, rounded down.
         """
-        kept = int((1 - self.share("weights", DISK)) * n_layers + n_layers * _ROUNDING)
-        return tuple(i for i in range(n_layers) if (i + 1) * kept // n_layers > i * kept // n_layers)
+        return spread(int((1 - self.share("weights", DISK)) * n_layers + n_layers * _ROUNDING), n_layers)
 
     def streamed_layers(self, n_layers: int) -> tuple[int, ...]:
         """Indices of the layers that are read in every sweep."""
@@ -94,8 +93,18 @@ class Plan:
         if self.model and self.model != fingerprint:
             raise OptionError(
                 f"plan: it was made for a model with the fingerprint {self.model}, and this one has {fingerprint}; "
-                "make a plan for this model with 'millpond plan'"
+                "make a plan for this model with 'millpond plan', with the same --weights"
             )
+
+
+def spread(n: int, among: int) -> tuple[int, ...]:
+    """Indices of `n` of `among` layers, spread evenly.
+
+    Example:
+        >>> spread(2, 5)
+        (2, 4)
+    """
+    return tuple(i for i in range(among) if (i + 1) * n // among > i * n // among)
 
 
 def _shares(name: str, given: object) -> dict[str, float]:

@@ -14,11 +14,14 @@ from millpond.engine.offload.cost import CostModel
 from millpond.engine.offload.kv_size import KVSize, kv_size
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.machine_file import machine_constants
-from millpond.engine.offload.measure import Report, check_folder
-from millpond.engine.offload.model_size import model_size
+from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import DISK, HOST, Plan
-from millpond.engine.offload.search import Limits, check_memory, search
+from millpond.engine.offload.search import Limits, check_memory, least_memory, search
+from millpond.engine.offload.workload import Workload
 from millpond.errors import MillpondError, OptionError
+from millpond.models.cache_folder import check_folder
+from millpond.models.weights.packed_file import Report
+from millpond.runner.packed_model import check_format
 
 
 def plan(
@@ -32,6 +35,7 @@ def plan(
     options: Mapping[str, Any] | None = None,
     budget: Budget | str | int | float | None = None,
     codec: str | tuple[str, str] = "auto",
+    weights: str | None = None,
     latency_s: float | None = None,
     machine: MachineConstants | None = None,
     measure: bool = False,
@@ -53,6 +57,7 @@ def plan(
         options: of the method.
         budget: entries that are kept, see `compress`.
         codec: number format of the entries, see `compress`.
+        weights: "int8" or "int4", matrices that are packed in a file in `disk`; None: as they were saved.
         latency_s: most seconds from the first prompt to the last token of a block; None: any.
         machine: its constants; None: measured once for the folder, in about 20 s, and kept in the user's cache folder.
         measure: measure even where constants are kept. report: called with what is being measured and the share done.
@@ -69,36 +74,62 @@ def plan(
         {'host': 1.0}
     """
     limits = Limits(memory=parse_bytes(memory), latency_s=_positive(latency_s))
-    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
+    load = Workload(prompt=prompt_tokens, new=new_tokens)
+    check_format(weights)
     if disk is not None:
         check_folder(Path(disk))
-    size = model_size(model)
-    if size.context is not None and prompt_tokens + new_tokens > size.context:
-        raise OptionError(
-            f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} are more than the model's context of "
-            f"{size.context} tokens; shorten one of them"
+    size = model_size(model, weights)
+    load.check_context(size.context)
+
+    def kv(memory: int, codec: str | tuple[str, str] = codec) -> KVSize:
+        return kv_size(
+            size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec, memory=memory
         )
 
-    def kv(codec: str | tuple[str, str]) -> KVSize:
-        return kv_size(
-            size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec,
-            memory=limits.memory,
-        )  # fmt: skip
-
-    own = kv(codec)  # before anything is measured: what it refuses is refused at once
     can = capabilities
     if disk is None:
         can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
-    check_memory(CostModel(size, own, EXAMPLE), limits, can)  # which no constant of the machine changes
+    own = kv_that_fits(size, kv, limits, can)  # before anything is measured: what it refuses is refused at once
     if machine is None:
-        machine = machine_constants(size.folder if disk is None else Path(disk), again=measure, report=report)
+        machine = constants_for(size.folder, None if disk is None else Path(disk), again=measure, report=report)
     cost = CostModel(size, own, machine)
     found = search(cost, limits, can)
     assert found.prediction is not None, "a plan that was searched for"
-    changes = _changes(cost, limits, can, lambda: kv("int4"), codec)
+    changes = _changes(cost, limits, can, lambda: kv(limits.memory, "int4"), codec)
     return replace(found, prediction=replace(found.prediction, what_if=changes))
+
+
+def kv_that_fits(size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, can: Capabilities = ENGINE) -> KVSize:
+    """The cache of a sequence where one fits.
+
+    Args:
+        kv: the cache where pools share a number of bytes; with more they take memory in larger grains.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs, with a number that does.
+    """
+    memory = limits.memory
+    while True:
+        cost = CostModel(size, kv(memory), EXAMPLE)  # which no constant of the machine changes
+        least = least_memory(cost, can, limits.rows[0])
+        if least <= memory:
+            check_memory(cost, limits, can)
+            return cost.kv
+        memory = least
+
+
+def constants_for(
+    model: Path, disk: Path | None, *, again: bool = False, report: Report | None = None
+) -> MachineConstants:
+    """The constants of this machine for a folder `disk`; where there is none, for reads of the model's own files.
+
+    Raises:
+        OptionError: see `measure`.
+    """
+    if disk is not None:
+        return machine_constants(disk, again=again, report=report)
+    files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    return machine_constants(model, again=again, report=report, file=files[-1])
 
 
 def _changes(

@@ -9,7 +9,7 @@ from typing import Any
 
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, Term
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Plan, Schedule
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Plan, Schedule, spread
 from millpond.engine.offload.prediction import Prediction
 from millpond.errors import BudgetError
 from millpond.optional import require
@@ -31,11 +31,20 @@ class Limits:
     Attributes:
         memory: bytes of the host. device_memory: of an accelerator. latency_s: of a block, from its first prompt to its
             last token; None: any.
+        sequences, prompt_rows: of a block and of a sweep. kv: bytes of the KV in the host's memory; None: any.
     """
 
     memory: int
     device_memory: int = 0
     latency_s: float | None = None
+    sequences: int = MOST_SEQUENCES
+    prompt_rows: int = PROMPT_ROWS[-1]
+    kv: int | None = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Prompt tokens in a sweep that are tried."""
+        return tuple(n for n in PROMPT_ROWS if n <= self.prompt_rows) or (self.prompt_rows,)
 
     def of(self, tier: str) -> float:
         """Bytes of a tier."""
@@ -70,13 +79,16 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
     return min(near, key=lambda one: one[0].seconds)[1]
 
 
-def least_memory(cost: CostModel, can: Capabilities = ENGINE) -> int:
-    """Bytes of the host with which one sequence runs, the smallest there are."""
-    disk = DISK in can.weights
-    block = BlockShape(sequences=1, micro_batch=1, prompt_rows=min(PROMPT_ROWS), slots=2 if disk else 0)
-    weights = "weights disk" if disk else "weights host"
+def least_memory(cost: CostModel, can: Capabilities = ENGINE, prompt_rows: int = PROMPT_ROWS[0]) -> int:
+    """Bytes of the host with which one sequence runs, the smallest there are; `prompt_rows` of a prompt at a time."""
+    block = _smallest(can, prompt_rows)
+    weights = "weights disk" if block.slots else "weights host"
     kv = "kv disk" if DISK in can.kv else "kv host"
     return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
+
+
+def _smallest(can: Capabilities, prompt_rows: int) -> BlockShape:
+    return BlockShape(sequences=1, micro_batch=1, prompt_rows=prompt_rows, slots=2 if DISK in can.weights else 0)
 
 
 def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
@@ -199,20 +211,31 @@ def _fits(bytes_of: Mapping[str, list[Term]], shares: Shares, limits: Limits) ->
 
 
 def _whole_layers(cost: CostModel, shares: Shares, bytes_of: Mapping[str, list[Term]], limits: Limits) -> Shares | None:
-    """The shares with whole layers, as many of them near as the share holds; None where that is more than fits."""
-    n = len(cost.model.layers)
+    """The shares with whole layers, as many of them near as the share holds; None where that is more than fits.
+
+    Layers differ in size, if only by what lies between them and the next page of their file: of those that stay in the
+    host's memory the very bytes count.
+    """
+    layers = cost.model.layers
+    n = len(layers)
     near = {f"weights {tier}": int(shares.get(f"weights {tier}", 0.0) * n + 1e-6) / n for tier in (DEVICE, HOST)}
     found = {**shares, **near, "weights disk": 1 - sum(near.values())}
-    return found if _fits(bytes_of, found, limits) else None
+    if near["weights device"]:
+        return found if _fits(bytes_of, found, limits) else None
+    rest = limits.memory - sum(term.at({**found, "weights host": 0.0}) for term in bytes_of[HOST])
+    kept = round(near["weights host"] * n)
+    while kept and sum(layers[index].n_bytes for index in spread(kept, n)) > rest:
+        kept -= 1
+    return {**found, "weights host": kept / n, "weights disk": 1 - kept / n} if rest >= 0 else None
 
 
 def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[BlockShape]:
     """All blocks that are tried and may fit."""
     for schedule in sorted(can.schedules, reverse=True):  # of equals the first is taken: zigzag, row, diagonal
-        for rows in PROMPT_ROWS:
-            for sequences in _counts():
+        for at, rows in enumerate(limits.rows):
+            for sequences in _counts(limits.sequences):
                 whole = min(rows, sequences * cost.kv.prompt)
-                if whole < rows and rows > PROMPT_ROWS[0] and whole <= PROMPT_ROWS[PROMPT_ROWS.index(rows) - 1]:
+                if whole < rows and at and whole <= limits.rows[at - 1]:
                     continue  # as with fewer rows
                 parts = can.micro_batches and schedule != "row"
                 micro = {sequences, *(n for n in MICRO_BATCHES if parts and n < sequences)}
@@ -236,13 +259,15 @@ def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, can: Capabiliti
     """Whether it fits with everything as far away as it may be."""
     weights = "weights disk" if block.slots else "weights host"
     far = {weights: 1.0, ("kv disk" if DISK in can.kv else "kv host"): 1.0}
+    if limits.kv is not None and sum(t.at(far) for t in cost.bytes(block)[HOST] if t.name == "kv") > limits.kv:
+        return False
     return sum(term.at(far) for term in cost.bytes(block)[HOST]) <= limits.memory
 
 
-def _counts() -> Iterator[int]:
-    """1, 2, 3, 4, 5, 6, 8, 10, ...: all up to 4, then steps of about a fifth."""
+def _counts(most: int) -> Iterator[int]:
+    """1, 2, 3, ..., 10, 12, 14, ... up to `most`: all up to 10, then steps of about a fifth."""
     n = 1
-    while n <= MOST_SEQUENCES:
+    while n <= most:
         yield n
         n += max(1, n // 5)
 
@@ -250,10 +275,17 @@ def _counts() -> Iterator[int]:
 def check_memory(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> None:
     """
     Raises:
-        BudgetError: the memory is below the smallest that runs.
+        BudgetError: the memory, or the part of it that KV may take, is below the smallest that runs.
     """
-    if limits.memory < least_memory(cost, can):
+    if limits.memory < least_memory(cost, can, limits.rows[0]):
         raise _nothing(cost, limits, can, inf)
+    block = _smallest(can, limits.rows[0])
+    kv = ceil(sum(term.at({"kv host": 1.0}) for term in cost.bytes(block)[HOST] if term.name == "kv"))
+    if limits.kv is not None and limits.kv < kv and DISK not in can.kv:
+        raise BudgetError(
+            f"kv_memory={limits.kv:,} bytes holds no sequence of {cost.kv.prompt} + {cost.kv.new} tokens, which takes "
+            f"{kv:,} while its prompt is read; raise it"
+        )
 
 
 def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float) -> BudgetError:
@@ -262,7 +294,7 @@ def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float
             f"latency_s={limits.latency_s:g} s: the quickest plan takes {quickest:.3g} s for one block; allow more, or "
             "shorten prompts or answers"
         )
-    least = least_memory(cost, can)
+    least = least_memory(cost, can, limits.rows[0])
     smaller = "shorter prompts, a smaller budget, a codec such as int4" + (
         "" if DISK in can.weights else ", or a disk for the weights (disk=DIR)"
     )

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from millpond.engine.config import EngineConfig
+from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
-from millpond.kernels.many_rows import BLOCK
-from millpond.models.lean.fuse import fusable
-from millpond.models.lean.layers import block_of
-from millpond.models.weights.skeleton import Skeleton
 
 #: Pages hold positions and scores besides keys and values, and are not full: more bytes than the entries alone.
 _BESIDE_KV = 1.5
@@ -18,7 +14,7 @@ _BESIDE_KV = 1.5
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Most bytes that a step takes, computed from the shapes of a layer.
+    """Most bytes that a step takes, computed from the shapes of the layers.
 
     Attributes:
         by_purpose: "activations" and "logits". token_bytes: of a token's keys and values in all layers.
@@ -28,23 +24,22 @@ class StepMemory:
     token_bytes: int
 
     @classmethod
-    def of(cls, skeleton: Skeleton, config: EngineConfig) -> StepMemory:
+    def of(cls, model: ModelSize, *, step_tokens: int, running: int, micro_batch: int | None = None) -> StepMemory:
         """
-        Activations are those of the feed-forward: the residual and its copies, the results of gate and up, their
-        product, and rows and a block of weights in float32 where 16-bit numbers are widened.
+        A step has at most `step_tokens` rows, or all that decode and a few of prompts. Activations are those of the
+        feed-forward, which `LayerSize.row_bytes` counts, and the blocks of weights that are widened.
+
+        Args:
+            step_tokens: tokens of a step while prompts are read. running: sequences that decode. micro_batch: those of
+                them that pass a layer at a time; None: all.
         """
-        block, size = block_of(skeleton.layers[0], fusable), skeleton.dtype.itemsize
-        widths = [len(weight) for weight, _ in block.qkv.parts]
-        up = sum(len(weight) for weight, _ in block.up.parts)
-        ((down, _),) = block.down.parts
-        width, inner = down.shape
-        rows = max(config.max_step_tokens, config.max_running + max(config.max_step_tokens // READING_SHARE, 1))
-        activations = rows * (size * (3 * width + max(sum(widths), 2 * up + inner)) + 4 * max(width, inner))
-        if size < 4:
-            activations += 2 * 4 * BLOCK
-        logits = min(config.max_running + MOST_PIECES, rows) * skeleton.model.config.vocab_size * (size + 4)
-        kv = sum(widths[1:]) if len(widths) == 3 else 2 * widths[0] // 3
-        return cls({"activations": activations, "logits": logits}, kv * size * len(skeleton.layers))
+        some = max(step_tokens // READING_SHARE, 1)
+        passing = max(step_tokens, min(running, micro_batch or running) + some)
+        rows, item = max(step_tokens, running + some), model.dtype.itemsize
+        activations = passing * max(layer.row_bytes for layer in model.layers) + model.widening_bytes
+        logits = min(running + MOST_PIECES, rows) * model.vocabulary * (item + 4)
+        kv = sum(shape.n_kv_heads * (shape.key_dim + shape.value_dim) for shape in model.shapes)
+        return cls({"activations": activations, "logits": logits}, kv * item)
 
     @property
     def nbytes(self) -> int:

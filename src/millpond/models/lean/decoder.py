@@ -31,6 +31,19 @@ class BlockSource(Protocol):
     def __iter__(self) -> Iterator[Block]: ...
 
 
+class StreamedBlocks(BlockSource, Protocol):
+    """Layers whose weights come and go, and the head where it is in codes.
+
+    Attributes:
+        head: (vocabulary, width) in codes; None where it is a weight of the model. tied: the head is the embedding.
+        resident: whether the weights of all layers stay in memory.
+    """
+
+    head: QuantizedWeight | None
+    tied: bool
+    resident: bool
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A model, by what it is made of.

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
+from millpond.kernels.quantized_weight import Weight
 from millpond.models.lean.block import Block
-from millpond.models.lean.decoder import BlockSource, Decoder
+from millpond.models.lean.decoder import BlockSource, Decoder, StreamedBlocks
 from millpond.models.lean.fuse import fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.mapped import Mapped
@@ -39,7 +40,7 @@ class Described:
     layers: tuple[nn.Module, ...]
 
 
-def describe(model: PreTrainedModel, streamed: BlockSource | None = None) -> Described:
+def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None) -> Described:
     """Read the parts of a model, fuse the weights that read the same rows and move the others: see `fuse`.
 
     That the decoder computes what the model does is for the caller to try out.
@@ -63,8 +64,12 @@ def describe(model: PreTrainedModel, streamed: BlockSource | None = None) -> Des
         _check_weights(model)
         blocks: BlockSource = _fused(model, base.layers, found)
     else:
-        blocks = streamed
-    decoder = Decoder(blocks=blocks, head=(head.weight, head.bias), **ends)
+        blocks = tuple(streamed) if streamed.resident else streamed
+    matrix: Weight = head.weight
+    if streamed is not None and streamed.head is not None:
+        matrix = streamed.head
+        ends["tokens"] = matrix if streamed.tied else ends["tokens"]
+    decoder = Decoder(blocks=blocks, head=(matrix, head.bias), **ends)
     layers = tuple(base.layers)
     # the model's own settings and those of its rotary embedding change as it runs
     watch = Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])

@@ -58,13 +58,13 @@ def in_place(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAc
     found = fusable(layers, norm, act)
     weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
     biases = [bias for _, bias in found.parts if bias is not None]
-    weight, bias = _as_one(weights), _as_one(biases) if biases else None
+    weight, bias = as_one(weights), as_one(biases) if biases else None
     if weight is None or (biases and bias is None):
         return found
     return replace(found, whole=(weight, bias))
 
 
-def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Tensors that lie one after another as one of them; None where they do not."""
     first = parts[0]
     at = first.storage_offset()
@@ -76,7 +76,7 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
-    whole = _as_one(parts)
+    whole = as_one(parts)
     if whole is not None:
         return whole
     first = parts[0]

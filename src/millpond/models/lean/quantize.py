@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.decoder_ops import Projection
+from millpond.kernels.decoder_ops import Norm, Projection
+from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
 from millpond.models.lean.block import Block
 from millpond.models.lean.decoder import Decoder
+from millpond.models.lean.fuse import as_one, fusable
+from millpond.models.lean.layers import Take
 
 
 def quantized(decoder: Decoder, bits: int) -> Decoder:
@@ -74,10 +77,38 @@ def _projection(projection: Projection, bits: int) -> Projection:
     weights = [weight for weight, _ in projection.parts]
     whole = weights[0] if len(weights) == 1 else torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
     assert isinstance(whole, Tensor), "checked before"
-    packed, parts, begin = QuantizedWeight.quantize(whole, bits), [], 0
-    for weight, bias in projection.parts:
-        parts.append((packed.rows(begin, begin + len(weight)), bias))
+    bias = projection.whole[1] if projection.whole is not None else _joined(projection)
+    return _in_codes(projection, QuantizedWeight.quantize(whole, bits), bias)
+
+
+def take_codes(codes: Mapping[int, QuantizedWeight]) -> Take:
+    """How linear layers are taken whose matrices are codes already.
+
+    Args:
+        codes: of the layers that read the same rows, one after another, by the id of the first layer's weight, which
+            has only a shape.
+    """
+
+    def take(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
+        found = fusable(layers, norm, act)
+        return _in_codes(found, codes[id(layers[0].weight)], _joined(found))
+
+    return take
+
+
+def _in_codes(projection: Projection, whole: QuantizedWeight, bias: Tensor | None) -> Projection:
+    """The projection with the matrices of its parts in codes, one after another in `whole`."""
+    parts, begin = [], 0
+    for weight, own in projection.parts:
+        parts.append((whole.rows(begin, begin + len(weight)), own))
         begin += len(weight)
+    return replace(projection, parts=tuple(parts), whole=(whole, bias))
+
+
+def _joined(projection: Projection) -> Tensor | None:
+    """The biases one after another; None where there is none."""
     biases = [bias for _, bias in projection.parts if bias is not None]
-    joined = projection.whole[1] if projection.whole is not None else torch.cat(biases) if biases else None
-    return replace(projection, parts=tuple(parts), whole=(packed, joined))
+    if not biases:
+        return None
+    together = as_one(biases)
+    return torch.cat(biases) if together is None else together

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from millpond.errors import DataError
+from millpond.kernels.quantized_weight import QuantizedWeight
 from millpond.models.weights.headers import TensorPlace
 from millpond.tiers.aligned import aligned_down, aligned_up
 
@@ -17,12 +18,32 @@ _GAP = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """Matrices that read the same rows, in codes, one after another.
+
+    Attributes:
+        names: of the parameters. rows: of each of them. whole: all of them.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    whole: QuantizedWeight
+
+    def apart(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Each of the matrices, with its name."""
+        begin = 0
+        for name, n in zip(self.names, self.rows, strict=True):
+            yield name, self.whole.rows(begin, begin + n)
+            begin += n
+
+
+@dataclass(frozen=True, slots=True)
 class FileRun:
     """Bytes of a file that are read at once.
 
     Attributes:
         offset, nbytes: in the file, multiples of 4 KiB. needed: bytes up to the last one of a tensor. place: in the
-            buffer.
+            buffer. checksum: CRC-32 of the `needed` bytes; None where it is not known.
     """
 
     path: Path
@@ -30,6 +51,7 @@ class FileRun:
     nbytes: int
     needed: int
     place: int
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,10 @@ class Layout:
                 runs.append(FileRun(tensor.path, offset, aligned_up(end) - offset, end - offset, place))
             places[parameter] = tensor, runs[-1].place + tensor.offset - runs[-1].offset
         return cls(tuple(runs), places, runs[-1].place + runs[-1].nbytes if runs else 0)
+
+    def codes(self, data: Tensor) -> Sequence[Codes]:
+        """None: all matrices are as they were saved."""
+        return ()
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
         """The tensors as views of a buffer (n,) uint8, by name."""

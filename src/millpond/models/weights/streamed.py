@@ -4,45 +4,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from millpond.errors import unknown
+from millpond.kernels.many_rows import BLOCK
+from millpond.kernels.quantized_weight import QuantizedWeight
 from millpond.models.lean.block import Block
 from millpond.models.lean.fuse import in_place
 from millpond.models.lean.layers import block_of
-from millpond.models.weights.layout import Layout
+from millpond.models.lean.quantize import take_codes
+from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
-from millpond.tiers.aligned import aligned_buffer, aligned_up
+from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.files import DirectFile
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Backend, Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
 
-
-class WeightSizes:
-    """Bytes that the weights of a model take in memory, as they are read.
-
-    Attributes:
-        ends: layout of what lies outside the layers, all of which stays. layers: that of each layer.
-    """
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        self.ends = Layout.of(skeleton.ends)
-        self.layers = tuple(Layout.of(tensors) for tensors in skeleton.by_layer)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of a slot, which holds any of the layers."""
-        return max(aligned_up(layout.nbytes) for layout in self.layers)
-
-    def kept_bytes(self, kept: Iterable[int]) -> int:
-        """Of the ends and of layers that stay in memory."""
-        return aligned_up(self.ends.nbytes) + sum(aligned_up(self.layers[index].nbytes) for index in kept)
+#: When packed parts are compared with their checksums.
+Verify = Literal["first", "always"]
 
 
 class StreamedLayers:
@@ -52,14 +41,17 @@ class StreamedLayers:
         kept: layers that stay in memory. n_slots: layers in memory at a time of the others.
         ledger: what all buffers are taken of, from the tier "host".
         backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
-        open_file: opens a file of weights.
+        open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
+            "first" time, or "always".
 
     Attributes:
         model: its parameters outside the layers are in memory, those of the layers on "meta".
         bytes_read: of files, since it was made.
+        head: in codes, of packed weights; None where it is a parameter of the model. tied: the head is the embedding.
+        resident: whether all layers stay in memory.
 
     Raises:
-        BudgetError: the ledger has too few bytes. DataError: a file cannot be read.
+        BudgetError: the ledger has too few bytes. DataError: a file cannot be read. OptionError: no such `verify`.
     """
 
     def __init__(
@@ -73,12 +65,19 @@ class StreamedLayers:
         backend: Backend | None = None,
         overlap: bool = True,
         open_file: Callable[[Path], Any] = DirectFile,
+        verify: Verify = "first",
     ) -> None:
+        check_verify(verify)
         self.model: PreTrainedModel = skeleton.model
         self.bytes_read = 0
+        self.head: QuantizedWeight | None = None
+        self.tied = skeleton.tied
+        self._always, self._verified = verify == "always", set[int]()
+        self._ends: list[tuple[Any, QuantizedWeight]] = []  # modules outside the layers, with their matrices
         self._modules, self._layouts = skeleton.layers, sizes.layers
         kept = sorted(kept)
         self._streamed = [index for index in range(len(sizes.layers)) if index not in kept]
+        self.resident = not self._streamed
         n_slots = min(n_slots, len(self._streamed))
         self._holdings = [ledger.take("host", "weights", sizes.kept_bytes(kept))]
         if n_slots:
@@ -89,7 +88,7 @@ class StreamedLayers:
         self._free = [Slot(aligned_buffer(sizes.slot_bytes)) for _ in range(n_slots)]
         self._pending: deque[tuple[int, Ticket]] = deque()
         self._in_use: Slot | None = None
-        self._blocks: dict[tuple[int, int], tuple[Block, dict[str, nn.Parameter]]] = {}
+        self._blocks: dict[tuple[int, int], _Layer] = {}
         self._kept: dict[int, Slot] = {}
         try:
             self._read_ends(skeleton, sizes.ends)
@@ -105,32 +104,35 @@ class StreamedLayers:
     def __iter__(self) -> Iterator[Block]:
         """Each block in turn; its weights are in memory until the iterator is advanced."""
         for index in range(len(self)):
-            with self._here(index) as (block, _):
-                yield block
+            with self._here(index) as layer:
+                yield layer.block
 
     @contextmanager
     def in_modules(self) -> Iterator[None]:
-        """Weights are put into the modules of a layer when it is called, and taken out after it."""
-        within: list[Any] = []
+        """Weights are put into the modules of a layer when it is called, and taken out after it.
+
+        Matrices in codes are widened some rows at a time.
+        """
+        within: list[ExitStack] = []
 
         def before(index: int) -> Callable[..., None]:
             def enter(module: nn.Module, *_: Any) -> None:
-                here = self._here(index)
-                parameters = here.__enter__()[1]
-                inside = with_parameters(module, parameters)
-                inside.__enter__()
-                within[:] = [inside, here]
+                within.append(ExitStack())
+                layer = within[-1].enter_context(self._here(index))
+                within[-1].enter_context(with_parameters(module, layer.parameters))
+                within[-1].enter_context(_widening((module.get_submodule(name), own) for name, own in layer.matrices))
 
             return enter
 
         def leave(*_: Any) -> None:
             while within:
-                within.pop(0).__exit__(None, None, None)
+                within.pop().close()
 
         hooks = [module.register_forward_pre_hook(before(index)) for index, module in enumerate(self._modules)]
         hooks += [module.register_forward_hook(leave) for module in self._modules]
         try:
-            yield
+            with _widening(self._ends):
+                yield
         finally:
             leave()
             for hook in hooks:
@@ -152,7 +154,7 @@ class StreamedLayers:
     # ------------------------------------------------------------------ one layer
 
     @contextmanager
-    def _here(self, index: int) -> Iterator[tuple[Block, dict[str, nn.Parameter]]]:
+    def _here(self, index: int) -> Iterator[_Layer]:
         """A layer with its weights in memory."""
         self._release(self._in_use)  # of a sweep that an error ended
         slot = self._kept.get(index)
@@ -167,13 +169,11 @@ class StreamedLayers:
             self._release(slot)
             self._read_ahead(index)
 
-    def _block(self, index: int, slot: Slot) -> tuple[Block, dict[str, nn.Parameter]]:
-        """A layer whose weights lie in a slot, and these as parameters of its module."""
+    def _block(self, index: int, slot: Slot) -> _Layer:
+        """A layer whose weights lie in a slot."""
         key = index, id(slot)
         if key not in self._blocks:
-            parameters, module = self._layouts[index].parameters(slot.data), self._modules[index]
-            with with_parameters(module, parameters):
-                self._blocks[key] = block_of(module, in_place), parameters
+            self._blocks[key] = _layer_in(self._modules[index], self._layouts[index], slot.data)
         return self._blocks[key]
 
     def _wait_for(self, index: int) -> Slot:
@@ -190,10 +190,12 @@ class StreamedLayers:
             self._submit(index)
         _, ticket = self._pending.popleft()
         try:
-            return ticket.wait()
+            slot = ticket.wait()
         except BaseException:
             self._free.append(ticket.slot)
             raise
+        self._verified.add(index)
+        return slot
 
     def _release(self, slot: Slot | None) -> None:
         if slot is not None and slot is self._in_use:
@@ -209,29 +211,97 @@ class StreamedLayers:
 
     def _submit(self, index: int) -> None:
         layout, slot = self._layouts[index], self._free.pop(0)
-        self._pending.append((index, self._loader.read(self._extents(layout), slot)))
+        check = self._always or index not in self._verified
+        self._pending.append((index, self._loader.read(self._extents(layout, check), slot)))
         self.bytes_read += sum(run.nbytes for run in layout.runs)
 
     # ------------------------------------------------------------------ what stays
 
-    def _read_ends(self, skeleton: Skeleton, layout: Layout) -> None:
-        for name, parameter in layout.parameters(self._read_now(layout).data).items():
+    def _read_ends(self, skeleton: Skeleton, layout: PartLayout) -> None:
+        data, model = self._read_now(layout).data, cast(Any, skeleton.model)
+        for name, parameter in layout.parameters(data).items():
             owner, _, field = name.rpartition(".")
-            skeleton.model.get_submodule(owner)._parameters[field] = parameter
+            model.get_submodule(owner)._parameters[field] = parameter
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        for codes in layout.codes(data):
+            self.head = codes.whole
+            shape_only = torch.zeros(1, 1, dtype=codes.whole.dtype).expand(codes.whole.shape)
+            for module in (head, embeddings) if skeleton.tied else (head,):
+                module.weight = nn.Parameter(shape_only, requires_grad=False)
+                self._ends.append((module, codes.whole))
         if skeleton.tied:
-            embeddings: Any = skeleton.model.get_input_embeddings()
-            model: Any = skeleton.model
-            model.get_output_embeddings().weight = embeddings.weight
+            head.weight = embeddings.weight
 
-    def _read_now(self, layout: Layout) -> Slot:
+    def _read_now(self, layout: PartLayout) -> Slot:
         slot = Slot(aligned_buffer(layout.nbytes))
         self.bytes_read += sum(run.nbytes for run in layout.runs)
         return self._loader.read(self._extents(layout), slot).wait()
 
-    def _extents(self, layout: Layout) -> list[Extent]:
-        return [Extent(self._file(run.path), run.offset, run.nbytes, run.needed, run.place) for run in layout.runs]
+    def _extents(self, layout: PartLayout, check: bool = True) -> list[Extent]:
+        return [
+            Extent(
+                self._file(run.path), run.offset, run.nbytes, run.needed, run.place, run.checksum if check else None
+            )
+            for run in layout.runs
+        ]  # fmt: skip
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = self._open_file(path)
         return self._files[path]
+
+
+def check_verify(verify: str) -> None:
+    """
+    Raises:
+        OptionError: no such `verify`.
+    """
+    if verify not in get_args(Verify):
+        raise unknown("verify", str(verify), get_args(Verify))
+
+
+class _Layer(NamedTuple):
+    """A layer whose weights lie in a slot: as a block, and as parameters and matrices of its module, by name."""
+
+    block: Block
+    parameters: dict[str, nn.Parameter]
+    matrices: list[tuple[str, QuantizedWeight]]  # names of linear layers
+
+
+def _layer_in(module: nn.Module, layout: PartLayout, data: Tensor) -> _Layer:
+    parameters, codes = layout.parameters(data), layout.codes(data)
+    weights = dict(module.named_parameters())
+    take = take_codes({id(weights[one.names[0]]): one.whole for one in codes}) if codes else in_place
+    with with_parameters(module, parameters):
+        block = block_of(module, take)
+    matrices = [(name.removesuffix(".weight"), own) for one in codes for name, own in one.apart()]
+    return _Layer(block, parameters, matrices)
+
+
+@contextmanager
+def _widening(matrices: Iterable[tuple[Any, QuantizedWeight]]) -> Iterator[None]:
+    """Linear layers and embeddings compute with numbers that codes stand for."""
+    changed = []
+    try:
+        for module, codes in matrices:
+            changed.append(module)
+            if isinstance(module, nn.Embedding):
+                module.forward = partial(_embedding, codes)
+            else:
+                module.forward = partial(_product, codes, module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _product(codes: QuantizedWeight, module: nn.Linear, x: Tensor) -> Tensor:
+    """The outcome of a linear layer by torch in float32, some rows of its matrix at a time."""
+    step, wide = max(1, BLOCK // codes.shape[1]), x.float()
+    matrices = (codes.rows(begin, begin + step).widen(torch.float32) for begin in range(0, len(codes), step))
+    found = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
+    return (found if module.bias is None else found + module.bias).to(x.dtype)
+
+
+def _embedding(codes: QuantizedWeight, ids: Tensor) -> Tensor:
+    return codes.take(ids.flatten()).unflatten(0, ids.shape)

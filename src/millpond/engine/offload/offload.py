@@ -1,0 +1,83 @@
+"""Offloading options of a user: memory limit, disk folder, plan, and the workload that a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+
+from millpond.engine.config import EngineConfig
+from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.open import Opened, open_in_memory
+from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.plan_file import load_plan
+from millpond.engine.offload.progress import bar
+from millpond.engine.offload.workload import Workload
+from millpond.errors import OptionError
+from millpond.models.weights.streamed import Verify, check_verify
+
+#: The plan that is searched for.
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The arguments of `LLM` with these names.
+
+    Raises:
+        OptionError: an argument that does nothing without `memory` or `plan`, or a plan that is none.
+    """
+
+    memory: str | int | None = None
+    disk: str | PathLike[str] | None = None
+    plan: Plan | str | PathLike[str] | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    machine: MachineConstants | None = None
+    verify: Verify = "first"
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and not isinstance(self.plan, Plan | str | PathLike):
+            raise OptionError(
+                f"plan={self.plan!r} must be a Plan, a file of 'millpond plan --out', 'auto', or be left out"
+            )
+        check_verify(self.verify)
+        if self.plan == AUTO and self.memory is None:
+            raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
+        alone = {name: getattr(self, name) for name in ("disk", "machine", "prompt_tokens", "new_tokens")}
+        if not self.asked:
+            for name, value in alone.items():
+                if value is not None:
+                    raise OptionError(f"{name}= belongs to memory= or plan=; give one of them, or leave it out")
+            if self.verify != "first":
+                raise OptionError("verify= belongs to memory= or plan=; give one of them, or leave it out")
+        if self.plan not in (None, AUTO):
+            for name in ("machine", "prompt_tokens", "new_tokens"):
+                if alone[name] is not None:
+                    raise OptionError(f"{name}= is for making a plan, and one is given; leave one of the two out")
+        if (self.prompt_tokens is None) != (self.new_tokens is None):
+            raise OptionError("prompt_tokens= and new_tokens= say together what a plan is made for; give both")
+
+    @property
+    def asked(self) -> bool:
+        """Whether memory is limited, or a plan given."""
+        return self.memory is not None or self.plan is not None
+
+    def open(self, model: str | PathLike[str], dtype: str | None, config: EngineConfig) -> Opened:
+        """The model in a folder, opened inside the limit; with a bar for what takes long.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError, DataError: see `open_in_memory`.
+        """
+        plan = self.plan
+        if isinstance(plan, str | PathLike):
+            plan = None if plan == AUTO else load_plan(plan)
+        if self.verify != "first" and config.weights is None:
+            raise OptionError("verify= is for packed weights, which have checksums; give weights=, or leave it out")
+        workload = None
+        if self.prompt_tokens is not None and self.new_tokens is not None:
+            workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
+        with bar() as report:
+            return open_in_memory(
+                model, self.memory, plan, dtype, config, disk=self.disk, machine=self.machine, workload=workload,
+                report=report, verify=self.verify,
+            )  # fmt: skip

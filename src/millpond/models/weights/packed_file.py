@@ -1,0 +1,294 @@
+"""Packed weight file: a model's matrices in 4 or 8 bits, made once and read as the plain weights are.
+
+Content: a magic word, the length of the header and its CRC-32, the header as JSON, and from the next multiple of 4 KiB
+on the parts of `packed_layout`: the ends and each layer. The file appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from millpond.errors import DataError, OptionError
+from millpond.kernels.quantized_weight import QuantizedWeight
+from millpond.models.cache_folder import check_folder
+from millpond.models.weights.headers import TensorPlace
+from millpond.models.weights.layout import Layout
+from millpond.models.weights.packed_layout import CodedLayout
+from millpond.models.weights.sizes import WeightSizes
+from millpond.models.weights.skeleton import Skeleton
+from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
+from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.files import DirectFile
+from millpond.tiers.loader import Extent, Loader, Ticket
+from millpond.tiers.slots import Slot
+
+#: Changes when the meaning of a byte does.
+FORMAT = 1
+_MAGIC, _FIXED = b"MPWEIGHT", struct.Struct("<8sQI")
+_MOST_HEADER = 16 << 20
+#: Bytes of a tensor's first and last page by which a checkpoint is known.
+_SAMPLE = 4096
+
+#: Shows that a share (0 to 1) of the work is done.
+Report = Callable[[str, float], None]
+
+
+def packed_sizes(
+    folder: Path, name: str, skeleton: Skeleton, weights: str, report: Report | None = None
+) -> WeightSizes:
+    """The layouts of the packed weights of a model in their file, which is made if there is none of this checkpoint.
+
+    Args:
+        folder: where the file is, or comes to be. name: of the model, for the file's name.
+        weights: "int8" or "int4". report: shown how far it is.
+
+    Raises:
+        OptionError: the folder is not there, cannot be written or has too little room, or a number is not finite or
+            beyond float16. DataError: a file of the model cannot be read. UnsupportedModelError: a matrix that cannot
+            be quantized.
+    """
+    sizes = WeightSizes(skeleton, weights)
+    mark = source_mark(skeleton)
+    path = folder / f"{name}-{mark[:12]}.{weights}.weights"
+    parts = _parts(sizes)
+    checksums = _read_header(path, _header(weights, mark, parts, [0] * len(parts)))
+    if checksums is None:
+        checksums = _write(path, skeleton, weights, mark, parts, report or (lambda what, share: None))
+    at = _begin(_header(weights, mark, parts, checksums))
+    placed = []
+    for part, checksum in zip(parts, checksums, strict=True):
+        placed.append(part.within(path, at, checksum))
+        at += part.nbytes
+    sizes.ends, sizes.layers = placed[0], tuple(placed[1:])
+    return sizes
+
+
+def source_mark(skeleton: Skeleton) -> str:
+    """A hash by which a checkpoint is known: names, shapes and places of all tensors, with the first and the last page
+    of each.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    found = hashlib.sha256(type(skeleton.model).__name__.encode())
+    room: Any = aligned_buffer(_SAMPLE).numpy()
+    files: dict[Path, DirectFile] = {}
+    try:
+        for part in (skeleton.ends, *skeleton.by_layer):
+            for name, place in part.items():
+                if place.path not in files:
+                    files[place.path] = DirectFile(place.path)
+                file = files[place.path]
+                marks = [name, str(place.dtype), list(place.shape), place.path.name, place.offset, file.size]
+                found.update(json.dumps(marks).encode())
+                for offset in (place.offset, place.offset + max(place.nbytes - 1, 0)):
+                    n = file.read_into(aligned_down(offset), memoryview(room))
+                    found.update(memoryview(room)[:n])
+    except OSError as error:
+        raise DataError(f"{place.path} cannot be read: {error.strerror or error}") from error
+    finally:
+        for file in files.values():
+            file.close()
+    return found.hexdigest()
+
+
+# ---------------------------------------------------------------------- header
+
+
+def _parts(sizes: WeightSizes) -> list[CodedLayout]:
+    found = [sizes.ends, *sizes.layers]
+    assert all(isinstance(part, CodedLayout) for part in found), "sizes of codes"
+    return found  # type: ignore[return-value]
+
+
+def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
+    """The header, as long for all checksums; places are counted from the first part on."""
+    extents, at = [], 0
+    for part, checksum in zip(parts, checksums, strict=True):
+        extents.append([at, part.needed, f"{checksum:08x}"])
+        at += part.nbytes
+    found = {"format": FORMAT, "weights": weights, "source": mark, "nbytes": at, "extents": extents}
+    return json.dumps(found).encode()
+
+
+def _begin(header: bytes) -> int:
+    """Where the first part lies."""
+    return aligned_up(_FIXED.size + len(header))
+
+
+def _read_header(path: Path, expected: bytes) -> list[int] | None:
+    """Checksums of the parts of a whole file with the expected header, but for these; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            magic, length, checksum = _FIXED.unpack(file.read(_FIXED.size))
+            text = file.read(min(length, _MOST_HEADER))
+        if magic != _MAGIC or len(text) != length or zlib.crc32(text) != checksum:
+            return None
+        header = json.loads(text)
+        checksums = [int(extent[2], 16) for extent in header["extents"]]
+        wanted = json.loads(expected)
+        for extent, own in zip(wanted["extents"], header["extents"], strict=True):
+            extent[2] = own[2]
+        whole = path.stat().st_size == _begin(expected) + wanted["nbytes"]
+        return checksums if header == wanted and whole else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error):
+        return None
+
+
+# ---------------------------------------------------------------------- packing
+
+
+def _write(
+    path: Path, skeleton: Skeleton, weights: str, mark: str, parts: Sequence[CodedLayout], say: Report
+) -> list[int]:
+    """Write the file, and return the checksums of its parts."""
+    blank = _header(weights, mark, parts, [0] * len(parts))
+    nbytes = _begin(blank) + sum(part.nbytes for part in parts)
+    check_folder(path.parent, nbytes)
+    of_parts = [skeleton.ends, *skeleton.by_layer]
+    total = sum(tensor.nbytes for tensors in of_parts for tensor in tensors.values())
+    checksums, at, done = [], _begin(blank), 0
+    with _appearing(path) as handle, _Source() as source:
+        for part, tensors in zip(parts, of_parts, strict=True):
+            data = aligned_buffer(part.nbytes)
+            for name, there in _packing(part, tensors, data, source):
+                done += tensors[name].nbytes
+                say("packing weights", done / total)
+                del there
+            content: Any = data.numpy()
+            checksums.append(zlib.crc32(memoryview(content)[: part.needed]))
+            _write_at(handle, memoryview(content)[: part.nbytes], at)
+            at += part.nbytes
+        header = _header(weights, mark, parts, checksums)
+        _write_at(handle, memoryview(_FIXED.pack(_MAGIC, len(header), zlib.crc32(header)) + header), 0)
+    return checksums
+
+
+def _packing(
+    part: CodedLayout, tensors: dict[str, TensorPlace], data: Tensor, source: _Source
+) -> Iterator[tuple[str, Tensor]]:
+    """Fill a part; each tensor's name when it is done."""
+    places = {name: coded for codes in part.codes(data) for name, coded in codes.apart()}
+    plain = part.parameters(data)
+    for name, numbers in source.each(tensors):
+        if name in places:
+            packed = QuantizedWeight.quantize(numbers, places[name].bits)
+            places[name].codes.copy_(packed.codes)
+            places[name].scales.copy_(packed.scales)
+        else:
+            plain[name].data.copy_(numbers)
+        yield name, numbers
+
+
+class _Source:
+    """Tensors of a model's files, one after another, the next one read while one is used."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, DirectFile] = {}
+        self._loader = Loader(ThreadBackend())
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loader.close()
+        for file in self._files.values():
+            file.close()
+
+    def each(self, tensors: dict[str, TensorPlace]) -> Iterator[tuple[str, Tensor]]:
+        """Name and numbers of each tensor."""
+        waiting: list[tuple[str, Layout, Ticket]] = []
+        for name, tensor in [*tensors.items(), (None, None)]:
+            if name is not None and tensor is not None:
+                waiting.append((name, *self._begin(name, tensor)))
+            if len(waiting) == 2 or name is None:
+                first, layout, ticket = waiting.pop(0)
+                slot = ticket.wait()
+                yield first, layout.parameters(slot.data)[first].data
+
+    def _begin(self, name: str, tensor: TensorPlace) -> tuple[Layout, Ticket]:
+        layout = Layout.of({name: tensor})
+        if tensor.path not in self._files:
+            self._files[tensor.path] = DirectFile(tensor.path)
+        (run,) = layout.runs
+        extent = Extent(self._files[tensor.path], run.offset, run.nbytes, run.needed, run.place)
+        return layout, self._loader.read([extent], Slot(aligned_buffer(layout.nbytes)))
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[int]:
+    """A file that is written, and appears under its name when it is complete.
+
+    Where the system can it has no name before, so that nothing is left of it when the process is killed.
+    """
+    hidden, temporary = _nameless(path.parent), ""
+    try:
+        if hidden is None:
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        else:
+            handle = hidden
+        try:
+            yield handle
+            os.fsync(handle)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not temporary:
+                temporary = _named(handle, path)
+        finally:
+            os.close(handle)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary:
+            with suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OptionError(f"{path} cannot be written: {error.strerror or error}; name another folder") from error
+        raise
+    _sync_folder(path.parent)
+
+
+def _nameless(folder: Path) -> int | None:
+    """A file without a name; None where there is no such thing."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644)
+    except (AttributeError, OSError):
+        return None
+
+
+def _named(handle: int, path: Path) -> str:
+    """A name next to `path` for a file without one, for the moment in which it replaces another."""
+    name = f".{path.name}-{os.getpid()}-{handle}"
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.link(f"/proc/self/fd/{handle}", name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+    return str(path.parent / name)
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_at(handle: int, content: memoryview, at: int) -> None:
+    while content:
+        n = os.pwrite(handle, content, at)
+        content, at = content[n:], at + n
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,68 @@
+"""Bytes that the weights of a model take, plain or in codes: what lies where in the buffers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from millpond.models.weights.layout import Codes, FileRun, Layout
+from millpond.models.weights.packed_layout import packed_ends, packed_layer
+from millpond.models.weights.skeleton import Skeleton
+from millpond.tiers.aligned import aligned_up
+
+
+class PartLayout(Protocol):
+    """What lies where in a buffer with the weights of the ends or of a layer."""
+
+    @property
+    def runs(self) -> tuple[FileRun, ...]:
+        """What is read into the buffer."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        ...
+
+    def codes(self, data: Tensor) -> Sequence[Codes]:
+        """Matrices in codes, as views of a buffer (n,) uint8."""
+        ...
+
+    def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
+        """All that is not in codes, as views of a buffer (n,) uint8, by name."""
+        ...
+
+
+class WeightSizes:
+    """Bytes that the weights of a model take in memory, as they are read.
+
+    Args:
+        weights: "int8" or "int4" for matrices in codes; None: as they were saved.
+
+    Attributes:
+        ends: layout of what lies outside the layers, all of which stays. layers: that of each layer.
+
+    Raises:
+        UnsupportedModelError: a matrix that cannot be quantized.
+    """
+
+    def __init__(self, skeleton: Skeleton, weights: str | None = None) -> None:
+        self.ends: PartLayout
+        self.layers: tuple[PartLayout, ...]
+        if weights is None:
+            self.ends = Layout.of(skeleton.ends)
+            self.layers = tuple(Layout.of(tensors) for tensors in skeleton.by_layer)
+        else:
+            self.ends = packed_ends(skeleton, weights)
+            self.layers = tuple(packed_layer(skeleton, index, weights) for index in range(len(skeleton.layers)))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot, which holds any of the layers."""
+        return max(aligned_up(layout.nbytes) for layout in self.layers)
+
+    def kept_bytes(self, kept: Iterable[int]) -> int:
+        """Of the ends and of layers that stay in memory."""
+        return aligned_up(self.ends.nbytes) + sum(aligned_up(self.layers[index].nbytes) for index in kept)
