@@ -49,12 +49,12 @@ class SwappedPages:
 
 def copy_out(table: PageTable) -> list[Content]:
     """The content of the table's pages, on the host, for each of its parts."""
-    return [read_pages(part.pool, part.held()) for part in _parts(table)]
+    return [read_pages(part.pool, part.held()) for part in parts_of(table)]
 
 
 def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
     """Give the table's pages back; afterwards it may only be swapped in, or cleared. `content`: from `copy_out`."""
-    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(_parts(table), content, strict=True)]
+    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(parts_of(table), content, strict=True)]
 
 
 def restore(table: PageTable, carried: list[SwappedPages]) -> None:
@@ -71,15 +71,15 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
         for one, ids in zip(carried, taken, strict=False):
             one.pool.release(ids)
         raise
-    for part, one, ids in zip(_parts(table), carried, taken, strict=True):
+    for part, one, ids in zip(parts_of(table), carried, taken, strict=True):
         write_pages(one.pool, ids, one.arrays)
         part.restore(ids, one.owned)
 
 
-def read_pages(pool: RefCountedPool[Any], ids: PageIds) -> Content:
-    """The content of the pages."""
+def read_pages(pool: RefCountedPool[Any], ids: PageIds, arrays: list[list[Tensor]] | None = None) -> Content:
+    """The content of the pages: of all arrays of the pool, or of some."""
     found = []
-    for arenas in pool.arrays.arrays:
+    for arenas in pool.arrays.arrays if arrays is None else arrays:
         if not arenas:  # nothing was ever held
             found.append(torch.empty(0))
             continue
@@ -90,14 +90,18 @@ def read_pages(pool: RefCountedPool[Any], ids: PageIds) -> Content:
     return tuple(found)
 
 
-def write_pages(pool: RefCountedPool[Any], ids: PageIds, content: Content) -> None:
-    """Give the pages the content that `read_pages` returned of others."""
-    for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
+def write_pages(
+    pool: RefCountedPool[Any], ids: PageIds, content: Content, arrays: list[list[Tensor]] | None = None
+) -> None:
+    """Give the pages the content that `read_pages` returned of others, of the same arrays."""
+    for arenas, rows_of in zip(pool.arrays.arrays if arrays is None else arrays, content, strict=True):
         for arena, places, rows in _by_arena(pool, ids):
-            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places.to(rows_of.device)].to(arenas[arena].device)
+            source = rows_of if len(places) == len(ids) else rows_of[places.to(rows_of.device)]
+            arenas[arena][rows.to(arenas[arena].device)] = source.to(arenas[arena].device)
 
 
-def _parts(table: PageTable) -> list[Holder]:
+def parts_of(table: PageTable) -> list[Holder]:
+    """What holds the pages of a table: its plain part, then its packed one if it has one."""
     return [table] if table.sealed is None else [table, table.sealed]
 
 
