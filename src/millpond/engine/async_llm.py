@@ -63,10 +63,11 @@ class AsyncLLM:
         threads: int | None = None,
         memory: str | int | None = None,
         plan: Plan | str | PathLike[str] | None = None,
+        disk: str | PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
+        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan, disk)
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )

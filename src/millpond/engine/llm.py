@@ -39,6 +39,7 @@ class LLM:
             model that does not fit, layers are read from its folder in every step. None: no limit.
         plan: which layers stay in memory, and how many sequences run together, or its file; None: made
             from `memory`.
+        disk: folder where KV lies that a plan puts on the disk; None: the folder of the model.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -65,10 +66,11 @@ class LLM:
         threads: int | None = None,
         memory: str | int | None = None,
         plan: Plan | str | PathLike[str] | None = None,
+        disk: str | PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
-        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan)
+        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, memory, plan, disk)
         self._names = count()
 
     @property
@@ -158,6 +160,7 @@ def open_engine(
     threads: int | None,
     memory: str | int | None,
     plan: Plan | str | PathLike[str] | None,
+    disk: str | PathLike[str] | None = None,
 ) -> tuple[Engine, Placement | None]:
     """An engine with a model, and what lies where if its memory is limited.
 
@@ -180,13 +183,14 @@ def open_engine(
         raise OptionError(f"plan={plan!r} must be a Plan, a file of 'millpond plan --out', or be left out")
     if threads is not None:
         torch.set_num_threads(threads)
-    opened = open_in_memory(model, memory, plan, dtype, config)
+    opened = open_in_memory(model, memory, plan, dtype, config, disk=disk)
     try:
         tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
-        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed)
+        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier)
     except BaseException:
-        if opened.streamed is not None:
-            opened.streamed.close()
+        for part in (opened.streamed, opened.tier):
+            if part is not None:
+                part.close()
         raise
     return engine, opened.placement
 

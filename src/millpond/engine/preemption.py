@@ -90,6 +90,7 @@ class Preemptor:
             self._scheduler.defer(job)
             return self._lose(live, error)
         if job.read == job.prompt:
+            live.group = live.group.with_room(len(live.unfinished))
             live.group.join(live.stack, live.unfinished)
             live.stack = None
 

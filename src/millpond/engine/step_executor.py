@@ -180,5 +180,6 @@ class StepExecutor:
             answer.kv = replace(figures, shared_tokens=answer.shared)
         if going:
             stack.select([0] * len(going))
+            live.group = live.group.with_room(len(going))
             live.group.join(stack, going)
             live.stack = None

@@ -27,8 +27,9 @@ from millpond.tiers.slots import Slot
 
 #: Slots that pages are read through, and written from.
 N_READING, N_WRITING = 2, 2
-#: Bytes of a slot, at most: what is read in one request.
-SLOT_BYTES = 1 << 20
+N_SLOTS = N_READING + N_WRITING
+#: Bytes of a slot, which is what is read in one request: usually, and at least so that a disk is not slow.
+SLOT_BYTES, LEAST_SLOT_BYTES = 1 << 20, 256 << 10
 
 
 class DiskTier:
@@ -39,7 +40,8 @@ class DiskTier:
 
     Args:
         folder: where the bytes lie, in files without a name. layers: which. slot_bytes: of the four slots.
-        ledger: what the slots are taken of, from the tier "host"; None: of none.
+        ledger: what the slots are taken of, from the tier "host", and the files, from "disk"; None: of none.
+        micro_batch: sequences whose pages of a layer are here at a time; None: all that decode with one method.
         backend: who reads and writes; None: two threads. overlap: read the next layer while one is computed.
         open_file: makes a file in the folder.
 
@@ -54,13 +56,14 @@ class DiskTier:
         *,
         ledger: Ledger | None = None,
         slot_bytes: int = SLOT_BYTES,
+        micro_batch: int | None = None,
         backend: Backend | None = None,
         overlap: bool = True,
         open_file: Callable[[Path], GrowingFile] = ScratchFile,
     ) -> None:
-        self.folder, self.layers = folder, frozenset(layers)
-        n_slots = N_READING + N_WRITING
-        self._holding = None if ledger is None else ledger.take("host", "kv slots", n_slots * slot_bytes)
+        self.folder, self.layers, self.micro_batch = folder, frozenset(layers), micro_batch
+        self._holdings = [] if ledger is None else [ledger.take("host", "kv slots", N_SLOTS * slot_bytes)]
+        self._ledger = ledger
         files: dict[int, GrowingFile] = {}
         try:
             for layer in sorted(self.layers):
@@ -69,10 +72,10 @@ class DiskTier:
             for file in files.values():
                 file.close()
             raise
-        slots = [Slot(aligned_buffer(slot_bytes)) for _ in range(n_slots)]
+        slots = [Slot(aligned_buffer(slot_bytes)) for _ in range(N_SLOTS)]
         self._loader = Loader(backend or ThreadBackend(2))
         self._transit = Transit(self._loader, slots[:N_READING], slots[N_READING:])
-        self._extents = {layer: LayerExtents(file, self._transit) for layer, file in files.items()}
+        self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
         self._overlap = overlap
         self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
         self._coming: dict[LayerCache, list[Visit]] = {}
@@ -173,10 +176,15 @@ class DiskTier:
         self._loader.close()
         for extents in self._extents.values():
             extents.close()
-        if self._holding is not None:
-            self._holding.release()
+        for holding in self._holdings:
+            holding.release()
 
     # ------------------------------------------------------------------ internal
+
+    def _take(self, nbytes: int) -> None:
+        """Note that the files have grown."""
+        if self._ledger is not None:
+            self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
     def _bring(self, core: LayerCache, then: LayerCache | None, growth: Mapping[Pool, int]) -> list[Visit]:
         table = core.table

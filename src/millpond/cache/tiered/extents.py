@@ -103,11 +103,11 @@ class LayerExtents:
     """The runs of one layer in a file of its own.
 
     Args:
-        transit: shared with other layers.
+        transit: shared with other layers. grown: called with the bytes by which the file has grown.
     """
 
-    def __init__(self, file: GrowingFile, transit: Transit) -> None:
-        self.transit = transit
+    def __init__(self, file: GrowingFile, transit: Transit, grown: Callable[[int], None] = lambda n: None) -> None:
+        self.transit, self._grown = transit, grown
         self._file, self._space = file, FreeList()
         self._generation = 0
 
@@ -201,6 +201,7 @@ class LayerExtents:
     def _grow(self, nbytes: int) -> None:
         self._file.grow(nbytes)
         self._space.grow(nbytes)
+        self._grown(nbytes)
 
 
 def _checksum(run: Run, data: Tensor) -> int:

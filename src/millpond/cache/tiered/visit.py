@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,8 @@ class Visit:
         ids, counts: each of them once, and how often it is held. inverse: (held,) which of `ids`.
         pages: (ids,) where their content is put. lives: of `pages`, see `RefCountedPool.lives`.
         moved: (ids,) the page is the one that held the content all the time.
-        errands: reads under way, with the runs of each.
+        errands: reads under way, with the runs of each. take: what they give their runs to.
+        failed: place in `ids` -> why it has no content.
     """
 
     away: AwayPages
@@ -39,7 +41,8 @@ class Visit:
     lives: npt.NDArray[np.int64]
     moved: npt.NDArray[np.bool_]
     errands: list[tuple[Errand, list[Run]]] = field(default_factory=list)
-    failed: dict[int, DataError] = field(default_factory=dict)  #: place in `ids` -> why it has no content
+    failed: dict[int, DataError] = field(default_factory=dict)
+    take: Callable[[Run, Tensor], None] = lambda run, data: None
 
     # ------------------------------------------------------------------ in
 
@@ -137,16 +140,27 @@ class Visit:
             which, pages = targets[id(run)]
             write_pages(pool, pages, unpacked(pool, data, run.n_pages, which), pool.arrays.contents)
 
+        self.take = take
         self.errands = self.away.extents.read(runs, take)
 
     def _wait(self) -> None:
+        """Of what was read together and failed, each run is read once more alone: the others may be whole."""
         for errand, runs in self.errands:
-            if (error := errand.finish()) is not None:
-                numbers, _ = self.away.runs_of(self.ids)
-                for place, number in enumerate(numbers.tolist()):
-                    if number >= 0 and self.away.run(number) in runs:
-                        self.failed[place] = error
+            if (error := errand.finish()) is None:
+                continue
+            for run in runs:
+                if len(runs) > 1:
+                    ((alone, _),) = self.away.extents.read([run], self.take)
+                    error = alone.finish()
+                if error is not None:
+                    self._fail(run, error)
         self.errands = []
+
+    def _fail(self, run: Run, error: DataError) -> None:
+        numbers, _ = self.away.runs_of(self.ids)
+        for place, number in enumerate(numbers.tolist()):
+            if number >= 0 and self.away.run(number) is run:
+                self.failed[place] = error
 
     def _fill_failed(self, pool: RefCountedPool[Any]) -> None:
         pages = self.pages[sorted(self.failed)]

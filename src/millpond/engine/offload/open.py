@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import parse_bytes
+from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
@@ -20,6 +21,7 @@ from millpond.errors import BudgetError, OptionError
 from millpond.models.load import load_model, resolve
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers, WeightSizes
+from millpond.tiers.aligned import aligned_down
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.tier import Tier
 
@@ -55,12 +57,13 @@ class Opened:
 
     Attributes:
         model: of transformers. config: with the limit that KV has. streamed: its layers, where they do not all stay
-            in memory. ledger: of the memory that it takes.
+            in memory. tier: of KV on a disk, where some is. ledger: of the memory that it takes.
     """
 
     model: Any
     config: EngineConfig
     streamed: StreamedLayers | None
+    tier: DiskTier | None
     placement: Placement
     ledger: Ledger
 
@@ -71,6 +74,9 @@ def open_in_memory(
     plan: Plan | None,
     dtype: str | None,
     config: EngineConfig,
+    *,
+    disk: str | PathLike[str] | None = None,
+    tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
@@ -80,7 +86,8 @@ def open_in_memory(
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
-            is given at all. streaming: further arguments of `StreamedLayers`.
+            is given at all. disk: folder where KV lies that a plan puts on the disk; None: that of the model.
+        tiered: further arguments of `DiskTier`. streaming: of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
@@ -105,12 +112,13 @@ def open_in_memory(
     if plan is None:
         whole = sizes.kept_bytes(every) + step.nbytes + step.kv_bytes(LEAST_TOKENS)
         plan = Plan() if limit is None or whole <= limit else _streaming_plan(sizes, step, limit)
-    streamed_layers = plan.streamed_layers(len(every))
+    streamed_layers, kv_layers = plan.streamed_layers(len(every)), plan.kv_layers_on_disk(len(every))
+    slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
     kept = [index for index in every if index not in streamed_layers]
     n_slots = min(plan.slots, len(streamed_layers))
     if limit is not None:
-        _check_memory(limit, sizes, step, kept, n_slots, config)
-    ledger = Ledger([Tier(HOST, "host", limit)])
+        _check_memory(limit, sizes, step, kept, n_slots, N_SLOTS * slot_bytes, config)
+    ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk")])
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(HOST, purpose, nbytes)
     streamed: StreamedLayers | None = None
@@ -120,6 +128,17 @@ def open_in_memory(
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
         model = load_model(folder, "auto" if dtype is None else dtype)
+    tier: DiskTier | None = None
+    if kv_layers:
+        try:
+            tier = DiskTier(
+                folder if disk is None else Path(disk), kv_layers, ledger=ledger, slot_bytes=slot_bytes,
+                micro_batch=plan.micro_batch, **tiered or {},
+            )  # fmt: skip
+        except BaseException:
+            if streamed is not None:
+                streamed.close()
+            raise
     if limit is not None:
         config = replace(config, kv_memory=_kv_memory(ledger, config, streamed))
     kv = config.kv_limit
@@ -128,7 +147,7 @@ def open_in_memory(
     where = {HOST: ledger.by_purpose(HOST)}
     if streamed_layers:
         where[DISK] = {"weights": sum(sizes.layers[index].nbytes for index in streamed_layers)}
-    return Opened(model, config, streamed, Placement(plan=plan, bytes=where, memory_bytes=limit), ledger)
+    return Opened(model, config, streamed, tier, Placement(plan=plan, bytes=where, memory_bytes=limit), ledger)
 
 
 def _streaming_plan(sizes: WeightSizes, step: StepMemory, limit: int) -> Plan:
@@ -148,6 +167,11 @@ def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
     )
 
 
+def _kv_slot_bytes(limit: int | None) -> int:
+    """Of each slot that KV is read through: a small part of the memory, and large enough for the disk."""
+    return SLOT_BYTES if limit is None else min(SLOT_BYTES, max(LEAST_SLOT_BYTES, aligned_down(limit // 64)))
+
+
 def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
     if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:
         saved = next((name for name, known in DTYPES.items() if known == skeleton.dtype), str(skeleton.dtype))
@@ -158,13 +182,14 @@ def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
 
 
 def _check_memory(
-    limit: int, sizes: WeightSizes, step: StepMemory, kept: list[int], n_slots: int, config: EngineConfig
-) -> None:
+    limit: int, sizes: WeightSizes, step: StepMemory, kept: list[int], n_slots: int, kv_slots: int,
+    config: EngineConfig,
+) -> None:  # fmt: skip
     slots, kv = n_slots * sizes.slot_bytes, step.kv_bytes(LEAST_TOKENS)
-    smallest = sizes.kept_bytes(kept) + slots + step.nbytes + kv
+    smallest = sizes.kept_bytes(kept) + slots + kv_slots + step.nbytes + kv
     if limit < smallest:
         parts = {"weights that stay": sizes.kept_bytes(kept), f"{n_slots} slots for layers": slots}
-        parts |= {**step.by_purpose} | {f"KV of {LEAST_TOKENS} tokens": kv}
+        parts |= {"slots for KV": kv_slots} | {**step.by_purpose} | {f"KV of {LEAST_TOKENS} tokens": kv}
         shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(
             f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "

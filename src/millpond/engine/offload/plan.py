@@ -24,12 +24,13 @@ class Plan:
     """How a model runs that need not fit in memory.
 
     Attributes:
-        weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. Of the weights these are shares of
-            the layers: embeddings, the head and the last norm always stay in memory.
+        weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. These are shares of the layers, of
+            all sequences alike: embeddings, the head and the last norm always stay in memory, and so do positions and
+            scores of entries.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
             "diagonal" as "zigzag", but a sequence that ends makes room for another at once.
-        micro_batch: sequences that pass a layer at a time. block: sequences that share a sweep; None: as many as fit.
+        micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together. block: sequences that share a sweep; None: as many as fit.
         prompt_rows: prompt tokens in one sweep, at most.
         slots: layers in memory at a time of those that are on disk.
         model: fingerprint of the model that it was made for; empty: any.
@@ -78,12 +79,16 @@ class Plan:
 
         As many whole layers as the share of weights outside the disk holds, rounded down.
         """
-        kept = int((1 - self.share("weights", DISK)) * n_layers + n_layers * _ROUNDING)
-        return tuple(i for i in range(n_layers) if (i + 1) * kept // n_layers > i * kept // n_layers)
+        return _spread(1 - self.share("weights", DISK), n_layers)
 
     def streamed_layers(self, n_layers: int) -> tuple[int, ...]:
         """Indices of the layers that are read in every sweep."""
         kept = set(self.kept_layers(n_layers))
+        return tuple(i for i in range(n_layers) if i not in kept)
+
+    def kv_layers_on_disk(self, n_layers: int) -> tuple[int, ...]:
+        """Indices of the layers whose KV lies on the disk; those that stay are as many as their share, rounded down."""
+        kept = set(_spread(1 - self.share("kv", DISK), n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
 
     def check_model(self, fingerprint: str) -> None:
@@ -96,6 +101,12 @@ class Plan:
                 f"plan: it was made for a model with the fingerprint {self.model}, and this one has {fingerprint}; "
                 "make a plan for this model with 'millpond plan'"
             )
+
+
+def _spread(share: float, n_layers: int) -> tuple[int, ...]:
+    """Indices of so many whole layers as a share holds, rounded down, spread evenly between the others."""
+    kept = int(share * n_layers + n_layers * _ROUNDING)
+    return tuple(i for i in range(n_layers) if (i + 1) * kept // n_layers > i * kept // n_layers)
 
 
 def _shares(name: str, given: object) -> dict[str, float]:
