@@ -233,7 +233,7 @@ def _lists(part: Holder, pool: RefCountedPool[Any], held: PageIds) -> PageLists:
     """The page lists of a part with other pages, in the order of `held`."""
     before = part.page_lists
     lists = PageLists(pool, len(before.owned))
-    lists.ids, lists.may_share = before.ids.copy(), before.may_share
+    lists.ids, lists.may_share = np.zeros_like(before.ids), before.may_share
     lists.owned = before.owned.copy()
     lists.ids[lists.owned_mask()] = held
     return lists
