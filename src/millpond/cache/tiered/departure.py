@@ -45,16 +45,20 @@ def depart(part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool,
     region = np.nonzero(lists.owned_mask())[0][first]
     used = np.clip(part.region_lengths[:, None] - lists.columns * pool.slots, 0, pool.slots)[lists.owned_mask()][first]
     sequence = region // part.n_kv_heads
-    sides = read_pages(pool, pages, _sides(pool))
-    if len(pages):
-        sides[0][torch.from_numpy(np.arange(pool.slots) >= used[:, None])] = NOTHING
     place = np.full(len(pages), -1) if visit is None else visit.find(pool, pages)
+    if visit is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
+        some = np.flatnonzero((place < 0) | ~visit.full[place])
+    else:
+        some = np.arange(len(pages))
+    sides = read_pages(pool, pages[some], _sides(pool))
+    if len(some):
+        sides[0][torch.from_numpy(np.arange(pool.slots) >= used[some, None])] = NOTHING
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
     alone = np.ones(len(pages), dtype=bool)
-    if visit is not None and (place >= 0).any():
-        known = np.flatnonzero(place >= 0)
+    known = some[place[some] >= 0]
+    if visit is not None and len(known):
         ids = visit.ids[place[known]]
-        positions = sides[0].numpy()[known]
+        positions = sides[0].numpy()[place[some] >= 0]
         changed[known] = positions >= 0
         if rewritten is None or not rewritten.all():
             same = positions == read_pages(away, ids)[0].numpy()
@@ -77,8 +81,10 @@ def depart(part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool,
         visit.held = visit.held[:0]
     ids[fresh] = away.allocate(int(fresh.sum()))
     away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
-    known_alone = np.flatnonzero(fresh | alone)
-    write_pages(away, ids[known_alone], tuple(side[torch.from_numpy(known_alone)] for side in sides))
+    noted = fresh[some] | alone[some]
+    if not noted.all():
+        sides = tuple(side[torch.from_numpy(noted)] for side in sides)
+    write_pages(away, ids[some[noted]], sides)
     if _slotwise(pool):
         due = _due(part, away, ids, region, changed & patched[:, None])
         anew = due[sequence] & ~stays & alone if len(pages) else patched

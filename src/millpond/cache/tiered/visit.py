@@ -27,7 +27,7 @@ class Visit:
         away: pool that they are of while they are elsewhere. held: these pages, once per holder in the table.
         ids, counts: each of them once, and how often it is held. inverse: (held,) which of `ids`.
         pages: (ids,) where their content is put. lives: of `pages`, see `RefCountedPool.lives`.
-        moved: (ids,) the page is the one that held the content all the time.
+        moved: (ids,) the page is the one that held the content all the time. full: (ids,) there was no free slot.
         errands: reads under way, with the runs of each. take: what they give their runs to.
         failed: place in `ids` -> why it has no content.
     """
@@ -40,6 +40,7 @@ class Visit:
     pages: PageIds
     lives: npt.NDArray[np.int64]
     moved: npt.NDArray[np.bool_]
+    full: npt.NDArray[np.bool_]
     errands: list[tuple[Errand, list[Run]]] = field(default_factory=list)
     failed: dict[int, DataError] = field(default_factory=dict)
     take: Callable[[Run, Tensor], None] = lambda run, data: None
@@ -64,7 +65,10 @@ class Visit:
         if copied.any():  # others hold it too
             write_pages(pool, pages[copied], read_pages(pool, away.resident[ids[copied]]))
         pages[moved] = away.hand_over(ids[moved])
-        visit = cls(away, held, ids, inverse.reshape(-1), counts, pages, pool.lives(pages), moved)
+        lists = part.page_lists
+        free = (part.region_lengths[:, None] < (lists.columns + 1) * pool.slots)[lists.owned_mask()]
+        full = np.bincount(inverse.reshape(-1), free, len(ids)) == 0
+        visit = cls(away, held, ids, inverse.reshape(-1), counts, pages, pool.lives(pages), moved, full)
         visit._read(pool, ~stays)
         return visit
 
@@ -74,11 +78,13 @@ class Visit:
         self._wait()
         if self.failed:
             self._fill_failed(pool)
-        found, slots, rows = away.patches.of(self._places())
-        if len(found):
-            _put(pool, self.pages[found], slots, rows)
+        if away.patches.nbytes:
+            found, slots, rows = away.patches.of(self._places())
+            if len(found):
+                _put(pool, self.pages[found], slots, rows)
         write_pages(pool, self.pages, read_pages(away, self.ids), _sides(pool))
-        pool.retain(np.repeat(self.pages, self.counts - 1))
+        if len(self.held) > len(self.ids):
+            pool.retain(np.repeat(self.pages, self.counts - 1))
         part.exchange(_lists(part, pool, self.pages[self.inverse]))
 
     def cancel(self, pool: RefCountedPool[Any]) -> None:
