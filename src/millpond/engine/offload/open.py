@@ -15,13 +15,14 @@ from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.model_size import fingerprint
-from millpond.engine.offload.plan import DISK, HOST, SLOTS, Plan
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Plan
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.errors import BudgetError, OptionError
 from millpond.models.load import load_model, resolve
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers, WeightSizes
 from millpond.tiers.aligned import aligned_down
+from millpond.tiers.backends.simulated import SimulatedDevice
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.tier import Tier
 
@@ -76,6 +77,7 @@ def open_in_memory(
     config: EngineConfig,
     *,
     disk: str | PathLike[str] | None = None,
+    device: SimulatedDevice | None = None,
     tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
@@ -87,7 +89,8 @@ def open_in_memory(
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
             is given at all. disk: folder where KV lies that a plan puts on the disk; None: that of the model.
-        tiered: further arguments of `DiskTier`. streaming: of `StreamedLayers`.
+        device: that stands for an accelerator, for tests; weights may lie there then, and layers are computed from
+            there. tiered: further arguments of `DiskTier`. streaming: of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
@@ -103,7 +106,7 @@ def open_in_memory(
     _check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
-        ENGINE.check(plan)
+        (ENGINE if device is None else replace(ENGINE, weights=(DEVICE, *ENGINE.weights))).check(plan)
         if plan.model:
             plan.check_model(fingerprint(skeleton))
         config = _with_plan(config, plan)
@@ -115,15 +118,19 @@ def open_in_memory(
     streamed_layers, kv_layers = plan.streamed_layers(len(every)), plan.kv_layers_on_disk(len(every))
     slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
     kept = [index for index in every if index not in streamed_layers]
-    n_slots = min(plan.slots, len(streamed_layers))
-    if limit is not None:
+    on_device = () if device is None else plan.device_layers(len(every))
+    kept = [index for index in kept if index not in on_device]
+    n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None))
+    if limit is not None and device is None:
         _check_memory(limit, sizes, step, kept, n_slots, N_SLOTS * slot_bytes, config)
-    ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk")])
+    ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(HOST, purpose, nbytes)
     streamed: StreamedLayers | None = None
-    if streamed_layers:
-        streamed = StreamedLayers(skeleton, sizes, ledger, kept=kept, n_slots=n_slots, **streaming)
+    if streamed_layers or device is not None:
+        streamed = StreamedLayers(
+            skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device, **streaming
+        )
         model: Any = streamed.model
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
@@ -145,6 +152,8 @@ def open_in_memory(
     if kv is not None:
         ledger.take(HOST, "kv", kv)
     where = {HOST: ledger.by_purpose(HOST)}
+    if device is not None:
+        where = {DEVICE: ledger.by_purpose(DEVICE), **where}
     if streamed_layers:
         where[DISK] = {"weights": sum(sizes.layers[index].nbytes for index in streamed_layers)}
     return Opened(model, config, streamed, tier, Placement(plan=plan, bytes=where, memory_bytes=limit), ledger)

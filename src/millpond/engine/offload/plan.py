@@ -81,6 +81,13 @@ class Plan:
         """
         return _spread(1 - self.share("weights", DISK), n_layers)
 
+    def device_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Of the layers that stay in memory, those whose weights lie on the device: as many as their share, rounded
+        down, spread evenly."""
+        kept = self.kept_layers(n_layers)
+        share = self.share("weights", DEVICE) * n_layers / max(len(kept), 1)
+        return tuple(kept[i] for i in _spread(min(share, 1.0), len(kept)))
+
     def streamed_layers(self, n_layers: int) -> tuple[int, ...]:
         """Indices of the layers that are read in every sweep."""
         kept = set(self.kept_layers(n_layers))
