@@ -83,7 +83,7 @@ class BatchCache:
         return nullcontext() if self.tier is None else self.tier.here(core, then, growth)
 
     def take_lost(self) -> dict[int, DataError]:
-        """Sequences whose pages could not be read from the disk or written to it, since this was last asked, and why."""
+        """Sequences whose pages could not be read from the disk or written to it since this was asked, and why."""
         lost: dict[int, DataError] = {}
         for core in self.layers:
             lost, core.lost = {**core.lost, **lost}, {}
@@ -155,7 +155,7 @@ class BatchCache:
         )
 
     def _pages_of_pass(self, growth: Sequence[Pages]) -> Pages:
-        """Pages that a pass takes in which each layer grows: of layers on a disk, those of the largest one at a time."""
+        """Pages that a pass takes in which each layer grows; of layers on a disk, those of the largest one."""
         need: Counter[Pool] = Counter()
         most: Pages = {}
         for core, more in zip(self.layers, growth, strict=True):

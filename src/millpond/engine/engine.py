@@ -69,7 +69,9 @@ class Engine:
         limit = config.kv_limit
         self.tokenizer, self._tier = tokenizer, tier
         if tier is not None and config.prefix_cache:
-            raise OptionError("prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk")
+            raise OptionError(
+                "prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk"
+            )
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit

@@ -24,7 +24,7 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
             continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]
-        held += [away.resident[away.resident >= 0] for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
+        held += [away.staying for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
         pool.check_integrity(held + shared.held(pool))
     limit = account.limit_bytes
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"

@@ -31,9 +31,7 @@ def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, ans
     those of the answer too. The states of a hybrid have one size, and each answer has its own. Of layers on a disk
     two are in memory at a time.
     """
-    table = [
-        _layer_need(recipe, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)
-    ]
+    table = [_layer_need(recipe, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)]
     near = [need for index, need in enumerate(table) if index not in recipe.on_disk]
     own = recipe.state_bytes
     need = _sum([MemoryNeed(own, 0, own), *near])
@@ -138,9 +136,7 @@ def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     return entries + loose if codec.tiered else min(entries, loose)
 
 
-def _codes(
-    recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes
-) -> int:
+def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes) -> int:
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:

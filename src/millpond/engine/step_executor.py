@@ -84,9 +84,7 @@ class StepExecutor:
             group.update_stats()
         return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
 
-    def _end_lost(
-        self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]
-    ) -> list[RequestState]:
+    def _end_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """End the requests whose keys and values could not be read from the disk or written to it."""
         ended = []
         for live, _ in reading:

@@ -100,9 +100,8 @@ class SegmentedAttention:
     def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
-        core = segment.cores[index]
-        here = nullcontext() if segment.stack is None else segment.stack.here(core, self._next(number, index), self._growth)
-        with here:
+        core, stack = segment.cores[index], segment.stack
+        with nullcontext() if stack is None else stack.here(core, self._next(number, index), self._growth):
             if segment.decoding:
                 return core.attend_newest(q, k, v, shape)
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))

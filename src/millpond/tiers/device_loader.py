@@ -60,7 +60,8 @@ class DeviceLoader:
             for begin in range(0, extent.nbytes, step):
                 n = min(step, extent.nbytes - begin)
                 needed = max(0, min(n, extent.needed - begin))
-                part = replace(extent, offset=extent.offset + begin, nbytes=n, needed=needed, place=extent.place + begin)
+                offset, place = extent.offset + begin, extent.place + begin
+                part = replace(extent, offset=offset, nbytes=n, needed=needed, place=place)
                 errands.append(self._pass_on(part, slot, self._through[len(errands) % len(self._through)]))
         return Arrival(slot, errands)
 

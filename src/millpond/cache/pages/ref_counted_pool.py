@@ -32,6 +32,9 @@ class Limit(Protocol):
     @property
     def arena_bytes(self) -> int: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     def can_take(self, pages: Mapping[Pool, int]) -> bool: ...
 
 

@@ -109,6 +109,11 @@ class AwayPages(RefCountedPool[SideArrays]):
 
     # ------------------------------------------------------------------ content
 
+    @property
+    def staying(self) -> PageIds:
+        """Pages of the pool that hold content of some of these."""
+        return self.resident[self.resident >= 0]
+
     def runs_of(self, ids: PageIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
         return self._run[ids], self._row[ids]

@@ -1,8 +1,9 @@
-"""Departure of a table's pages from their pool: what is written, what waits in memory, and what is elsewhere already."""
+"""Departure of a table's pages from their pool: what is written, what waits in memory, what is elsewhere already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,15 @@ from millpond.kernels.pages import PageArrays
 
 #: Entries of a region that wait in memory, at most, before the pages of its sequence are written anew.
 MOST_PATCHES = 24
+#: Bytes of an entry that waits besides keys and values: its page and slot.
+_PATCH_BYTES = 12
 
 Mask = npt.NDArray[np.bool_]
 
 
-def depart(part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool, rewritten: Mask | None) -> dict[int, DataError]:
+def depart(
+    part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool, rewritten: Mask | None
+) -> dict[int, DataError]:
     """Let a part hold pages of `away` in place of those of its pool, which are given back.
 
     A page that was not changed is where it was. Entries that were written into some of its slots wait beside it in
@@ -109,15 +114,19 @@ def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int
     contents = part.pool.arrays.contents
     by_region = np.zeros(len(part.region_lengths), dtype=np.int64)
     np.add.at(by_region, region, changed.sum(1) + away.patches.counts(away.n_pages)[ids])
-    most = by_region.reshape(n_seq, part.n_kv_heads).max(1)
-    if not contents[0]:
-        return most > MOST_PATCHES
-    row_bytes = sum(arenas[0].shape[2] * arenas[0].element_size() for arenas in contents) + 12
+    most: npt.NDArray[np.int64] = by_region.reshape(n_seq, part.n_kv_heads).max(1)
+    row_bytes = _PATCH_BYTES + sum(arenas[0].shape[2] * arenas[0].element_size() for arenas in contents if arenas)
+    found: Mask = most > MOST_PATCHES
+    if not _has_room(away, int(changed.sum()) * row_bytes):
+        found = most > 0
+    return found
+
+
+def _has_room(away: AwayPages, nbytes: int) -> bool:
+    """Whether the limit of the pool holds so many bytes more."""
     account = away.account
     limit = None if account is None else account.limit_bytes
-    if limit is not None and account is not None and account.nbytes + int(changed.sum()) * row_bytes > limit:
-        return most > 0
-    return most > MOST_PATCHES
+    return account is None or limit is None or account.nbytes + nbytes <= limit
 
 
 def _slotwise(pool: RefCountedPool[Any]) -> bool:
@@ -134,9 +143,7 @@ def _write(
     for which in _parts(sequence, np.flatnonzero(written), away.extents.transit.slot_bytes // pool.kv_bytes_per_page):
         own = pages[which]
         try:
-            run = away.extents.write(
-                lambda room, own=own: packed(pool, own, room), len(own) * pool.kv_bytes_per_page, len(own)
-            )
+            run = away.extents.write(partial(packed, pool, own), len(own) * pool.kv_bytes_per_page, len(own))
         except DataError as error:
             lost[int(sequence[which[0]])] = error
             away.lie_nowhere(ids[which])

@@ -157,8 +157,9 @@ class DiskTier:
         return self._away[key]
 
     def window(self, core: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
-        """Pages that a pass takes for a layer on the disk, which may grow by `growth`: while it is here, and for good."""
-        here, stays = dict(growth), {}
+        """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
+        here: dict[Pool, int] = dict(growth)
+        stays: dict[Pool, int] = {}
         table = core.table
         if table is None:
             return here, stays

@@ -182,9 +182,7 @@ def packed(pool: RefCountedPool[Any], pages: PageIds, room: Tensor) -> None:
         begin += content.nbytes
 
 
-def unpacked(
-    pool: RefCountedPool[Any], data: Tensor, n_pages: int, which: npt.NDArray[np.int64]
-) -> tuple[Tensor, ...]:
+def unpacked(pool: RefCountedPool[Any], data: Tensor, n_pages: int, which: npt.NDArray[np.int64]) -> tuple[Tensor, ...]:
     """The content of pages number `which` of those that `packed` put into data (n,) uint8."""
     found, begin = [], 0
     for arenas in pool.arrays.contents:

@@ -30,7 +30,8 @@ class Plan:
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
             "diagonal" as "zigzag", but a sequence that ends makes room for another at once.
-        micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together. block: sequences that share a sweep; None: as many as fit.
+        micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together.
+        block: sequences that share a sweep; None: as many as fit.
         prompt_rows: prompt tokens in one sweep, at most.
         slots: layers in memory at a time of those that are on disk.
         model: fingerprint of the model that it was made for; empty: any.
