@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 
@@ -17,6 +18,8 @@ from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.cache.swap.files import SwapFile, SwapFiles
 from millpond.cache.swap.pages import Content, SwappedPages, copy_out, release_all, restore
+from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.errors import DataError
 
 #: How many pages of each pool; of `StateSlots`, how many sequences.
 Pages = dict[Pool, int]
@@ -27,7 +30,8 @@ class BatchCache:
 
     Args:
         layers: one per layer with attention, new ones. timeline: theirs. before_plan: called when the prompt is about
-            to be planned. states: of the layers that hold some, in a hybrid.
+            to be planned. states: of the layers that hold some, in a hybrid. tier: of the layers whose pages lie on a
+            disk between passes; None: all stay.
 
     Attributes:
         reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
@@ -39,8 +43,10 @@ class BatchCache:
         timeline: PositionTracker,
         before_plan: Callable[[], None] = lambda: None,
         states: RecurrentStates | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         self.layers = list(cores)
+        self.tier = tier
         self.timeline = timeline
         self.states = states
         self._before_plan = before_plan
@@ -66,8 +72,22 @@ class BatchCache:
         """The prompt is complete: every layer plans what it keeps."""
         self.reading = False
         self._before_plan()
+        for core, then in zip(self.layers, [*self.layers[1:], None], strict=True):
+            with self.here(core, then):
+                core.settle()
+
+    def here(
+        self, core: LayerCache, then: LayerCache | None = None, growth: Pages | None = None
+    ) -> AbstractContextManager[None]:
+        """While a layer reads or writes its pages, see `DiskTier.here`."""
+        return nullcontext() if self.tier is None else self.tier.here(core, then, growth)
+
+    def take_lost(self) -> dict[int, DataError]:
+        """Sequences whose pages could not be read from the disk or written to it since this was asked, and why."""
+        lost: dict[int, DataError] = {}
         for core in self.layers:
-            core.settle()
+            lost, core.lost = {**core.lost, **lost}, {}
+        return lost
 
     def begin_with(self, tables: Sequence[PageTable]) -> None:
         """Begin one sequence with the tokens of a prompt that these tables hold, one per layer."""
@@ -126,17 +146,26 @@ class BatchCache:
 
     def pages_for_step(self) -> Pages:
         """Most pages that the next decoding step may take of each pool."""
-        need: Counter[Pool] = Counter()
-        for core in self.layers:
-            need.update(core.pages_for_step())
-        return dict(need)
+        return self._pages_of_pass([core.pages_for_step() for core in self.layers])
 
     def pages_for(self, n_tokens: int) -> Pages:
         """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
+        return self._pages_of_pass(
+            [{} if core.table is None else {core.table.pool: core.pages_for(n_tokens)} for core in self.layers]
+        )
+
+    def _pages_of_pass(self, growth: Sequence[Pages]) -> Pages:
+        """Pages that a pass takes in which each layer grows; of layers on a disk, those of the largest one."""
         need: Counter[Pool] = Counter()
-        for core in self.layers:
-            if core.table is not None:
-                need[core.table.pool] += core.pages_for(n_tokens)
+        most: Pages = {}
+        for core, more in zip(self.layers, growth, strict=True):
+            if self.tier is None or not self.tier.is_on_disk(core):
+                need.update(more)
+            else:
+                here, stays = self.tier.window(core, more)
+                need.update(stays)
+                most = {pool: max(most.get(pool, 0), here.get(pool, 0)) for pool in {**most, **here}}
+        need.update(most)
         return dict(need)
 
     # ------------------------------------------------------------------ out of the pool and back
@@ -193,7 +222,8 @@ class BatchCache:
         return dict(need)
 
     def _tables(self) -> list[PageTable]:
-        return [core.table for core in self.layers if core.table is not None]
+        """Those whose pages are in their pool."""
+        return [core.table for core in self.layers if core.table is not None and not core.table.is_away]
 
     def _forget_swapped(self) -> None:
         if self._file is not None:

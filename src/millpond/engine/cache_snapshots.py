@@ -32,7 +32,7 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     table = stack.layers[layer].table
     n_heads = 0 if table is None else table.n_kv_heads
     holders, sums = torch.zeros(seen), torch.zeros(seen)
-    if table is not None and table.pool.arrays.n_arenas:
+    if table is not None and table.page_lists.pool.arrays.n_arenas:
         positions, scores = _marks(table, sequence)
         held = (positions >= 0) & (positions < seen)
         places = positions[held].long()
@@ -51,7 +51,7 @@ def _marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
 
     Keys and values stay where they are.
     """
-    rows, arrays = table.rows(sequence), table.pool.arrays
+    rows, arrays = table.rows(sequence), table.page_lists.pool.arrays
     pages, lens = table.pages[rows].long().cpu(), table.lens[rows].cpu()  # (H, n), (H,)
     arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
 

@@ -19,11 +19,13 @@ class DecodeGroup:
 
     Attributes:
         recipe: how their caches are made. stack: the caches. answers: whose sequences these are, in order.
-        apart: these answers may pass a step.
+        apart: these answers may pass a step. alike: batches whose caches are kept in the same way, this one among them,
+            of which each has at most a micro-batch of answers.
     """
 
     def __init__(self, recipe: CacheFactory, layers: list[LayerShape], apart: bool = False) -> None:
         self.apart = apart
+        self.alike = [self]
         self.recipe = recipe
         self.stack = recipe.stack()
         self.answers: list[CompletionState] = []
@@ -37,6 +39,17 @@ class DecodeGroup:
             self._other = DecodeGroup(self.recipe, self._layers, not self.apart)
             self._other._other = self
         return self._other
+
+    def with_room(self, n: int) -> DecodeGroup:
+        """One of the batches `alike` that `n` more answers may join; a request's answers stay together."""
+        most = None if self.recipe.tier is None else self.recipe.tier.micro_batch
+        for batch in self.alike:
+            if most is None or not batch.answers or len(batch.answers) + n <= most:
+                return batch
+        batch = DecodeGroup(self.recipe, self._layers, self.apart)
+        batch.alike = self.alike
+        self.alike.append(batch)
+        return batch
 
     @property
     def slots(self) -> int:

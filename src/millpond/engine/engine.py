@@ -16,6 +16,7 @@ import torch
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.swap.files import SwapFiles
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
@@ -46,6 +47,7 @@ class Engine:
         model: a transformers decoder. tokenizer: its own; without one requests bring token ids and get no text.
         config: settings; None for the defaults.
         streamed: the layers of `model` where their weights are read while it runs; the engine closes it.
+        tier: where keys and values of some layers lie on a disk; None: in memory. The engine closes it.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -60,11 +62,16 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         streamed: StreamedLayers | None = None,
+        tier: DiskTier | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config = config = EngineConfig.of(config, options)
         limit = config.kv_limit
-        self.tokenizer = tokenizer
+        self.tokenizer, self._tier = tokenizer, tier
+        if tier is not None and config.prefix_cache:
+            raise OptionError(
+                "prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk"
+            )
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
@@ -84,15 +91,16 @@ class Engine:
                 method=config.method, options=config.options, budget=config.budget, codec=config.codec
             )
             self._recipes = GroupRegistry(
-                self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration)
-            )
+                self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
+                tier,
+            )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
             raise
-        self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files)
+        self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files, tier)
         self._intake = RequestValidator(
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer
         )
@@ -280,6 +288,8 @@ class Engine:
             live.stack.clear()
             live.stack = None
         live.group.leave()
+        if self._tier is not None:
+            self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
         del self._live[live.request.request_id]
         live.times = replace(live.times, finished=time.monotonic())
@@ -318,6 +328,8 @@ class Engine:
         self._model.close()
         if self._files is not None:
             self._files.close()
+        if self._tier is not None:
+            self._tier.close()
 
     def _trim(self) -> None:
         for pool in self._account.pools:

@@ -11,6 +11,7 @@ import torch
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.recurrent_states import StateSlots
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
@@ -32,7 +33,7 @@ class GroupRegistry:
 
     Args:
         defaults: what holds where a request says nothing. account: what all pools share.
-        calibration: of the model, for the codecs that need one.
+        calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class GroupRegistry:
         page_slots: int,
         tokenizer: Any,
         calibration: CalibrationSource = None,
+        tier: DiskTier | None = None,
     ) -> None:
         self.defaults = defaults
         self._model = model
         self._account = account
         self._page_slots = page_slots
         self._tokenizer = tokenizer
-        self._calibration = calibration
+        self._calibration, self._tier = calibration, tier
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
         self._slots = None if model.states is None else StateSlots(model.states.nbytes, account)
@@ -86,7 +88,7 @@ class GroupRegistry:
                 self._forget_idle()
                 recipe = CacheFactory(
                     self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
-                    self._calibration if needs_calibration(codec) else None, self._slots,
+                    self._calibration if needs_calibration(codec) else None, self._slots, self._tier,
                 )  # fmt: skip
                 self._groups[key] = DecodeGroup(recipe, self._model.layers)
         return self._groups[key]

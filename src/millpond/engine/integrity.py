@@ -10,6 +10,7 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.swap.pages import Holder
+from millpond.cache.tiered.away_pages import AwayPages
 
 
 def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: PrefixTree) -> None:
@@ -22,7 +23,8 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
             pool.check_integrity(sum(stack.n_seq for stack in stacks if not stack.is_swapped_out))
             continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
-        held = [part.held() for part in parts if part.pool is pool]
+        held = [part.held() for part in parts if part.page_lists.pool is pool]
+        held += [away.staying for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
         pool.check_integrity(held + shared.held(pool))
     limit = account.limit_bytes
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"

@@ -189,10 +189,11 @@ def open_engine(
     opened = offload.open(model, dtype, config)
     try:
         tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
-        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed)
+        engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier)
     except BaseException:
-        if opened.streamed is not None:
-            opened.streamed.close()
+        for part in (opened.streamed, opened.tier):
+            if part is not None:
+                part.close()
         raise
     return engine, opened.placement
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.tiered.away_pages import side_page_bytes
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
+from millpond.tiers.aligned import ALIGNMENT
+
+#: Bytes that a page of a pool counts for.
+PageSize = Callable[[RefCountedPool[Any]], int]
 
 
 def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, answer: int, n: int) -> MemoryNeed:
@@ -20,28 +28,70 @@ def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, ans
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
     codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
-    those of the answer too. The states of a hybrid have one size, and each answer has its own.
+    those of the answer too. The states of a hybrid have one size, and each answer has its own. Of layers on a disk
+    two are in memory at a time.
     """
-    reading = each = recipe.state_bytes
-    shared = 0
-    copies = _writes_everywhere(recipe)
-    for index, layer in enumerate(layers):
-        pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
-        table = PageTable(pool, 1, layer.n_kv_heads)
-        before, after = entries_of(recipe, index, layer, table, prompt, answer)
-        page = pool.page_bytes * layer.n_kv_heads
-        read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
-        beside = _codes if own is pool else _held
-        reading += own.page_bytes * layer.n_kv_heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt)
-        if n == 1:
-            each += _held(recipe, layer, after, prompt + answer)
-        elif copies:  # the prompt's pages stay until every answer has copies of its own
-            shared += _held(recipe, layer, before, prompt)
-            each += _held(recipe, layer, after, prompt + answer)
+    table = [_layer_need(recipe, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)]
+    near = [need for index, need in enumerate(table) if index not in recipe.on_disk]
+    own = recipe.state_bytes
+    need = _sum([MemoryNeed(own, 0, own), *near])
+    if not recipe.on_disk:
+        return need
+    far = [need for index, need in enumerate(table) if index in recipe.on_disk]
+    beside = [_beside_disk(recipe, index, layers[index], prompt, answer, n) for index in sorted(recipe.on_disk)]
+    here = MemoryNeed(*(2 * max(part) for part in zip(*((x.reading, x.shared, x.each) for x in far), strict=True)))
+    runs = n * ((prompt + answer) // recipe.pool(layers[0].key_dim, layers[0].value_dim).slots + 2)
+    return replace(_sum([need, *beside, here]), disk=max(x.most(n) for x in far) + runs * ALIGNMENT)
+
+
+def _beside_disk(
+    recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int
+) -> MemoryNeed:  # fmt: skip
+    """What a layer on the disk holds in memory: positions, scores and masses, and a page of entries of each head."""
+    pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
+    sides = _layer_need(recipe, index, layer, prompt, answer, n, side_page_bytes)
+    more = own.page_bytes * layer.n_kv_heads, pool.page_bytes * layer.n_kv_heads
+    return MemoryNeed(sides.reading + more[0], sides.shared, sides.each + more[1])
+
+
+def _layer_need(
+    recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int, page: PageSize
+) -> MemoryNeed:
+    """Bytes of one layer, each page of a pool counted as `page` says."""
+    pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
+    before, after = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, answer)
+    heads = layer.n_kv_heads
+    read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
+    beside = _codes if own is pool else _held
+    reading = page(own) * heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt, page)
+    if n == 1:
+        return MemoryNeed(reading, 0, _held(recipe, layer, after, prompt + answer, page))
+    shared = _held(recipe, layer, before, prompt, page)
+    if _writes_everywhere(recipe):  # the prompt's pages stay until every answer has copies of its own
+        return MemoryNeed(reading, shared, _held(recipe, layer, after, prompt + answer, page))
+    each = page(pool) * heads * ((after - before) // pool.slots + 2)
+    return MemoryNeed(reading, shared, each + _codes(recipe, layer, after - before, answer, page))
+
+
+def _sum(needs: Sequence[MemoryNeed]) -> MemoryNeed:
+    return MemoryNeed(*(sum(part) for part in zip(*((x.reading, x.shared, x.each) for x in needs), strict=True)))
+
+
+def _page_bytes(pool: RefCountedPool[Any]) -> int:
+    return pool.page_bytes
+
+
+def one_at_a_time(recipe: CacheLayout, layers: Sequence[Pages]) -> Pages:
+    """Pages of all layers; of those on a disk, which are in memory one at a time, those of the largest one."""
+    need: Counter[Pool] = Counter()
+    most: Pages = {}
+    for index, pages in enumerate(layers):
+        if index in recipe.on_disk:
+            most = {pool: max(most.get(pool, 0), pages.get(pool, 0)) for pool in {**most, **pages}}
         else:
-            shared += _held(recipe, layer, before, prompt)
-            each += page * ((after - before) // pool.slots + 2) + _codes(recipe, layer, after - before, answer)
-    return MemoryNeed(reading, shared, each)
+            need.update(pages)
+    need.update(most)
+    return dict(need)
 
 
 def pages_to_settle(
@@ -53,8 +103,9 @@ def pages_to_settle(
     written when the prompt's have gone, but for those that are shared; `stack`: what was read, None where
     nothing was.
     """
-    need: Counter[Pool] = Counter()
+    pages: list[Pages] = []
     for index, layer in enumerate(layers):
+        need: Counter[Pool] = Counter()
         pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
@@ -65,14 +116,15 @@ def pages_to_settle(
             need[pool] += plain
         elif held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
             need[pool] += held.pages_to_renew(plain)
-    return dict(need)
+        pages.append(dict(need))
+    return one_at_a_time(recipe, pages)
 
 
-def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> int:
+def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize) -> int:
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer.key_dim, layer.value_dim)
-    plain = pool.page_bytes * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
-    return plain + _codes(recipe, layer, entries, seen)
+    plain = page(pool) * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
+    return plain + _codes(recipe, layer, entries, seen, page)
 
 
 def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
@@ -84,7 +136,7 @@ def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     return entries + loose if codec.tiered else min(entries, loose)
 
 
-def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> int:
+def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes) -> int:
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
     packed, codec = recipe.packed_pool(layer), recipe.pools.codec
     if packed is None or codec is None:
@@ -92,7 +144,7 @@ def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int) -> i
     stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead
     if recipe.policy.keeps_all or not (recipe.policy.every_step or recipe.policy.bounded):
         stored = seen if codec.tiered else entries
-    return packed.page_bytes * layer.n_kv_heads * (stored // packed.slots + 2)
+    return page(packed) * layer.n_kv_heads * (stored // packed.slots + 2)
 
 
 def entries_of(

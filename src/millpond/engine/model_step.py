@@ -52,7 +52,7 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
     def put(stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, decoding: bool) -> None:
         nonlocal begin
         stack.begin(torch.from_numpy(tokens[:, None] if decoding else tokens[None]).to(model.device))
-        segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states))
+        segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states, stack))
         ids.append(tokens)
         positions.append(places)
         asked.append(begin + np.arange(rows.start, rows.stop))

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.swap.files import SwapFiles
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.memory_estimate import one_at_a_time
 from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import Job, Scheduler, Step
@@ -22,6 +24,7 @@ class Preemptor:
     Args:
         live: the engine's requests by name. layers: what each layer of the model stores.
         files: where requests that leave are put; None: the host's memory.
+        tier: of KV on a disk, where room is reserved for requests that begin; None: all is in memory.
 
     Attributes:
         n_preempted: how often a request had to leave.
@@ -35,11 +38,12 @@ class Preemptor:
         layers: list[LayerShape],
         sharing: PrefixSharing,
         files: SwapFiles | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         self.n_preempted = 0
         self.lost: list[RequestState] = []
         self._scheduler, self._live, self._layers = scheduler, live, layers
-        self._sharing, self._files = sharing, files
+        self._sharing, self._files, self._tier = sharing, files, tier
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
@@ -51,6 +55,10 @@ class Preemptor:
             self._preempt(job)
         for job in step.back:
             self._resume(job)
+        if self._tier is not None:
+            for job, _ in step.chunks:
+                if not job.read and self._live[job.key].stack is None:
+                    self._reserve(job, self._tier)
         while not self._has_all(step):
             if len([job for job in _jobs(step) if job.running]) < 2:
                 return
@@ -82,13 +90,23 @@ class Preemptor:
             self._scheduler.defer(job)
             return self._lose(live, error)
         if job.read == job.prompt:
+            live.group = live.group.with_room(len(live.unfinished))
             live.group.join(live.stack, live.unfinished)
             live.stack = None
 
+    def _reserve(self, job: Job, tier: DiskTier) -> None:
+        """Room on the disk for a request that begins; where there is none it ends."""
+        live = self._live[job.key]
+        try:
+            tier.reserve(live.request.request_id, job.need.disk)
+        except DataError as error:
+            self._scheduler.defer(job)
+            self._lose(live, error)
+
     def _lose(self, live: RequestState, error: DataError) -> None:
         """Its pages are free, and it cannot continue."""
-        assert live.stack is not None, "what moves has a cache"
-        live.stack.clear()
+        if live.stack is not None:
+            live.stack.clear()
         live.fail(error)
         self.lost.append(live)
 
@@ -123,10 +141,12 @@ class Preemptor:
     def _pages_to_read(self, live: RequestState, n: int) -> Pages:
         if live.stack is not None and live.stack.n_seq:
             return live.stack.pages_for(n)
-        need: Counter[Pool] = Counter()
+        recipe = live.group.recipe
+        pages: list[Pages] = []
         for layer in self._layers:
-            pool = live.group.recipe.prompt_pool(layer.key_dim, layer.value_dim)
-            need[pool] += layer.n_kv_heads * -(-n // pool.slots)
+            pool = recipe.prompt_pool(layer.key_dim, layer.value_dim)
+            pages.append({pool: layer.n_kv_heads * -(-n // pool.slots)})
+        need = Counter(one_at_a_time(recipe, pages))
         if (slots := live.group.recipe.slots) is not None:
             need[slots] += 1
         return dict(need)

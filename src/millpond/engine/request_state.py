@@ -48,7 +48,7 @@ class RequestState:
         if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:
             going = self.unfinished
             stack = self.group.part(going)
-            self.group = self.group.other
+            self.group = self.group.other.with_room(len(going))
             self.group.join(stack, going)
 
     def cache(self, index: int = 0) -> tuple[BatchCache, int] | None:

@@ -49,11 +49,13 @@ class MemoryNeed:
 
     Attributes:
         reading: until its prompt is planned. shared: then, for all of its answers together. each: for each of them.
+        disk: of a disk, in each of the layers that lie there.
     """
 
     reading: int
     shared: int
     each: int
+    disk: int = 0
 
     def decoding(self, width: int) -> int:
         """While `width` answers continue."""

@@ -58,12 +58,19 @@ class StepExecutor:
         """
         readings = [self._begin(live, n) for live, n in reading]
         logits = run(self._model, groups, readings)
-        answers = [answer for group in groups for answer in group.answers]
-        rows = logits[: len(groups)]
+        ended = self._end_lost(groups, reading)
+        answers: list[CompletionState] = []
+        rows: list[Tensor] = []
+        for group, found in zip(groups, logits, strict=False):
+            stay = [place for place, answer in enumerate(group.answers) if not answer.finished]
+            answers += [group.answers[place] for place in stay]
+            rows.append(found if len(stay) == len(found) else found[stay])
         read: list[RequestState] = []
         for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
             self._scheduler.mark_read(live.job, n)
             self.counts["prompt_tokens"] += n
+            if live.error is not None:
+                continue
             self._score_prompt(live, part, found)
             if part.ends:
                 read.append(live)
@@ -75,7 +82,21 @@ class StepExecutor:
             self._settle(live, later)
         for group in dict.fromkeys([*groups, *(live.group for live in read)]):
             group.update_stats()
-        return list(dict.fromkeys(self._live[answer.key[0]] for answer in answers))
+        return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
+
+    def _end_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
+        """End the requests whose keys and values could not be read from the disk or written to it."""
+        ended = []
+        for live, _ in reading:
+            for error in [] if live.stack is None else live.stack.take_lost().values():
+                live.fail(error)
+                ended.append(live)
+        for group in groups:
+            for sequence, error in group.stack.take_lost().items():
+                live = self._live[group.answers[sequence].key[0]]
+                live.fail(error)
+                ended.append(live)
+        return ended
 
     def _share(self, live: RequestState, n: int) -> int:
         """Before the first `n` tokens of a prompt are read: take over what others have read; returns how many are left.
@@ -147,6 +168,8 @@ class StepExecutor:
             self._sharing.keep(live, later)
             if going:
                 stack.settle()
+                for error in stack.take_lost().values():
+                    raise error
         except MillpondError as error:
             live.fail(error)
             going = []
@@ -155,5 +178,6 @@ class StepExecutor:
             answer.kv = replace(figures, shared_tokens=answer.shared)
         if going:
             stack.select([0] * len(going))
+            live.group = live.group.with_room(len(going))
             live.group.join(stack, going)
             live.stack = None

@@ -18,7 +18,9 @@ from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec, resolve
+from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.model_profile import ModelProfile
@@ -38,8 +40,9 @@ class CacheFactory(CacheLayout):
     """Makes stacks of one kind: sequences of the same recipe decode together.
 
     Args:
-        find_pools: where their pages come from. slots: what counts the states of a hybrid. The rest: as of `compress`;
-            a budget in bytes is that of one sequence.
+        find_pools: where their pages come from. slots: what counts the states of a hybrid. tier: of the layers whose
+            pages lie on a disk between passes; None: all stay. The rest: as of `compress`; a budget in bytes is that of
+            one sequence.
 
     Attributes:
         policy, budget: what is kept. pools: where entries lie.
@@ -61,6 +64,7 @@ class CacheFactory(CacheLayout):
         tokenizer: PreTrainedTokenizerBase | None = None,
         calibration: CalibrationSource = None,
         slots: StateSlots | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
@@ -69,13 +73,20 @@ class CacheFactory(CacheLayout):
         profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
         check_shared(profile, policy, method)
         policy = bounded_policy(policy, kept)
+        if tier is not None and policy.needs_all_layers:
+            raise OptionError(
+                f"method {method!r} compares all layers when it plans, and those on the disk are here one at a time; "
+                "keep KV in memory (a plan with kv={'host': 1}), or use a method that plans each layer alone, such as "
+                "'h2o' or 'snapkv'"
+            )
         stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
         if isinstance(stored, Codec):
             policy.check_codec(stored)
         pools = find_pools(stored or model.dtype, policy.mass_bias)
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
-        self.slots = slots
+        self.slots, self.tier = slots, tier
+        self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
         self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._pattern = self._cores(PositionTracker(), 0)
@@ -95,7 +106,7 @@ class CacheFactory(CacheLayout):
             self._budgets.cores = cores
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(cores, timeline, before_plan, states)
+        stack = BatchCache(cores, timeline, before_plan, states, self.tier)
         stack.reading = prompt > 0
         return stack
 

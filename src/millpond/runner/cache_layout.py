@@ -23,7 +23,10 @@ class CacheLayout:
 
     Attributes:
         policy, budget: what is kept. pools: where entries lie.
+        on_disk: layers whose pages lie on a disk between passes.
     """
+
+    on_disk: frozenset[int] = frozenset()
 
     def __init__(
         self,

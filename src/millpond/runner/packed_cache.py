@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +13,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DummyLayer
 
+from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag
@@ -29,7 +33,8 @@ class Segment:
 
     Attributes:
         cores: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
-            one sequence's. states: of its sequences, in a hybrid.
+            one sequence's. states: of its sequences, in a hybrid. stack: that the caches are of, where some of their
+            pages come for the pass.
     """
 
     cores: Sequence[LayerCache]
@@ -37,6 +42,7 @@ class Segment:
     end: int
     decoding: bool
     states: RecurrentStates | None = None
+    stack: BatchCache | None = None
 
 
 class FusedSteps(NamedTuple):
@@ -64,14 +70,15 @@ class SegmentedAttention:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
+        self._growth = _growth(segments)
 
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
         if len(self.segments) == 1:
-            return self._one(self.segments[0], index, q, k, v, shape)
+            return self._one(0, index, q, k, v, shape)
         outs = [
-            self._one(s, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
-            for s in self.segments
+            self._one(n, index, q[s.begin : s.end], k[s.begin : s.end], v[s.begin : s.end], shape)
+            for n, s in enumerate(self.segments)
         ]
         return torch.cat(outs)
 
@@ -112,14 +119,36 @@ class SegmentedAttention:
                 if core.shared is not None:
                     core.shared.clear()
 
-    @staticmethod
-    def _one(segment: Segment, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
-        core = segment.cores[index]
-        if segment.decoding:
-            return core.attend_newest(q, k, v, shape)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+        segment = self.segments[number]
+        core, stack = segment.cores[index], segment.stack
+        with nullcontext() if stack is None else stack.here(core, self._next(number, index), self._growth):
+            if segment.decoding:
+                return core.attend_newest(q, k, v, shape)
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+            return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+
+    def _next(self, number: int, index: int) -> LayerCache | None:
+        """The cache that attends after that of a segment in a layer."""
+        if number + 1 < len(self.segments):
+            return self.segments[number + 1].cores[index]
+        first = self.segments[0].cores
+        return first[index + 1] if index + 1 < len(first) else None
+
+
+def _growth(segments: Sequence[Segment]) -> Pages:
+    """Pages that new tokens may take in all layers."""
+    need: Counter[Pool] = Counter()
+    for segment in segments:
+        if segment.stack is None or segment.stack.tier is None:
+            continue
+        for core in segment.cores:
+            if segment.decoding:
+                need.update(core.pages_for_step())
+            elif core.table is not None:
+                need[core.table.pool] += core.pages_for(segment.end - segment.begin)
+    return dict(need)
 
 
 class ShapeWatch:

@@ -1,9 +1,12 @@
-"""Files that are read past the page cache, or at least without staying in it."""
+"""Files that are read and written past the page cache, or at least without staying in it."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +34,18 @@ class ReadableFile(Protocol):
         ...
 
 
+class WritableFile(ReadableFile, Protocol):
+    """What a loader writes to, too."""
+
+    def write_from(self, offset: int, data: memoryview) -> int:
+        """Write `data`; returns how many bytes were written.
+
+        Raises:
+            OSError: of the system.
+        """
+        ...
+
+
 class DirectFile:
     """A file that is read with O_DIRECT where its file system has it, else through the page cache, which is emptied.
 
@@ -42,6 +57,8 @@ class DirectFile:
     Raises:
         DataError: the file cannot be opened.
     """
+
+    _flags = os.O_RDONLY
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,12 +73,9 @@ class DirectFile:
         try:
             n = os.preadv(self._fd, [room], offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
-                raise
-            self._reopen_buffered()
+            self._go_on_buffered(error)
             n = os.preadv(self._fd, [room], offset)
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, len(room), os.POSIX_FADV_DONTNEED)
+        self._forget(offset, len(room))
         return n
 
     def close(self) -> None:
@@ -73,16 +87,94 @@ class DirectFile:
     def _open(self) -> int:
         if self.direct:
             try:
-                return os.open(self.path, os.O_RDONLY | _DIRECT)
+                return self._make(self._flags | _DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        return os.open(self.path, os.O_RDONLY)
+        return self._make(self._flags)
 
-    def _reopen_buffered(self) -> None:
-        """The file system opens files for direct reads and refuses these reads."""
+    def _make(self, flags: int) -> int:
+        return os.open(self.path, flags)
+
+    def _go_on_buffered(self, error: OSError) -> None:
+        """The file system opens files for direct access and refuses this; other errors are raised."""
+        if error.errno != errno.EINVAL or not self.direct:
+            raise error
         self.direct = False
-        buffered = os.open(self.path, os.O_RDONLY)
-        os.dup2(buffered, self._fd)
-        os.close(buffered)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT)
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        """Empty the page cache of what was read or written through it."""
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class ScratchFile(DirectFile):
+    """A file without a name that this process reads and writes; with the process it is gone, however that ends.
+
+    Args:
+        folder: where its bytes lie.
+
+    Raises:
+        DataError: no file can be made there.
+    """
+
+    _flags = os.O_RDWR
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.size = 0
+
+    def write_from(self, offset: int, data: memoryview) -> int:
+        """Write `data`, whose length, address and offset are multiples of `ALIGNMENT`; returns how many bytes.
+
+        Raises:
+            OSError: of the system.
+        """
+        try:
+            n = os.pwritev(self._fd, [data], offset)
+        except OSError as error:
+            self._go_on_buffered(error)
+            n = os.pwritev(self._fd, [data], offset)
+        if not self.direct:
+            os.fdatasync(self._fd)  # pages that are not written out stay in the cache
+        self._forget(offset, len(data))
+        return n
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve so many bytes of the disk behind those that were reserved before.
+
+        Raises:
+            DataError: the disk lacks them; nothing was reserved.
+        """
+        try:
+            os.posix_fallocate(self._fd, self.size, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.size)  # what was found before the disk was full
+            free = os.fstatvfs(self._fd)
+            raise DataError(
+                f"{self.path}: {nbytes:,} more bytes for KV are wanted and {free.f_bavail * free.f_frsize:,} are free "
+                f"({error.strerror}); free some, name another folder (disk=), or let fewer sequences run"
+            ) from error
+        self.size += nbytes
+
+    def _make(self, flags: int) -> int:
+        nameless = getattr(os, "O_TMPFILE", 0)
+        if nameless:
+            try:
+                return os.open(self.path, flags | nameless, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+        fd, name = tempfile.mkstemp(prefix=".millpond-kv-", dir=self.path)
+        try:
+            if flags & _DIRECT:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
+        except OSError:
+            os.close(fd)
+            raise
+        finally:
+            os.unlink(name)
+        return fd

@@ -1,4 +1,4 @@
-"""Loader: fills slots from files in the background, and says when and whether it could."""
+"""Loader: fills slots from files and writes them to files in the background, and says when and whether it could."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from millpond.errors import DataError
-from millpond.tiers.files import ReadableFile
+from millpond.tiers.files import ReadableFile, WritableFile
 from millpond.tiers.slots import Slot, SlotState
 
 #: Bytes of one request: above 256 KiB a disk's bandwidth no longer grows.
@@ -113,24 +115,73 @@ class Ticket:
     def _request(self, extent: Extent, begin: int, end: int) -> None:
         room = self.slot.view[extent.place + begin : extent.place + end]
         needed = min(end, extent.needed) - begin
-        got, reason = 0, ""
-        for _ in range(_TRIES):
-            try:
-                got = extent.file.read_into(extent.offset + begin, room)
-            except OSError as error:
-                reason = f": {error.strerror or error}"
-            else:
-                reason = ""
-                if got >= needed:
-                    return
-        raise DataError(
-            f"{extent.file.path} at offset {extent.offset + begin:,}: {end - begin:,} bytes wanted, {needed:,} of them "
-            f"needed, {got:,} read in each of {_TRIES} tries{reason}; check the disk, and that the file is whole"
-        )
+        transfer(extent.file.read_into, extent.file, extent.offset + begin, room, needed, "read")
+
+
+class Errand:
+    """One task of a backend that is waited for: a read that is handed on, or a write.
+
+    Attributes:
+        error: why it failed; None while it is under way, or where it did not.
+    """
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        self._task = task
+        self._done = threading.Event()
+        self.error: DataError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` returns at once."""
+        return self._done.is_set()
+
+    def finish(self) -> DataError | None:
+        """Wait until it is over; returns its `error`."""
+        self._done.wait()
+        return self.error
+
+    def run(self) -> None:
+        """The backend calls it."""
+        try:
+            self._task()
+        except DataError as error:
+            self.error = error
+        except BaseException as error:  # the one who waits is told, whatever it was
+            self.error = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        finally:
+            self._done.set()
+
+
+def transfer(
+    move: Callable[[int, memoryview], int], file: ReadableFile, offset: int, room: memoryview, needed: int, verb: str
+) -> None:
+    """Read or write, once more where it fails.
+
+    Args:
+        move: of the file: reads or writes at an offset, and returns how many bytes. needed: that it must be.
+
+    Raises:
+        DataError: it failed twice; the message has the file, the offset, the bytes wanted and got.
+    """
+    got, reason = 0, ""
+    for _ in range(_TRIES):
+        try:
+            got = move(offset, room)
+        except OSError as error:
+            reason = f": {error.strerror or error}"
+        else:
+            reason = ""
+            if got >= needed:
+                return
+    raise DataError(
+        f"{file.path} at offset {offset:,}: {len(room):,} bytes wanted, {needed:,} of them needed, {got:,} {verb} in "
+        f"each of {_TRIES} tries{reason}; check the disk, and that the file is whole"
+    )
 
 
 class Loader:
-    """Reads extents into slots. A slot has one owner; order is kept within a slot only.
+    """Reads extents into slots and writes slots. A slot has one owner; order is kept within a slot only.
 
     One thread uses it; the backend's threads only fill slots.
     """
@@ -144,6 +195,35 @@ class Loader:
         ticket = Ticket(slot, extents)
         self._backend.submit(id(slot), ticket.run)
         return ticket
+
+    def hand_on(self, extent: Extent, slot: Slot, take: Callable[[Tensor], None]) -> Errand:
+        """Read at most a slot's bytes, and give them to `take` in the background; other reads of the slot come after.
+
+        Args:
+            slot: whose owner only hands on what is read through it.
+            take: called with (n,) uint8, the bytes that were needed, which are others after it has returned. What it
+                raises is the error of the errand.
+        """
+
+        def task() -> None:
+            room = slot.view[: extent.nbytes]
+            transfer(extent.file.read_into, extent.file, extent.offset, room, extent.needed, "read")
+            take(slot.data[: extent.needed])
+
+        return self._errand(slot, task)
+
+    def write(self, slot: Slot, file: WritableFile, offset: int, nbytes: int) -> Errand:
+        """Write the first `nbytes` of a slot; its owner lets nobody else write there before that is over."""
+
+        def task() -> None:
+            transfer(file.write_from, file, offset, slot.view[:nbytes], nbytes, "written")
+
+        return self._errand(slot, task)
+
+    def _errand(self, slot: Slot, task: Callable[[], None]) -> Errand:
+        errand = Errand(task)
+        self._backend.submit(id(slot), errand.run)
+        return errand
 
     def close(self) -> None:
         """End the backend."""

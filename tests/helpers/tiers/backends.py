@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from millpond.tiers.files import DirectFile
+from millpond.errors import DataError
+from millpond.tiers.files import DirectFile, ScratchFile
 
 
 class ShuffledBackend:
@@ -76,3 +79,45 @@ class FaultyFile(DirectFile):
             raise kind.fault
         super().read_into(offset, room)
         return kind.fault
+
+
+class FaultyScratch(ScratchFile):
+    """A file of KV that fails as a test says.
+
+    Attributes:
+        bad: reads of these offsets fail. flipped: a byte at these offsets is another one when it is read.
+        stale: offset -> what is read there in place of what was written. full: bytes that the disk has. fails: errors
+            of the next writes.
+    """
+
+    full: int | None = None
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.bad: set[int] = set()
+        self.flipped: set[int] = set()
+        self.stale: dict[int, bytes] = {}
+        self.fails: list[OSError] = []
+        self.written: dict[int, bytes] = {}
+
+    def read_into(self, offset: int, room: memoryview) -> int:
+        if any(offset <= bad < offset + len(room) for bad in self.bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        n = super().read_into(offset, room)
+        for at in self.flipped:
+            if offset <= at < offset + n:
+                room[at - offset] ^= 1
+        for at, data in self.stale.items():
+            if offset <= at and at + len(data) <= offset + n:
+                room[at - offset : at - offset + len(data)] = data
+        return n
+
+    def write_from(self, offset: int, data: memoryview) -> int:
+        if self.fails:
+            raise self.fails.pop()
+        return super().write_from(offset, data)
+
+    def grow(self, nbytes: int) -> None:
+        if type(self).full is not None and self.size + nbytes > type(self).full:
+            raise DataError(f"{self.path}: {nbytes:,} more bytes for KV are wanted and 0 are free")
+        super().grow(nbytes)

@@ -61,6 +61,12 @@ class DecodeStep:
         self._rivals = policy.decode_allocation
         self._finite = NanCheck(index)
 
+    @property
+    def appends(self) -> bool:
+        """Whether a step only adds entries."""
+        keeps = self._rule.evict is Evict.NEVER and self._demotes.evict is Evict.NEVER
+        return keeps and self._companions.headwise is None and not self._policy.plans_each_step
+
     def open(self, window: int, tiered: bool) -> None:
         """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`."""
         self._rule = self._policy.decode_rule(self._index)

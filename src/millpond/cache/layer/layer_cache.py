@@ -170,7 +170,7 @@ class LayerCache(LayerStorage):
     def is_fusable(self, n_seq: int, shape: AttentionShape) -> bool:
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
         table = self._table
-        if table is None or not self._opened or self.pending or self.shared is not None:
+        if table is None or not self._opened or self.pending or self.shared is not None or table.is_away:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
 
@@ -264,6 +264,21 @@ class LayerCache(LayerStorage):
     def pages_for_step(self) -> dict[Pool, int]:
         """Most pages that the next decoding step may take of each pool."""
         return {} if self._table is None else self._stepper.pages(self._table)
+
+    @property
+    def appends(self) -> bool:
+        """Whether the next pass only adds entries behind those that it holds, or makes new pages of them."""
+        return self.reading or self._stepper.appends
+
+    @property
+    def frames(self) -> np.ndarray | None:
+        """(n_seq,) of cache-relative positions, see `Rerotation.frames`; None: keys stay as they are."""
+        return None if self.companions.rolling is None else self.companions.rolling.frames
+
+    @property
+    def merges_each_step(self) -> bool:
+        """Whether decoding changes entries that stay."""
+        return self.policy.merge is not None and self.policy.every_step
 
     @property
     def truncatable(self) -> bool:

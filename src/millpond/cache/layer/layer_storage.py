@@ -11,7 +11,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.codec.rotate import rotate
-from millpond.errors import CacheMismatchError
+from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries
 from millpond.policy.policy import Policy
 
@@ -23,6 +23,8 @@ class LayerStorage:
         index: of the layer.
         columns: columns (pads included) that this layer has seen.
         companions: state of the sequences in addition to their entries.
+        lost: sequences whose keys and values could not be read from a disk or written to it, and why; zeros stand for
+            these until the sequence ends.
     """
 
     def __init__(self, index: int, policy: Policy, timeline: PositionTracker, companions: SequenceState) -> None:
@@ -31,6 +33,7 @@ class LayerStorage:
         self.timeline = timeline
         self.columns = 0
         self.companions = companions
+        self.lost: dict[int, DataError] = {}
         self._table: PageTable | None = None
 
     # ------------------------------------------------------------------ contents
@@ -130,6 +133,7 @@ class LayerStorage:
         if self._table is not None:
             self._table.clear()
         self._table, self.columns = None, 0
+        self.lost = {}
         self.companions.become(self.companions.copy([]))
 
     def _take_over(self, other: Self) -> None:

@@ -102,6 +102,26 @@ class PageTable:
         packed = None if self.sealed is None else self.sealed.regions()
         return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed)
 
+    @property
+    def page_lists(self) -> PageLists:
+        """The pages of the regions, of `pool` or, while their content is elsewhere, of the pool that knows where."""
+        return self._rows
+
+    @property
+    def region_lengths(self) -> Ints:
+        """(R,) entries held in plain pages, on the host."""
+        return self._lengths.host
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the content of its plain pages is elsewhere, so that nothing may read or write it."""
+        return self._rows.pool is not self.pool
+
+    def exchange(self, lists: PageLists) -> None:
+        """Hold other pages with the same content, as many in each region; the caller gives the former ones back."""
+        self._rows = lists
+        self._publish(lens=False)
+
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
         return self._rows.held()

@@ -114,6 +114,21 @@ class QuantizedStore:
             )
         return self._view if rows is None else self._view.part(rows)
 
+    @property
+    def page_lists(self) -> PageLists:
+        """The pages of the regions, see `PageTable.page_lists`."""
+        return self._pages
+
+    @property
+    def region_lengths(self) -> Ints:
+        """(R,) slots in use, tombstones included."""
+        return self.lens
+
+    def exchange(self, lists: PageLists) -> None:
+        """Hold other pages with the same content, see `PageTable.exchange`."""
+        self._pages = lists
+        self._changed()
+
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
         return self._pages.held()

@@ -32,6 +32,9 @@ class Limit(Protocol):
     @property
     def arena_bytes(self) -> int: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     def can_take(self, pages: Mapping[Pool, int]) -> bool: ...
 
 
@@ -66,10 +69,12 @@ class RefCountedPool(Generic[A]):
         self.arrays = arrays
         self.kv_bytes_per_page, self.page_bytes = kv_bytes_per_page, page_bytes
         self.limit_bytes = limit_bytes
-        self._account = account
+        self.account = account
         if account is not None:
             account.pools.append(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._n_allocations = 0
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         """Copy whole pages, source[i] to target[i]."""
@@ -104,11 +109,15 @@ class RefCountedPool(Generic[A]):
         """How many holders each page has."""
         return self._refs[ids]
 
+    def lives(self, ids: PageIds) -> npt.NDArray[np.int64]:
+        """A number of each page that is another one once it was free and is in use again."""
+        return self._lives[ids]
+
     def can_allocate(self, n: int) -> bool:
         """Whether `allocate(n)` would succeed, as far as the limit goes; other pools give back what they have free."""
         if self.max_pages is not None and self.n_live + n > self.max_pages:
             return False
-        return self._account is None or self._account.can_take({self: n})
+        return self.account is None or self.account.can_take({self: n})
 
     def bytes_to_grow(self, n: int) -> int:
         """Bytes of the arenas that `n` more pages need after the free ones are used."""
@@ -138,6 +147,8 @@ class RefCountedPool(Generic[A]):
             missing -= self._grow()
         ids = np.flatnonzero(self._refs == 0)[:n].astype(np.int32)
         self._refs[ids] = 1
+        self._n_allocations += 1
+        self._lives[ids] = self._n_allocations
         return ids
 
     def retain(self, ids: PageIds) -> None:
@@ -174,7 +185,7 @@ class RefCountedPool(Generic[A]):
         before = self.nbytes
         step = self.arrays.pages_per_arena
         while self.n_pages and not self._refs[(last := (self.arrays.n_arenas - 1) * step) :].any():
-            self._refs = self._refs[:last]
+            self._refs, self._lives = self._refs[:last], self._lives[:last]
             self.arrays.drop_last_arena()
         return before - self.nbytes
 
@@ -195,8 +206,13 @@ class RefCountedPool(Generic[A]):
             step = min(step, self.max_pages - self.n_pages)
         assert step > 0, "allocate asks before it grows"
         self.arrays.add_arena(step)
-        self._refs = np.concatenate([self._refs, np.zeros(step, dtype=np.int32)])
+        self._add_ids(step)
         return step
+
+    def _add_ids(self, n: int) -> None:
+        """Count the holders of `n` more pages, which are free."""
+        self._refs = np.concatenate([self._refs, np.zeros(n, dtype=np.int32)])
+        self._lives = np.concatenate([self._lives, np.zeros(n, dtype=np.int64)])
 
 
 def pages_per_arena(page_bytes: int, arena_bytes: int = ARENA_BYTES) -> int:

@@ -17,6 +17,11 @@ from millpond.kernels.args import EntryRows, PaddedEntries
 class CacheRelativePositions(Protocol):
     """How the queries and keys of one layer come to positions inside the cache."""
 
+    @property
+    def frames(self) -> np.ndarray:
+        """(S,) by how much the keys of each sequence were turned back; where this changes, so do stored keys."""
+        ...
+
     def copy(self, sequences: list[int] | None = None) -> CacheRelativePositions:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         ...

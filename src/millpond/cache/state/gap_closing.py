@@ -37,6 +37,11 @@ class GapClosing:
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
         self._closed: PerSequence[tuple[Tensor, Tensor]] = PerSequence()  # (H, n) positions, ascending, and places
 
+    @property
+    def frames(self) -> np.ndarray:
+        """See `CacheRelativePositions`."""
+        return self._base
+
     def copy(self, sequences: list[int] | None = None) -> GapClosing:
         """See `CacheRelativePositions`."""
         other = GapClosing(self._rotation, self._reach)

@@ -45,6 +45,14 @@ class Rerotation:
             None  # page ids, sequences, and where their sinks lie
         )
 
+    @property
+    def frames(self) -> np.ndarray:
+        """(S,) by how much the keys of each sequence were turned back; where this changes, so do all its keys.
+
+        The keys of sinks change at each step, and are put in place before they are read.
+        """
+        return self._base
+
     def copy(self, sequences: list[int] | None = None) -> Rerotation:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         other = Rerotation(self._rotation, self._sinks)

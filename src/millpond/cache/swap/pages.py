@@ -49,12 +49,12 @@ class SwappedPages:
 
 def copy_out(table: PageTable) -> list[Content]:
     """The content of the table's pages, on the host, for each of its parts."""
-    return [read_pages(part.pool, part.held()) for part in _parts(table)]
+    return [read_pages(part.pool, part.held()) for part in parts_of(table)]
 
 
 def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
     """Give the table's pages back; afterwards it may only be swapped in, or cleared. `content`: from `copy_out`."""
-    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(_parts(table), content, strict=True)]
+    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(parts_of(table), content, strict=True)]
 
 
 def restore(table: PageTable, carried: list[SwappedPages]) -> None:
@@ -71,33 +71,41 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
         for one, ids in zip(carried, taken, strict=False):
             one.pool.release(ids)
         raise
-    for part, one, ids in zip(_parts(table), carried, taken, strict=True):
+    for part, one, ids in zip(parts_of(table), carried, taken, strict=True):
         write_pages(one.pool, ids, one.arrays)
         part.restore(ids, one.owned)
 
 
-def read_pages(pool: RefCountedPool[Any], ids: PageIds) -> Content:
-    """The content of the pages."""
-    found = []
-    for arenas in pool.arrays.arrays:
+def read_pages(pool: RefCountedPool[Any], ids: PageIds, arrays: list[list[Tensor]] | None = None) -> Content:
+    """The content of the pages: of all arrays of the pool, or of some."""
+    found, places_of = [], _by_arena(pool, ids)
+    for arenas in pool.arrays.arrays if arrays is None else arrays:
         if not arenas:  # nothing was ever held
             found.append(torch.empty(0))
-            continue
-        out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
-        for arena, places, rows in _by_arena(pool, ids):
-            out[places] = arenas[arena][rows.to(arenas[arena].device)].to("cpu")
-        found.append(out)
+        elif len(places_of) == 1:
+            ((arena, _, rows),) = places_of
+            found.append(arenas[arena][rows.to(arenas[arena].device)].to("cpu"))
+        else:
+            out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
+            for arena, places, rows in places_of:
+                out[places] = arenas[arena][rows.to(arenas[arena].device)].to("cpu")
+            found.append(out)
     return tuple(found)
 
 
-def write_pages(pool: RefCountedPool[Any], ids: PageIds, content: Content) -> None:
-    """Give the pages the content that `read_pages` returned of others."""
-    for arenas, rows_of in zip(pool.arrays.arrays, content, strict=True):
-        for arena, places, rows in _by_arena(pool, ids):
-            arenas[arena][rows.to(arenas[arena].device)] = rows_of[places.to(rows_of.device)].to(arenas[arena].device)
+def write_pages(
+    pool: RefCountedPool[Any], ids: PageIds, content: Content, arrays: list[list[Tensor]] | None = None
+) -> None:
+    """Give the pages the content that `read_pages` returned of others, of the same arrays."""
+    places_of = _by_arena(pool, ids)
+    for arenas, rows_of in zip(pool.arrays.arrays if arrays is None else arrays, content, strict=True):
+        for arena, places, rows in places_of:
+            source = rows_of if len(places_of) == 1 else rows_of[places.to(rows_of.device)]
+            arenas[arena][rows.to(arenas[arena].device)] = source.to(arenas[arena].device)
 
 
-def _parts(table: PageTable) -> list[Holder]:
+def parts_of(table: PageTable) -> list[Holder]:
+    """What holds the pages of a table: its plain part, then its packed one if it has one."""
     return [table] if table.sealed is None else [table, table.sealed]
 
 
@@ -105,7 +113,10 @@ def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Tensor
     """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
     per_arena = pool.arrays.pages_per_arena
     arenas = ids // per_arena
-    return [
-        (int(a), torch.from_numpy(np.flatnonzero(arenas == a)), torch.from_numpy(ids[arenas == a] % per_arena).long())
-        for a in np.unique(arenas)
-    ]
+    found = []
+    for arena in range(int(arenas.min(initial=0)), int(arenas.max(initial=-1)) + 1):
+        places = np.flatnonzero(arenas == arena)
+        if len(places):
+            rows = (ids if len(places) == len(ids) else ids[places]) % per_arena
+            found.append((arena, torch.from_numpy(places), torch.from_numpy(rows).long()))
+    return found

@@ -14,11 +14,11 @@ class Capabilities:
 
     Attributes:
         weights, kv: tiers that may hold them. schedules: that it runs.
-        micro_batches: whether a block may pass a layer in several parts.
+        micro_batches: whether products of a block may pass a layer in several parts.
     """
 
     weights: tuple[str, ...] = (HOST, DISK)
-    kv: tuple[str, ...] = (HOST,)
+    kv: tuple[str, ...] = (HOST, DISK)
     schedules: tuple[str, ...] = ("row", "zigzag")
     micro_batches: bool = False
 

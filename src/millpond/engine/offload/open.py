@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import parse_bytes
+from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.fastest_plan import fastest_plan
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.plan import DISK, HOST, Plan
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, Plan
 from millpond.engine.offload.sentences import sentences
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.engine.offload.workload import Workload
@@ -27,6 +28,8 @@ from millpond.models.weights.packed_file import Report, packed_sizes
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
+from millpond.tiers.aligned import aligned_down
+from millpond.tiers.backends.simulated import SimulatedDevice
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.tier import Tier
 
@@ -66,12 +69,13 @@ class Opened:
 
     Attributes:
         model: of transformers. config: with the limit that KV has. streamed: its layers, where they do not all stay
-            in memory. ledger: of the memory that it takes.
+            in memory. tier: of KV on a disk, where some is. ledger: of the memory that it takes.
     """
 
     model: Any
     config: EngineConfig
     streamed: StreamedLayers | None
+    tier: DiskTier | None
     placement: Placement
     ledger: Ledger
 
@@ -87,6 +91,8 @@ def open_in_memory(
     machine: MachineConstants | None = None,
     workload: Workload | None = None,
     report: Report | None = None,
+    device: SimulatedDevice | None = None,
+    tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
     """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
@@ -97,9 +103,11 @@ def open_in_memory(
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
-            is given at all. disk: a folder for files of this package. machine: its constants; None: measured once and
-            kept. workload: that a plan is made for; None: `usual`. report: shown how far measuring and packing are.
-        streaming: further arguments of `StreamedLayers`.
+            is given at all. disk: a folder for packed weights, and for KV that a plan puts on the disk; None: KV lies
+            in that of the model. machine: its constants; None: measured once and kept. workload: that a plan is made
+            for; None: `usual`. report: shown how far measuring and packing are. device: that stands for an accelerator,
+            for tests; weights may lie there then, and layers are computed from there. tiered: further arguments of
+            `DiskTier`. streaming: of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
@@ -124,7 +132,7 @@ def open_in_memory(
     _check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
-        ENGINE.check(plan)
+        (ENGINE if device is None else replace(ENGINE, weights=(DEVICE, *ENGINE.weights))).check(plan)
         if plan.model:
             plan.check_model(fingerprint(skeleton, config.weights))
     size, searched = size_of(folder, skeleton, config.weights), False
@@ -137,32 +145,49 @@ def open_in_memory(
         config, searched = _with_plan(config, plan), True
     step = _step(size, config)
     every = range(len(size.layers))
-    streamed_layers = plan.streamed_layers(len(every))
-    kept = [index for index in every if index not in streamed_layers]
-    n_slots = min(plan.slots, len(streamed_layers))
-    if limit is not None:
-        _check_memory(limit, size, step, kept, n_slots, config, plan)
-    ledger = Ledger([Tier(HOST, "host", limit)])
+    streamed_layers, kv_layers = plan.streamed_layers(len(every)), plan.kv_layers_on_disk(len(every))
+    slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
+    on_device = () if device is None else plan.device_layers(len(every))
+    kept = [index for index in every if index not in {*streamed_layers, *on_device}]
+    n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None))
+    if limit is not None and device is None:
+        _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes, config, plan)
+    ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(HOST, purpose, nbytes)
     sizes = _sizes(skeleton, name, place, config.weights, report)
     streamed: StreamedLayers | None = None
-    if streamed_layers or config.weights is not None:
-        streamed = StreamedLayers(skeleton, sizes, ledger, kept=kept, n_slots=n_slots, **streaming)
+    if streamed_layers or config.weights is not None or device is not None:
+        streamed = StreamedLayers(
+            skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device, **streaming
+        )
         model: Any = streamed.model
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
         model = load_model(folder, "auto" if dtype is None else dtype)
+    tier: DiskTier | None = None
+    if kv_layers:
+        try:
+            tier = DiskTier(
+                folder if disk is None else Path(disk), kv_layers, ledger=ledger, slot_bytes=slot_bytes,
+                micro_batch=plan.micro_batch, **tiered or {},
+            )  # fmt: skip
+        except BaseException:
+            if streamed is not None:
+                streamed.close()
+            raise
     if limit is not None:
         config = replace(config, kv_memory=_kv_memory(ledger, config, streamed, searched))
     kv = config.kv_limit
     if kv is not None:
         ledger.take(HOST, "kv", kv)
     where = {HOST: ledger.by_purpose(HOST)}
+    if device is not None:
+        where = {DEVICE: ledger.by_purpose(DEVICE), **where}
     if streamed_layers:
         where[DISK] = {"weights": sum(size.layers[index].n_bytes for index in streamed_layers)}
     placement = Placement(plan=plan, bytes=where, memory_bytes=limit, workload=workload)
-    return Opened(model, config, streamed, placement, ledger)
+    return Opened(model, config, streamed, tier, placement, ledger)
 
 
 def _sizes(
@@ -194,6 +219,11 @@ def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
     )
 
 
+def _kv_slot_bytes(limit: int | None) -> int:
+    """Of each slot that KV is read through: a small part of the memory, and large enough for the disk."""
+    return SLOT_BYTES if limit is None else min(SLOT_BYTES, max(LEAST_SLOT_BYTES, aligned_down(limit // 64)))
+
+
 def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
     if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:
         saved = next((name for name, known in DTYPES.items() if known == skeleton.dtype), str(skeleton.dtype))
@@ -204,15 +234,16 @@ def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
 
 
 def _check_memory(
-    limit: int, size: ModelSize, step: StepMemory, kept: list[int], n_slots: int, config: EngineConfig, plan: Plan
-) -> None:
+    limit: int, size: ModelSize, step: StepMemory, kept: list[int], n_slots: int, kv_slots: int,
+    config: EngineConfig, plan: Plan,
+) -> None:  # fmt: skip
     slots, kv = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS)
     if plan.prediction is not None:  # a plan for shorter texts, or with a smaller cache
         kv = min(kv, plan.prediction.bytes.get(HOST, {}).get("kv", kv))
     weights = size.end_bytes + sum(size.layers[index].n_bytes for index in kept)
-    smallest = weights + slots + step.nbytes + kv
+    smallest = weights + slots + kv_slots + step.nbytes + kv
     if limit < smallest:
-        parts = {"weights that stay": weights, f"{n_slots} slots for layers": slots}
+        parts = {"weights that stay": weights, f"{n_slots} slots for layers": slots, "slots for KV": kv_slots}
         parts |= {**step.by_purpose} | {"KV": kv}
         shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(

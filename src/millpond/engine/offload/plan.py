@@ -24,12 +24,14 @@ class Plan:
     """How a model runs that need not fit in memory.
 
     Attributes:
-        weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. Of the weights these are shares of
-            the layers: embeddings, the head and the last norm always stay in memory.
+        weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. These are shares of the layers, of
+            all sequences alike: embeddings, the head and the last norm always stay in memory, and so do positions and
+            scores of entries.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
             "diagonal" as "zigzag", but a sequence that ends makes room for another at once.
-        micro_batch: sequences that pass a layer at a time. block: sequences that share a sweep; None: as many as fit.
+        micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together.
+        block: sequences that share a sweep; None: as many as fit.
         prompt_rows: prompt tokens in one sweep, at most.
         slots: layers in memory at a time of those that are on disk.
         model: fingerprint of the model that it was made for; empty: any.
@@ -78,12 +80,29 @@ class Plan:
 
         As many whole layers as the share of weights outside the disk holds, rounded down.
         """
-        return spread(int((1 - self.share("weights", DISK)) * n_layers + n_layers * _ROUNDING), n_layers)
+        return spread(self._whole(1 - self.share("weights", DISK), n_layers), n_layers)
+
+    def device_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Of the layers that stay in memory, those whose weights lie on the device: as many as their share, rounded
+        down, spread evenly."""
+        kept = self.kept_layers(n_layers)
+        share = self.share("weights", DEVICE) * n_layers / max(len(kept), 1)
+        return tuple(kept[i] for i in spread(self._whole(min(share, 1.0), len(kept)), len(kept)))
 
     def streamed_layers(self, n_layers: int) -> tuple[int, ...]:
         """Indices of the layers that are read in every sweep."""
         kept = set(self.kept_layers(n_layers))
         return tuple(i for i in range(n_layers) if i not in kept)
+
+    def kv_layers_on_disk(self, n_layers: int) -> tuple[int, ...]:
+        """Indices of the layers whose KV lies on the disk; those that stay are as many as their share, rounded down."""
+        kept = set(spread(self._whole(1 - self.share("kv", DISK), n_layers), n_layers))
+        return tuple(i for i in range(n_layers) if i not in kept)
+
+    @staticmethod
+    def _whole(share: float, n_layers: int) -> int:
+        """How many whole layers a share holds."""
+        return int(share * n_layers + n_layers * _ROUNDING)
 
     def check_model(self, fingerprint: str) -> None:
         """

@@ -24,22 +24,28 @@ from millpond.models.lean.quantize import take_codes
 from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
 from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.backends.simulated import SimulatedDevice
 from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.device_loader import Arrival, DeviceLoader
 from millpond.tiers.files import DirectFile
 from millpond.tiers.ledger import Ledger
-from millpond.tiers.loader import Backend, Extent, Loader, Ticket
+from millpond.tiers.loader import REQUEST_BYTES, Backend, Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
 
 #: When packed parts are compared with their checksums.
 Verify = Literal["first", "always"]
+#: Slots of the host that weights pass on their way from a disk to a device.
+_N_THROUGH = 2
 
 
 class StreamedLayers:
     """The layers of a model as blocks, in their order, each only while its weights are in memory.
 
     Args:
-        kept: layers that stay in memory. n_slots: layers in memory at a time of the others.
-        ledger: what all buffers are taken of, from the tier "host".
+        kept: layers that stay in the host's memory. n_slots: layers in memory at a time of those that come.
+        ledger: what all buffers are taken of, from the tier "host", and of a device from "device".
+        device: where layers are computed; None: where the host's memory is. With a device the slots are there, layers
+            that are kept are copied to them, and those `on_device` stay there, with what lies outside the layers.
         backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
         open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
             "first" time, or "always".
@@ -66,6 +72,8 @@ class StreamedLayers:
         overlap: bool = True,
         open_file: Callable[[Path], Any] = DirectFile,
         verify: Verify = "first",
+        device: SimulatedDevice | None = None,
+        on_device: Iterable[int] = (),
     ) -> None:
         check_verify(verify)
         self.model: PreTrainedModel = skeleton.model
@@ -75,25 +83,38 @@ class StreamedLayers:
         self._always, self._verified = verify == "always", set[int]()
         self._ends: list[tuple[Any, QuantizedWeight]] = []  # modules outside the layers, with their matrices
         self._modules, self._layouts = skeleton.layers, sizes.layers
-        kept = sorted(kept)
-        self._streamed = [index for index in range(len(sizes.layers)) if index not in kept]
+        kept, on_device = sorted(kept), sorted(on_device)
+        stays = kept if device is None else on_device
+        self._streamed = [index for index in range(len(sizes.layers)) if index not in stays]
         self.resident = not self._streamed
         n_slots = min(n_slots, len(self._streamed))
-        self._holdings = [ledger.take("host", "weights", sizes.kept_bytes(kept))]
+        near = "host" if device is None else device.tier.name
+        self._holdings = [ledger.take(near, "weights", sizes.kept_bytes(stays))]
         if n_slots:
-            self._holdings.append(ledger.take("host", "slots", n_slots * sizes.slot_bytes))
+            self._holdings.append(ledger.take(near, "slots", n_slots * sizes.slot_bytes))
+        if device is not None:
+            host = sizes.kept_bytes(kept) - sizes.kept_bytes(())
+            self._holdings.append(ledger.take("host", "weights", host))
+            self._holdings.append(ledger.take("host", "slots", _N_THROUGH * REQUEST_BYTES))
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
         self._loader = Loader(backend or ThreadBackend())
         self._free = [Slot(aligned_buffer(sizes.slot_bytes)) for _ in range(n_slots)]
-        self._pending: deque[tuple[int, Ticket]] = deque()
+        self._pending: deque[tuple[int, Ticket | Arrival]] = deque()
         self._in_use: Slot | None = None
         self._blocks: dict[tuple[int, int], _Layer] = {}
         self._kept: dict[int, Slot] = {}
+        self._sources: dict[int, Slot] = {}
+        self._device, self._to_device = device, None
+        if device is not None:
+            through = [Slot(aligned_buffer(REQUEST_BYTES)) for _ in range(_N_THROUGH)]
+            self._to_device = DeviceLoader(self._loader, device, through)
         try:
             self._read_ends(skeleton, sizes.ends)
-            for index in kept:
+            for index in stays:
                 self._kept[index] = self._read_now(self._layouts[index])
+            for index in kept if device is not None else ():
+                self._sources[index] = self._read_now(self._layouts[index], self._loader)
         except BaseException:
             self.close()
             raise
@@ -147,7 +168,10 @@ class StreamedLayers:
         self._pending.clear()
         self._blocks.clear()
         self._kept.clear()
+        self._sources.clear()
         self._free.clear()
+        if self._device is not None:
+            self._device.close()
         for holding in self._holdings:
             holding.release()
 
@@ -211,8 +235,12 @@ class StreamedLayers:
 
     def _submit(self, index: int) -> None:
         layout, slot = self._layouts[index], self._free.pop(0)
+        if self._to_device is not None and index in self._sources:
+            self._pending.append((index, self._to_device.copy(self._sources[index].data, slot)))
+            return
         check = self._always or index not in self._verified
-        self._pending.append((index, self._loader.read(self._extents(layout, check), slot)))
+        extents = self._extents(layout, check)
+        self._pending.append((index, (self._to_device or self._loader).read(extents, slot)))
         self.bytes_read += sum(run.nbytes for run in layout.runs)
 
     # ------------------------------------------------------------------ what stays
@@ -232,10 +260,11 @@ class StreamedLayers:
         if skeleton.tied:
             head.weight = embeddings.weight
 
-    def _read_now(self, layout: PartLayout) -> Slot:
+    def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
+        """What stays, read to where layers are computed, or by another loader."""
         slot = Slot(aligned_buffer(layout.nbytes))
         self.bytes_read += sum(run.nbytes for run in layout.runs)
-        return self._loader.read(self._extents(layout), slot).wait()
+        return (loader or self._to_device or self._loader).read(self._extents(layout), slot).wait()
 
     def _extents(self, layout: PartLayout, check: bool = True) -> list[Extent]:
         return [

@@ -1,0 +1,186 @@
+"""Pages whose keys and values are elsewhere: on a disk, or in a page of the pool that stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.pool import side_bytes
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.tiered.extents import LayerExtents, Run
+from millpond.cache.tiered.patches import Patches
+from millpond.kernels.arenas import Arenas
+
+#: Position of a slot that holds nothing: no entry and no tombstone has it.
+NOTHING = -2
+#: Pages by which the arrays grow, beyond what is missing: one in so many that there are.
+_SPARE = 8
+
+
+@dataclass(slots=True)
+class SideArrays(Arenas):
+    """Positions, scores and masses of pages in one arena that grows."""
+
+    slots: int
+    masses: bool
+    pages_per_arena: int = 1 << 30
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    positions: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    log_masses: list[Tensor] = field(default_factory=list)
+    bases: Tensor = field(default_factory=lambda: torch.zeros(5, 0, dtype=torch.int64))
+
+    @property
+    def contents(self) -> list[list[Tensor]]:
+        return []
+
+    def extend(self, n_pages: int) -> None:
+        """Have `n_pages` more pages; none moves."""
+        for arenas, dtype in zip(self.arrays, (torch.int32, torch.float32, torch.float32), strict=False):
+            more = torch.empty(n_pages, self.slots, dtype=dtype)
+            arenas[:] = [torch.cat([*arenas, more])]
+
+    def clear(self) -> None:
+        """Have none."""
+        for arenas in self.arrays:
+            arenas.clear()
+
+    def _add_contents(self, n_pages: int) -> None:
+        raise AssertionError("keys and values are elsewhere")
+
+
+class AwayPages(RefCountedPool[SideArrays]):
+    """Pages of one layer that have left their pool; tables name them in place of those.
+
+    Positions, scores and masses are in memory and count against the limit of the pool.
+
+    Args:
+        pool: that they left. extents: of the layer.
+
+    Attributes:
+        patches: entries that their runs lack. resident: (n,) page of `pool` that holds the content; -1: none.
+    """
+
+    def __init__(self, pool: RefCountedPool[Any], extents: LayerExtents) -> None:
+        self.pool, self.extents = pool, extents
+        self.patches = Patches()
+        self.resident: PageIds = np.zeros(0, dtype=np.int32)
+        self._run: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._row: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._runs: dict[int, Run] = {}
+        self._n_runs = 0
+        masses = pool.arrays.masses
+        arrays = SideArrays(pool.slots, masses)
+        super().__init__(arrays, 0, side_page_bytes(pool), None, pool.account)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.patches.nbytes
+
+    # ------------------------------------------------------------------ room
+
+    def bytes_to_grow(self, n: int) -> int:
+        return max(0, n - (self.n_pages - self.n_live)) * self.page_bytes
+
+    def allocate(self, n: int) -> PageIds:
+        missing = n - (self.n_pages - self.n_live)
+        if missing > 0 and self.can_allocate(n):
+            some = n + self.n_pages // _SPARE
+            self._extend(missing + some - n if self.can_allocate(some) else missing)
+        return super().allocate(n)
+
+    def release(self, ids: PageIds) -> None:
+        super().release(ids)
+        gone = np.unique(ids[self._refs[ids] == 0])
+        if len(gone):
+            self._forget(gone)
+
+    def trim(self) -> int:
+        before = self.nbytes
+        if self.n_pages and not self.n_live:
+            self.arrays.clear()
+            self._extend(-self.n_pages)
+        return before - self.nbytes
+
+    # ------------------------------------------------------------------ content
+
+    @property
+    def staying(self) -> PageIds:
+        """Pages of the pool that hold content of some of these."""
+        return self.resident[self.resident >= 0]
+
+    def runs_of(self, ids: PageIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
+        return self._run[ids], self._row[ids]
+
+    def run(self, number: int) -> Run:
+        """A run by its number."""
+        return self._runs[number]
+
+    def lie_in(self, ids: PageIds, run: Run) -> None:
+        """The content of these pages, and nothing else, is in a run, in this order."""
+        self._leave(ids)
+        self._runs[self._n_runs] = run
+        self._run[ids], self._row[ids] = self._n_runs, np.arange(len(ids))
+        self._n_runs += 1
+
+    def lie_nowhere(self, ids: PageIds) -> None:
+        """The content of these pages is lost."""
+        self._leave(ids)
+
+    def stay_in(self, ids: PageIds, pages: PageIds) -> None:
+        """The content of these pages is in pages of the pool, of which the caller hands a holder over."""
+        self._leave(ids)
+        self.resident[ids] = pages
+
+    def hand_over(self, ids: PageIds) -> PageIds:
+        """The pages of the pool that hold these, with the holder; their content is nowhere else."""
+        pages = self.resident[ids].copy()
+        self.resident[ids] = -1
+        return pages
+
+    # ------------------------------------------------------------------ internal
+
+    def _extend(self, n: int) -> None:
+        """Have `n` more free pages; fewer where it is negative."""
+        if n < 0:
+            self._refs, self._lives = self._refs[:n], self._lives[:n]
+            self.resident, self._run, self._row = self.resident[:n], self._run[:n], self._row[:n]
+            return
+        self.arrays.extend(n)
+        self._add_ids(n)
+        self.resident = np.concatenate([self.resident, np.full(n, -1, dtype=np.int32)])
+        self._run = np.concatenate([self._run, np.full(n, -1)])
+        self._row = np.concatenate([self._row, np.zeros(n, dtype=np.int64)])
+
+    def _forget(self, ids: PageIds) -> None:
+        self._leave(ids)
+        held = self.resident[ids]
+        self.pool.release(held[held >= 0])
+        self.resident[ids] = -1
+
+    def _leave(self, ids: PageIds) -> None:
+        """The content of these pages is no longer in their runs, nor in patches."""
+        numbers, counts = np.unique(self._run[ids], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if number < 0:
+                continue
+            run = self._runs[number]
+            run.live -= count
+            if not run.live:
+                self.extents.free(run)
+                del self._runs[number]
+        self._run[ids] = -1
+        gone = np.zeros(self.n_pages, dtype=bool)
+        gone[ids] = True
+        self.patches.drop(gone)
+
+
+def side_page_bytes(pool: RefCountedPool[Any]) -> int:
+    """Bytes of a page's positions, scores and masses."""
+    return int(pool.slots * side_bytes(pool.arrays.masses))

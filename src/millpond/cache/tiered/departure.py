@@ -1,0 +1,162 @@
+"""Departure of a table's pages from their pool: what is written, what waits in memory, what is elsewhere already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.swap.pages import Holder, read_pages, write_pages
+from millpond.cache.tiered.away_pages import NOTHING, AwayPages
+from millpond.cache.tiered.visit import Visit, _lists, _sides, packed, slot_rows
+from millpond.errors import DataError
+from millpond.kernels.pages import PageArrays
+
+#: Entries of a region that wait in memory, at most, before the pages of its sequence are written anew.
+MOST_PATCHES = 24
+#: Bytes of an entry that waits besides keys and values: its page and slot.
+_PATCH_BYTES = 12
+
+Mask = npt.NDArray[np.bool_]
+
+
+def depart(
+    part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool, rewritten: Mask | None
+) -> dict[int, DataError]:
+    """Let a part hold pages of `away` in place of those of its pool, which are given back.
+
+    A page that was not changed is where it was. Entries that were written into some of its slots wait beside it in
+    memory, until a region of its sequence has `MOST_PATCHES` of them; then all pages of the sequence are written anew.
+
+    Args:
+        visit: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
+            stays in the pool. rewritten: (n_seq,) all entries of these sequences have changed; None: of none.
+
+    Returns:
+        Sequences whose pages could not be written, and why.
+
+    Raises:
+        PoolFullError: the limit has no room for positions and scores.
+    """
+    lists, pool = part.page_lists, part.pool
+    held = lists.held()
+    pages, first, inverse, counts = np.unique(held, return_index=True, return_inverse=True, return_counts=True)
+    inverse = inverse.reshape(-1)
+    region = np.nonzero(lists.owned_mask())[0][first]
+    used = np.clip(part.region_lengths[:, None] - lists.columns * pool.slots, 0, pool.slots)[lists.owned_mask()][first]
+    sequence = region // part.n_kv_heads
+    place = np.full(len(pages), -1) if visit is None else visit.find(pool, pages)
+    if visit is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
+        some = np.flatnonzero((place < 0) | ~visit.full[place])
+    else:
+        some = np.arange(len(pages))
+    sides = read_pages(pool, pages[some], _sides(pool))
+    if len(some):
+        sides[0][torch.from_numpy(np.arange(pool.slots) >= used[some, None])] = NOTHING
+    changed = np.zeros((len(pages), pool.slots), dtype=bool)
+    alone = np.ones(len(pages), dtype=bool)
+    known = some[place[some] >= 0]
+    if visit is not None and len(known):
+        ids = visit.ids[place[known]]
+        positions = sides[0].numpy()[place[some] >= 0]
+        changed[known] = positions >= 0
+        if rewritten is None or not rewritten.all():
+            same = positions == read_pages(away, ids)[0].numpy()
+            changed[known] &= ~same if rewritten is None else (~same | rewritten[sequence[known], None])
+        alone[known] = away.refs(ids) == visit.counts[place[known]]
+        place[known[~alone[known] & changed[known].any(1)]] = -1  # others keep what it was
+    fresh = place < 0
+    changed[fresh] = False
+    loose = fresh.copy()  # content that is nowhere but in the page
+    if visit is not None:
+        loose[~fresh] = visit.moved[place[~fresh]]
+    stays = loose & appends & (used < pool.slots)
+    written = loose & ~stays
+    patched = changed.any(1) & ~loose
+    ids = np.zeros(len(pages), dtype=np.int32)
+    if visit is not None:
+        ids[~fresh] = visit.ids[place[~fresh]]
+        away.retain(ids[inverse][~fresh[inverse]])
+        away.release(visit.held)
+        visit.held = visit.held[:0]
+    ids[fresh] = away.allocate(int(fresh.sum()))
+    away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
+    noted = fresh[some] | alone[some]
+    if not noted.all():
+        sides = tuple(side[torch.from_numpy(noted)] for side in sides)
+    write_pages(away, ids[some[noted]], sides)
+    if _slotwise(pool):
+        due = _due(part, away, ids, region, changed & patched[:, None])
+        anew = due[sequence] & ~stays & alone if len(pages) else patched
+    else:
+        anew = patched
+    written |= anew
+    patched &= ~anew
+    which, slots = np.nonzero(changed & patched[:, None])
+    if len(which):
+        away.patches.put(ids[which], slots, slot_rows(pool, pages[which], slots))
+    lost = _write(pool, away, pages, ids, sequence, written)
+    pool.retain(pages[stays])
+    away.stay_in(ids[stays], pages[stays])
+    pool.release(held)
+    part.exchange(_lists(part, away, ids[inverse]))
+    return lost
+
+
+def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
+    """(n_seq,) sequences whose pages are written anew: a region has too many patches, or there is no room for them."""
+    n_seq = len(part.region_lengths) // part.n_kv_heads
+    contents = part.pool.arrays.contents
+    by_region = np.zeros(len(part.region_lengths), dtype=np.int64)
+    np.add.at(by_region, region, changed.sum(1) + away.patches.counts(away.n_pages)[ids])
+    most: npt.NDArray[np.int64] = by_region.reshape(n_seq, part.n_kv_heads).max(1)
+    row_bytes = _PATCH_BYTES + sum(arenas[0].shape[2] * arenas[0].element_size() for arenas in contents if arenas)
+    found: Mask = most > MOST_PATCHES
+    if not _has_room(away, int(changed.sum()) * row_bytes):
+        found = most > 0
+    return found
+
+
+def _has_room(away: AwayPages, nbytes: int) -> bool:
+    """Whether the limit of the pool holds so many bytes more."""
+    account = away.account
+    limit = None if account is None else account.limit_bytes
+    return account is None or limit is None or account.nbytes + nbytes <= limit
+
+
+def _slotwise(pool: RefCountedPool[Any]) -> bool:
+    """Whether an entry is a row of each array, and not spread over a page as codes are."""
+    return isinstance(pool.arrays, PageArrays)
+
+
+def _write(
+    pool: RefCountedPool[Any], away: AwayPages, pages: PageIds, ids: PageIds, sequence: npt.NDArray[np.int64],
+    written: Mask,
+) -> dict[int, DataError]:  # fmt: skip
+    """Write pages, those of a sequence together."""
+    lost: dict[int, DataError] = {}
+    for which in _parts(sequence, np.flatnonzero(written), away.extents.transit.slot_bytes // pool.kv_bytes_per_page):
+        own = pages[which]
+        try:
+            run = away.extents.write(partial(packed, pool, own), len(own) * pool.kv_bytes_per_page, len(own))
+        except DataError as error:
+            lost[int(sequence[which[0]])] = error
+            away.lie_nowhere(ids[which])
+        else:
+            away.lie_in(ids[which], run)
+    return lost
+
+
+def _parts(
+    sequence: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], most: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """The chosen pages of each sequence, in parts of at most so many."""
+    chosen = chosen[np.argsort(sequence[chosen], kind="stable")]
+    for own in np.split(chosen, np.flatnonzero(np.diff(sequence[chosen])) + 1) if len(chosen) else []:
+        for begin in range(0, len(own), most):
+            yield own[begin : begin + most]

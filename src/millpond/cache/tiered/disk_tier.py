@@ -1,0 +1,259 @@
+"""KV on a disk: each layer's pages come before the layer runs, and leave after it, while others are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.swap.pages import parts_of
+from millpond.cache.tiered.away_pages import AwayPages
+from millpond.cache.tiered.departure import depart
+from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
+from millpond.cache.tiered.visit import Visit
+from millpond.errors import DataError, PoolFullError
+from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.files import ScratchFile
+from millpond.tiers.ledger import Ledger
+from millpond.tiers.loader import Backend, Loader
+from millpond.tiers.slots import Slot
+
+#: Slots that pages are read through, and written from.
+N_READING, N_WRITING = 2, 2
+N_SLOTS = N_READING + N_WRITING
+#: Bytes of a slot, which is what is read in one request: usually, and at least so that a disk is not slow.
+SLOT_BYTES, LEAST_SLOT_BYTES = 1 << 20, 256 << 10
+
+
+class DiskTier:
+    """The layers whose keys and values lie on a disk, of all requests of an engine.
+
+    Positions, scores and masses stay in memory; so do pages that are not full of methods that keep what they have, and
+    entries that were written over others until there are enough of them. `here` brings the rest for one pass.
+
+    Args:
+        folder: where the bytes lie, in files without a name. layers: which. slot_bytes: of the four slots.
+        ledger: what the slots are taken of, from the tier "host", and the files, from "disk"; None: of none.
+        micro_batch: sequences whose pages of a layer are here at a time; None: all that decode with one method.
+        backend: who reads and writes; None: two threads. overlap: read the next layer while one is computed.
+        open_file: makes a file in the folder.
+
+    Raises:
+        DataError: no file can be made there. BudgetError: the ledger has too few bytes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: Collection[int],
+        *,
+        ledger: Ledger | None = None,
+        slot_bytes: int = SLOT_BYTES,
+        micro_batch: int | None = None,
+        backend: Backend | None = None,
+        overlap: bool = True,
+        open_file: Callable[[Path], GrowingFile] = ScratchFile,
+    ) -> None:
+        self.folder, self.layers, self.micro_batch = folder, frozenset(layers), micro_batch
+        self._holdings = [] if ledger is None else [ledger.take("host", "kv slots", N_SLOTS * slot_bytes)]
+        self._ledger = ledger
+        files: dict[int, GrowingFile] = {}
+        try:
+            for layer in sorted(self.layers):
+                files[layer] = open_file(folder)
+        except BaseException:
+            for file in files.values():
+                file.close()
+            raise
+        slots = [Slot(aligned_buffer(slot_bytes)) for _ in range(N_SLOTS)]
+        self._loader = Loader(backend or ThreadBackend(2))
+        self._transit = Transit(self._loader, slots[:N_READING], slots[N_READING:])
+        self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
+        self._overlap = overlap
+        self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
+        self._coming: dict[LayerCache, list[Visit]] = {}
+        self._reserved: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def bytes_read(self) -> int:
+        """Of files, so far."""
+        return self._transit.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """To files, so far."""
+        return self._transit.bytes_written
+
+    @property
+    def bytes_used(self) -> int:
+        """Of files, now."""
+        return sum(extents.used for extents in self._extents.values())
+
+    # ------------------------------------------------------------------ room
+
+    def reserve(self, name: str, layer_bytes: int) -> None:
+        """Reserve the disk for a request that holds so many bytes in each layer, until it is released.
+
+        Raises:
+            DataError: the disk lacks them; nothing is reserved for it.
+        """
+        self._reserved[name] = layer_bytes
+        try:
+            for extents in self._extents.values():
+                extents.reserve(sum(self._reserved.values()))
+        except DataError:
+            del self._reserved[name]
+            raise
+
+    def release(self, name: str) -> None:
+        """A request has ended; its bytes are for others."""
+        self._reserved.pop(name, None)
+
+    # ------------------------------------------------------------------ a pass
+
+    @contextmanager
+    def here(
+        self, core: LayerCache, then: LayerCache | None = None, growth: Mapping[Pool, int] | None = None
+    ) -> Iterator[None]:
+        """While a layer runs its pages are in their pool; `then`: whose pages are read meanwhile, if there is room.
+
+        Args:
+            growth: pages that the rest of the pass may take, for which room is left.
+        """
+        if core.index not in self.layers:
+            if then is not None:
+                self._fetch_ahead(then, growth or {})
+            yield
+            return
+        visits: list[Visit] = []
+        try:
+            visits = self._bring(core, then, growth or {})
+            frames = None if core.frames is None else core.frames.copy()
+            yield
+            self._send(core, visits, frames)
+        except BaseException:
+            self._abandon(visits)
+            self._cancel()
+            raise
+
+    def is_on_disk(self, core: LayerCache) -> bool:
+        """Whether the pages of a layer leave after each pass."""
+        return core.index in self.layers
+
+    def pages(self, layer: int, pool: RefCountedPool[Any]) -> AwayPages:
+        """The pages of a layer that have left a pool."""
+        key = layer, pool
+        if key not in self._away:
+            self._away[key] = AwayPages(pool, self._extents[layer])
+        return self._away[key]
+
+    def window(self, core: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
+        """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
+        here: dict[Pool, int] = dict(growth)
+        stays: dict[Pool, int] = {}
+        table = core.table
+        if table is None:
+            return here, stays
+        for part in parts_of(table):
+            lists, more = part.page_lists, growth.get(part.pool, 0)
+            away = self.pages(core.index, part.pool)
+            stays[away] = more
+            if lists.pool is away:
+                here[part.pool] = more + int((away.resident[lists.held()] < 0).sum())
+        stays[table.pool] = min(growth.get(table.pool, 0), table.n_regions)
+        return here, stays
+
+    def close(self) -> None:
+        """End reads and writes and give the disk back; a second call changes nothing."""
+        self._loader.close()
+        for extents in self._extents.values():
+            extents.close()
+        for holding in self._holdings:
+            holding.release()
+
+    # ------------------------------------------------------------------ internal
+
+    def _take(self, nbytes: int) -> None:
+        """Note that the files have grown."""
+        if self._ledger is not None:
+            self._holdings.append(self._ledger.take("disk", "kv", nbytes))
+
+    def _bring(self, core: LayerCache, then: LayerCache | None, growth: Mapping[Pool, int]) -> list[Visit]:
+        table = core.table
+        if table is None or not table.is_away:
+            return []
+        parts = parts_of(table)
+        visits = self._coming.pop(core, None) or self._begin(core)
+        if then is not None:
+            self._fetch_ahead(then, growth)
+        for part, visit in zip(parts, visits, strict=True):
+            visit.end(part)
+            core.lost |= visit.lost_sequences(part)
+        return visits
+
+    def _begin(self, core: LayerCache) -> list[Visit]:
+        visits: list[Visit] = []
+        assert core.table is not None, "there is something to read"
+        parts = parts_of(core.table)
+        try:
+            for part in parts:
+                visits.append(Visit.begin(part))
+        except PoolFullError:
+            for part, visit in zip(parts, visits, strict=False):
+                visit.cancel(part.pool)
+            raise
+        return visits
+
+    def _fetch_ahead(self, core: LayerCache, growth: Mapping[Pool, int]) -> None:
+        table = core.table
+        if not self._overlap or core in self._coming or table is None or not table.is_away:
+            return
+        need = dict(growth)
+        for part in parts_of(table):
+            need[part.pool] = need.get(part.pool, 0) + len(part.held())
+            if not part.pool.can_allocate(need[part.pool]):
+                return
+        account = table.pool.account
+        if account is None or account.can_take(need):
+            self._coming[core] = self._begin(core)
+
+    def _send(self, core: LayerCache, visits: list[Visit], frames: np.ndarray | None) -> None:
+        table = core.table
+        if table is None:
+            return self._abandon(visits)
+        by_pool = {visit.away: visit for visit in visits}
+        rewritten = None
+        if core.merges_each_step:
+            rewritten = np.ones(table.n_seq, dtype=bool)
+        elif frames is not None and core.frames is not None and len(frames) == len(core.frames):
+            rewritten = frames != core.frames
+        for part in parts_of(table):
+            away = self.pages(core.index, part.pool)
+            visit = by_pool.pop(away, None)
+            core.lost |= depart(part, away, visit, appends=core.appends, rewritten=rewritten)
+            if visit is not None:
+                visits.remove(visit)
+        self._abandon(visits)
+
+    def _abandon(self, visits: list[Visit]) -> None:
+        """Forget where pages were elsewhere: nobody holds them there any more; and what was read ahead."""
+        while visits:
+            visit = visits.pop()
+            visit.away.release(visit.held)
+
+    def _cancel(self) -> None:
+        """Give up what was read ahead: the pass has ended."""
+        for core, visits in self._coming.items():
+            assert core.table is not None, "what comes was away"
+            for part, visit in zip(parts_of(core.table), visits, strict=True):
+                visit.cancel(part.pool)
+        self._coming.clear()

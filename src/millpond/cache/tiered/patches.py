@@ -1,0 +1,71 @@
+"""Patches: entries that were written into slots of pages on a disk, kept in memory until the pages are written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.ref_counted_pool import PageIds
+
+
+class Patches:
+    """Entries beside their pages.
+
+    Attributes:
+        nbytes: of all entries.
+    """
+
+    def __init__(self) -> None:
+        self._pages: PageIds = np.zeros(0, dtype=np.int32)
+        self._slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._rows: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._pages.nbytes + self._slots.nbytes + sum(rows.nbytes for rows in self._rows)
+
+    def counts(self, n_pages: int) -> npt.NDArray[np.int64]:
+        """(n_pages,) entries of each page."""
+        return np.bincount(self._pages, minlength=n_pages)
+
+    def put(self, pages: PageIds, slots: npt.NDArray[np.int64], rows: Sequence[Tensor]) -> None:
+        """Keep entries, (n, dim) of each array, in place of what lay in these slots."""
+        if not len(pages):
+            return
+        width = int(max(slots.max(), self._slots.max(initial=0))) + 1
+        before = self._pages.astype(np.int64) * width + self._slots
+        stay = ~np.isin(before, pages.astype(np.int64) * width + slots)
+        self._keep(stay)
+        self._pages = np.concatenate([self._pages, pages]).astype(np.int32)
+        self._slots = np.concatenate([self._slots, slots])
+        own = self._rows or [row[:0] for row in rows]
+        self._rows = [torch.cat(pair) for pair in zip(own, rows, strict=True)]
+
+    def drop(self, gone: npt.NDArray[np.bool_]) -> None:
+        """Forget the entries of pages that are `gone` (n_pages,)."""
+        if len(self._pages):
+            self._keep(~gone[self._pages])
+
+    def of(self, place: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[Tensor]]:
+        """The entries of some pages.
+
+        Args:
+            place: (n_pages,) what stands for a page; -1: it is not asked for.
+
+        Returns:
+            What stands for their pages (n,), their slots (n,) and rows (n, dim) of each array.
+        """
+        found = place[self._pages]
+        chosen = np.flatnonzero(found >= 0)
+        which = torch.from_numpy(chosen)
+        return found[chosen], self._slots[chosen], [rows[which] for rows in self._rows]
+
+    def _keep(self, stay: npt.NDArray[np.bool_]) -> None:
+        if not stay.all():
+            which = torch.from_numpy(np.flatnonzero(stay))
+            self._pages, self._slots = self._pages[stay], self._slots[stay]
+            self._rows = [rows[which] for rows in self._rows]
