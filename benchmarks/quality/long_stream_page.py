@@ -1,4 +1,4 @@
-"""Perplexity of a long text, per 100,000 tokens, out of the files of long_stream.py: JSON, Markdown and a picture.
+"""Perplexity of a long text, per stretch, out of the files of long_stream.py: JSON, Markdown and a picture.
 
 long_stream_page.py --windows WINDOWS.jsonl --out benchmarks/results/long-stream.json --svg FILE RUN.jsonl...
 """
@@ -125,15 +125,20 @@ def draw(runs: list[Run], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--windows", type=Path, required=True)
+    parser.add_argument("--windows", type=Path, help="the reference, if there is one")
+    parser.add_argument("--stretch", type=int, default=STRETCH, help="tokens of a row")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--svg", type=Path, required=True)
+    parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
-    runs, windows = [read(path) for path in args.runs], read(args.windows)
-    results = [{"run": run[0], "paired": paired(run, windows), "stretches": stretches(run)} for run in runs]
+    runs, windows = [read(path) for path in args.runs], args.windows and read(args.windows)
+    results = [
+        {"run": run[0], "paired": windows and paired(run, windows), "stretches": stretches(run, args.stretch)}
+        for run in runs
+    ]
     args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
-    draw([run for run in runs if run[0]["rows"] == runs[0][0]["rows"]], args.svg)
+    if args.svg:
+        draw([run for run in runs if run[0]["rows"] == runs[0][0]["rows"]], args.svg)
 
 
 if __name__ == "__main__":

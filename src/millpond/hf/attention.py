@@ -155,7 +155,7 @@ def attention(
     """
     tagged = getattr(key, _TAG, None)
     layer = tagged or _pending.layer
-    reads = tagged is not None and getattr(module, "layer_idx", None) in tagged.readers
+    reads = tagged is not None and getattr(module, "layer_idx", None) in getattr(tagged, "readers", ())
     if reads:
         _check_none_pending()
     elif tagged is not None and tagged is not _pending.layer:
