@@ -112,7 +112,7 @@ class Plan:
 
 
 def _spread(share: float, n_layers: int) -> tuple[int, ...]:
-    """Indices of so many whole layers as a share holds, rounded down, spread evenly between the others."""
+    """Indices of as many whole layers as a share holds, rounded down, spread evenly between the others."""
     kept = int(share * n_layers + n_layers * _ROUNDING)
     return tuple(i for i in range(n_layers) if (i + 1) * kept // n_layers > i * kept // n_layers)
 

@@ -74,9 +74,15 @@ def least_memory(cost: CostModel, can: Capabilities = ENGINE) -> int:
     """Bytes of the host with which one sequence runs, the smallest there are."""
     disk = DISK in can.weights
     block = BlockShape(sequences=1, micro_batch=1, prompt_rows=min(PROMPT_ROWS), slots=2 if disk else 0)
-    weights = "weights disk" if disk else "weights host"
-    kv = "kv disk" if DISK in can.kv else "kv host"
-    return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
+    return ceil(_least(cost, block, can))
+
+
+def _least(cost: CostModel, block: BlockShape, can: Capabilities) -> float:
+    """Bytes of the host for a block, with weights as far away as they may be, and KV where it takes less."""
+    weights = "weights disk" if block.slots else "weights host"
+    places = ["kv host", *(["kv disk"] if DISK in can.kv and block.slots else [])]
+    terms = cost.bytes(block)[HOST]
+    return min(sum(term.at({weights: 1.0, place: 1.0}) for term in terms) for place in places)
 
 
 def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
@@ -234,9 +240,7 @@ def _block(schedule: str, sequences: int, batch: int, rows: int, slots: int) -> 
 
 def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities) -> bool:
     """Whether it fits with everything as far away as it may be."""
-    weights = "weights disk" if block.slots else "weights host"
-    far = {weights: 1.0, ("kv disk" if DISK in can.kv else "kv host"): 1.0}
-    return sum(term.at(far) for term in cost.bytes(block)[HOST]) <= limits.memory
+    return _least(cost, block, can) <= limits.memory
 
 
 def _counts() -> Iterator[int]:
