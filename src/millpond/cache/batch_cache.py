@@ -83,7 +83,7 @@ class BatchCache:
         return nullcontext() if self.tier is None else self.tier.here(core, then, growth)
 
     def take_lost(self) -> dict[int, DataError]:
-        """Sequences whose pages could not be read from the disk or written to it since this was asked, and why."""
+        """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
         lost: dict[int, DataError] = {}
         for core in self.layers:
             lost, core.lost = {**core.lost, **lost}, {}

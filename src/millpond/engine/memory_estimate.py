@@ -22,7 +22,10 @@ from millpond.tiers.aligned import ALIGNMENT
 PageSize = Callable[[RefCountedPool[Any]], int]
 
 
-def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, answer: int, n: int) -> MemoryNeed:
+def estimate(
+    recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, answer: int, n: int,
+    on_disk: frozenset[int] | None = None,
+) -> MemoryNeed:  # fmt: skip
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
     While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
@@ -30,15 +33,19 @@ def estimate(recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, ans
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
     those of the answer too. The states of a hybrid have one size, and each answer has its own. Of layers on a disk
     two are in memory at a time.
+
+    Args:
+        on_disk: layers whose pages lie on a disk between passes; None: those of the recipe.
     """
+    on_disk = recipe.on_disk if on_disk is None else on_disk
     table = [_layer_need(recipe, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)]
-    near = [need for index, need in enumerate(table) if index not in recipe.on_disk]
+    near = [need for index, need in enumerate(table) if index not in on_disk]
     own = recipe.state_bytes
     need = _sum([MemoryNeed(own, 0, own), *near])
-    if not recipe.on_disk:
+    if not on_disk:
         return need
-    far = [need for index, need in enumerate(table) if index in recipe.on_disk]
-    beside = [_beside_disk(recipe, index, layers[index], prompt, answer, n) for index in sorted(recipe.on_disk)]
+    far = [need for index, need in enumerate(table) if index in on_disk]
+    beside = [_beside_disk(recipe, index, layers[index], prompt, answer, n) for index in sorted(on_disk)]
     here = MemoryNeed(*(2 * max(part) for part in zip(*((x.reading, x.shared, x.each) for x in far), strict=True)))
     runs = n * ((prompt + answer) // recipe.pool(layers[0].key_dim, layers[0].value_dim).slots + 2)
     return replace(_sum([need, *beside, here]), disk=max(x.most(n) for x in far) + runs * ALIGNMENT)

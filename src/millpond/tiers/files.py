@@ -143,7 +143,7 @@ class ScratchFile(DirectFile):
         return n
 
     def grow(self, nbytes: int) -> None:
-        """Reserve so many bytes of the disk behind those that were reserved before.
+        """Reserve `nbytes` of the disk behind those that were reserved before.
 
         Raises:
             DataError: the disk lacks them; nothing was reserved.

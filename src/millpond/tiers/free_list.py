@@ -39,7 +39,7 @@ class FreeList:
         self._add(begin, begin + nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """So many more bytes at the end are free."""
+        """Let `nbytes` more at the end be free."""
         self._add(self.size, self.size + nbytes)
         self.size += nbytes
 

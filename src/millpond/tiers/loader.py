@@ -146,7 +146,7 @@ class Errand:
             self._task()
         except DataError as error:
             self.error = error
-        except BaseException as error:  # the one who waits is told, whatever it was
+        except BaseException as error:  # whatever it was, the one who waits gets it
             self.error = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
             self.error.__cause__ = error
         finally:
@@ -213,7 +213,7 @@ class Loader:
         return self._errand(slot, task)
 
     def write(self, slot: Slot, file: WritableFile, offset: int, nbytes: int) -> Errand:
-        """Write the first `nbytes` of a slot; its owner lets nobody else write there before that is over."""
+        """Write the first `nbytes` of a slot; its owner lets no one else write there before that is over."""
 
         def task() -> None:
             transfer(file.write_from, file, offset, slot.view[:nbytes], nbytes, "written")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
@@ -138,11 +139,12 @@ def test_the_linear_program_agrees_with_filling_the_memory(recall: ModelSize) ->
 
 def test_kv_goes_to_disk_where_that_may_be(recall: ModelSize) -> None:
     pytest.importorskip("scipy")
-    cost = CostModel(recall, kv_size(recall, 1024, 64, method="full"), EXAMPLE)
+    deep = replace(recall, layers=recall.layers * 8)
+    cost = CostModel(deep, kv_size(deep, 1024, 64, method="full"), EXAMPLE)
     block = BlockShape(sequences=64, micro_batch=8, prompt_rows=64)
     limits = Limits(memory=cost.kv.held * 32)
-    assert solve(cost, block, limits, ENGINE) is None
-    shares = solve(cost, block, limits, Capabilities(kv=("host", "disk"), micro_batches=True))
+    assert solve(cost, block, limits, Capabilities(kv=("host",))) is None
+    shares = solve(cost, block, limits, ENGINE)
     assert shares is not None
     assert 0.2 < shares["kv disk"] < 1
     assert shares["kv host"] + shares["kv disk"] == pytest.approx(1)
@@ -220,3 +222,25 @@ def test_places_are_named_by_kind_and_tier() -> None:
     assert [place.split() for place in PLACES] == [
         [kind, tier] for kind in ("weights", "kv") for tier in ("device", "host", "disk")
     ]
+
+
+def test_the_engine_counts_what_stays_in_memory_of_kv_on_a_disk(recall: ModelSize) -> None:
+    """Of many layers little stays: positions and scores, a page of each head, and two layers at a time."""
+    deep = replace(recall, layers=recall.layers * 8)
+    full, h2o = (kv_size(deep, 1024, 64, method=method, budget=b) for method, b in (("full", None), ("h2o", 256)))
+    n = len(deep.layers)
+    assert 2 / n < full.far_held / full.held < 2 / n + 0.1
+    assert full.far_held < full.far_reading < 0.2 * full.reading
+    assert h2o.far_held / h2o.held > full.far_held / full.held, "a page of each head is more of a small cache"
+    assert (full.overwrites, h2o.overwrites) == (False, True)
+    block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)
+    far = {"weights host": 1.0, "kv disk": 1.0}
+    seconds = {
+        name: {term.name: term.at(far) for term in CostModel(deep, kv, EXAMPLE).decode(block)}
+        for name, kv in (("full", full), ("h2o", h2o))
+    }
+    assert seconds["full"]["disk reads"] == pytest.approx(4 * full.step_bytes / EXAMPLE.read_per_s)
+    assert seconds["full"]["disk writes"] == pytest.approx(4 * full.new_bytes / EXAMPLE.write_per_s)
+    assert seconds["h2o"]["disk writes"] == pytest.approx(
+        4 * (h2o.new_bytes + h2o.step_bytes / MOST_PATCHES) / EXAMPLE.write_per_s
+    )

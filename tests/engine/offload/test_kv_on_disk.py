@@ -18,7 +18,7 @@ import pytest
 
 import millpond as mp
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.cache.tiered.extents import Run
+from millpond.cache.tiered.extents import PageRun
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Opened, open_in_memory
@@ -242,7 +242,7 @@ def after_a_fault(engine: Engine, *before: RequestOutput) -> dict[str, RequestOu
     return found
 
 
-def a_run(tier: DiskTier, layer: int = 2) -> tuple[FaultyScratch, Run]:
+def a_run(tier: DiskTier, layer: int = 2) -> tuple[FaultyScratch, PageRun]:
     """The file and the longest run of a layer."""
     (away,) = [pages for (index, _), pages in tier._away.items() if index == layer]
     return tier._extents[layer]._file, max(away._runs.values(), key=lambda run: run.nbytes)

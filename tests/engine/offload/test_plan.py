@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,11 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_engine_refuses_what_it_does_not_run() -> None:
     ENGINE.check(PLAN)
+    ENGINE.check(Plan(kv={"host": 0.5, "disk": 0.5}))
+    with pytest.raises(OptionError, match="of the kv on the tier 'device': no accelerator is used"):
+        ENGINE.check(Plan(kv={"device": 1.0}))
     with pytest.raises(OptionError, match=r"100% of the kv on the tier 'disk'.*not move it there yet.*on host"):
-        ENGINE.check(Plan(kv={"disk": 1.0}))
+        replace(ENGINE, kv=("host",)).check(Plan(kv={"disk": 1.0}))
     with pytest.raises(OptionError, match="no accelerator is used"):
         ENGINE.check(Plan(weights={"device": 1.0}))
     with pytest.raises(OptionError, match="'diagonal' is known to the cost model, but this engine does not run it"):
@@ -114,3 +118,18 @@ def test_a_plan_of_another_model_is_refused() -> None:
     Plan().check_model("anything")
     with pytest.raises(OptionError, match="fingerprint abc, and this one has xyz"):
         PLAN.check_model("xyz")
+
+
+@pytest.mark.parametrize(("share", "on_disk"), [(0.0, ()), (0.5, (0, 1, 3)), (0.6, (0, 1, 3)), (1.0, (0, 1, 2, 3, 4))])
+def test_whole_layers_of_kv_lie_on_the_disk(share: float, on_disk: tuple[int, ...]) -> None:
+    plan = Plan(kv={"host": 1 - share, "disk": share})
+    assert plan.kv_layers_on_disk(5) == on_disk
+    assert plan.streamed_layers(5) == ()
+
+
+def test_layers_on_the_device_are_some_of_those_that_stay() -> None:
+    plan = Plan(weights={"device": 0.25, "host": 0.25, "disk": 0.5})
+    assert set(plan.device_layers(8)) < set(plan.kept_layers(8))
+    assert (len(plan.device_layers(8)), len(plan.kept_layers(8))) == (2, 4)
+    assert Plan(weights={"device": 1.0}).device_layers(3) == (0, 1, 2)
+    assert Plan().device_layers(3) == ()

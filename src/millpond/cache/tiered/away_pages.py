@@ -12,13 +12,13 @@ from torch import Tensor
 
 from millpond.cache.pages.pool import side_bytes
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.tiered.extents import LayerExtents, Run
+from millpond.cache.tiered.extents import LayerExtents, PageRun
 from millpond.cache.tiered.patches import Patches
 from millpond.kernels.arenas import Arenas
 
 #: Position of a slot that holds nothing: no entry and no tombstone has it.
 NOTHING = -2
-#: Pages by which the arrays grow, beyond what is missing: one in so many that there are.
+#: Pages by which the arrays grow, beyond what is missing: an eighth of those that there are.
 _SPARE = 8
 
 
@@ -72,7 +72,7 @@ class AwayPages(RefCountedPool[SideArrays]):
         self.resident: PageIds = np.zeros(0, dtype=np.int32)
         self._run: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._row: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, PageRun] = {}
         self._n_runs = 0
         masses = pool.arrays.masses
         arrays = SideArrays(pool.slots, masses)
@@ -118,11 +118,11 @@ class AwayPages(RefCountedPool[SideArrays]):
         """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
         return self._run[ids], self._row[ids]
 
-    def run(self, number: int) -> Run:
+    def run(self, number: int) -> PageRun:
         """A run by its number."""
         return self._runs[number]
 
-    def lie_in(self, ids: PageIds, run: Run) -> None:
+    def lie_in(self, ids: PageIds, run: PageRun) -> None:
         """The content of these pages, and nothing else, is in a run, in this order."""
         self._leave(ids)
         self._runs[self._n_runs] = run

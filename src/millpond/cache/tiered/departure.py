@@ -13,11 +13,11 @@ import torch
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
-from millpond.cache.tiered.visit import Visit, _lists, _sides, packed, slot_rows
+from millpond.cache.tiered.visit import PageVisit, _lists, _sides, packed, slot_rows
 from millpond.errors import DataError
 from millpond.kernels.pages import PageArrays
 
-#: Entries of a region that wait in memory, at most, before the pages of its sequence are written anew.
+#: Entries of a region that wait in memory, at most, before the pages of its sequence are written again.
 MOST_PATCHES = 24
 #: Bytes of an entry that waits besides keys and values: its page and slot.
 _PATCH_BYTES = 12
@@ -26,12 +26,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 def depart(
-    part: Holder, away: AwayPages, visit: Visit | None, *, appends: bool, rewritten: Mask | None
+    part: Holder, away: AwayPages, visit: PageVisit | None, *, appends: bool, rewritten: Mask | None
 ) -> dict[int, DataError]:
     """Let a part hold pages of `away` in place of those of its pool, which are given back.
 
-    A page that was not changed is where it was. Entries that were written into some of its slots wait beside it in
-    memory, until a region of its sequence has `MOST_PATCHES` of them; then all pages of the sequence are written anew.
+    A page that was not changed is where it was. Entries that were written into some of its slots wait in memory,
+    until a region of its sequence has `MOST_PATCHES` of them; then all pages of the sequence are written again.
 
     Args:
         visit: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
@@ -109,7 +109,7 @@ def depart(
 
 
 def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
-    """(n_seq,) sequences whose pages are written anew: a region has too many patches, or there is no room for them."""
+    """(n_seq,) sequences whose pages are written again: a region has too many patches, or there is no room for them."""
     n_seq = len(part.region_lengths) // part.n_kv_heads
     contents = part.pool.arrays.contents
     by_region = np.zeros(len(part.region_lengths), dtype=np.int64)
@@ -123,7 +123,7 @@ def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int
 
 
 def _has_room(away: AwayPages, nbytes: int) -> bool:
-    """Whether the limit of the pool holds so many bytes more."""
+    """Whether the limit of the pool holds `nbytes` more."""
     account = away.account
     limit = None if account is None else account.limit_bytes
     return account is None or limit is None or account.nbytes + nbytes <= limit
@@ -155,7 +155,7 @@ def _write(
 def _parts(
     sequence: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], most: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """The chosen pages of each sequence, in parts of at most so many."""
+    """The chosen pages of each sequence, in parts of at most `most` pages."""
     chosen = chosen[np.argsort(sequence[chosen], kind="stable")]
     for own in np.split(chosen, np.flatnonzero(np.diff(sequence[chosen])) + 1) if len(chosen) else []:
         for begin in range(0, len(own), most):

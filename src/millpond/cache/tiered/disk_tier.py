@@ -16,7 +16,7 @@ from millpond.cache.swap.pages import parts_of
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
-from millpond.cache.tiered.visit import Visit
+from millpond.cache.tiered.visit import PageVisit
 from millpond.errors import DataError, PoolFullError
 from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
@@ -78,7 +78,7 @@ class DiskTier:
         self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
         self._overlap = overlap
         self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
-        self._coming: dict[LayerCache, list[Visit]] = {}
+        self._coming: dict[LayerCache, list[PageVisit]] = {}
         self._reserved: dict[str, int] = {}
 
     # ------------------------------------------------------------------ figures
@@ -101,7 +101,7 @@ class DiskTier:
     # ------------------------------------------------------------------ room
 
     def reserve(self, name: str, layer_bytes: int) -> None:
-        """Reserve the disk for a request that holds so many bytes in each layer, until it is released.
+        """Reserve the disk for a request that holds `layer_bytes` in each layer, until `release`.
 
         Raises:
             DataError: the disk lacks them; nothing is reserved for it.
@@ -134,7 +134,7 @@ class DiskTier:
                 self._fetch_ahead(then, growth or {})
             yield
             return
-        visits: list[Visit] = []
+        visits: list[PageVisit] = []
         try:
             visits = self._bring(core, then, growth or {})
             frames = None if core.frames is None else core.frames.copy()
@@ -187,7 +187,7 @@ class DiskTier:
         if self._ledger is not None:
             self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
-    def _bring(self, core: LayerCache, then: LayerCache | None, growth: Mapping[Pool, int]) -> list[Visit]:
+    def _bring(self, core: LayerCache, then: LayerCache | None, growth: Mapping[Pool, int]) -> list[PageVisit]:
         table = core.table
         if table is None or not table.is_away:
             return []
@@ -200,13 +200,13 @@ class DiskTier:
             core.lost |= visit.lost_sequences(part)
         return visits
 
-    def _begin(self, core: LayerCache) -> list[Visit]:
-        visits: list[Visit] = []
+    def _begin(self, core: LayerCache) -> list[PageVisit]:
+        visits: list[PageVisit] = []
         assert core.table is not None, "there is something to read"
         parts = parts_of(core.table)
         try:
             for part in parts:
-                visits.append(Visit.begin(part))
+                visits.append(PageVisit.begin(part))
         except PoolFullError:
             for part, visit in zip(parts, visits, strict=False):
                 visit.cancel(part.pool)
@@ -226,7 +226,7 @@ class DiskTier:
         if account is None or account.can_take(need):
             self._coming[core] = self._begin(core)
 
-    def _send(self, core: LayerCache, visits: list[Visit], frames: np.ndarray | None) -> None:
+    def _send(self, core: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
         table = core.table
         if table is None:
             return self._abandon(visits)
@@ -244,8 +244,8 @@ class DiskTier:
                 visits.remove(visit)
         self._abandon(visits)
 
-    def _abandon(self, visits: list[Visit]) -> None:
-        """Forget where pages were elsewhere: nobody holds them there any more; and what was read ahead."""
+    def _abandon(self, visits: list[PageVisit]) -> None:
+        """Give up the pages that these visits hold on the disk."""
         while visits:
             visit = visits.pop()
             visit.away.release(visit.held)

@@ -18,7 +18,7 @@ from millpond.tiers.slots import Slot
 
 #: Bytes by which a file grows at least.
 GRAIN = 256 << 10
-#: Runs that lie at most so many bytes apart are read together: less than a request of its own costs.
+#: Runs that lie at most this many bytes apart are read together: these cost less than another request.
 GAP = 64 << 10
 
 
@@ -33,7 +33,7 @@ class GrowingFile(WritableFile, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class PageRun:
     """Some pages of one sequence that were written together, array after array.
 
     Attributes:
@@ -117,7 +117,7 @@ class LayerExtents:
         return self._space.used
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file have so many bytes at least.
+        """Let the file have at least `nbytes`.
 
         Raises:
             DataError: the disk lacks them; nothing was changed.
@@ -125,14 +125,14 @@ class LayerExtents:
         if (more := aligned_up(nbytes) - self._space.size) > 0:
             self._grow(more)
 
-    def write(self, fill: Callable[[Tensor], None], needed: int, n_pages: int) -> Run:
+    def write(self, fill: Callable[[Tensor], None], needed: int, n_pages: int) -> PageRun:
         """A new run of pages.
 
         Args:
             fill: puts the bytes of the pages into (needed,) uint8.
 
         Raises:
-            DataError: the disk is full. Another failure of the disk is told by `Run.lost`.
+            DataError: the disk is full. Another failure of the disk is in `PageRun.lost`.
         """
         assert 0 < needed <= self.transit.slot_bytes, "a run fits a slot"
         nbytes = aligned_up(needed)
@@ -142,7 +142,7 @@ class LayerExtents:
             offset = self._space.take(nbytes)
             assert offset is not None, "the file has grown by what was lacking"
         self._generation += 1
-        run = Run(offset, nbytes, needed, n_pages, self._generation, 0, n_pages, None)
+        run = PageRun(offset, nbytes, needed, n_pages, self._generation, 0, n_pages, None)
 
         def filled(room: Tensor) -> None:
             fill(room[:needed])
@@ -152,19 +152,21 @@ class LayerExtents:
         run.written = self.transit.write(filled, self._file, offset, nbytes)
         return run
 
-    def free(self, run: Run) -> None:
+    def free(self, run: PageRun) -> None:
         """None of its pages is held any more."""
         run.lost()  # a write under way must not come after that of another run at this place
         self._space.give_back(run.offset, run.nbytes)
 
-    def read(self, runs: Iterable[Run], take: Callable[[Run, Tensor], None]) -> list[tuple[Errand, list[Run]]]:
+    def read(
+        self, runs: Iterable[PageRun], take: Callable[[PageRun, Tensor], None]
+    ) -> list[tuple[Errand, list[PageRun]]]:
         """Read runs, neighbours together, and give the bytes of each to `take` in the background.
 
         Returns:
             What is waited for, and the runs that it reads. The error of an errand says that they are lost.
         """
         ordered = sorted(runs, key=lambda run: run.offset)
-        parts: list[list[Run]] = []
+        parts: list[list[PageRun]] = []
         for run in ordered:
             last = parts[-1] if parts else None
             if (
@@ -176,7 +178,7 @@ class LayerExtents:
                 parts.append([run])
         return [(self._read(part, take), part) for part in parts]
 
-    def _read(self, runs: list[Run], take: Callable[[Run, Tensor], None]) -> Errand:
+    def _read(self, runs: list[PageRun], take: Callable[[PageRun, Tensor], None]) -> Errand:
         begin, end = runs[0].offset, runs[-1].offset + runs[-1].nbytes
 
         def split(data: Tensor) -> None:
@@ -204,5 +206,5 @@ class LayerExtents:
         self._grown(nbytes)
 
 
-def _checksum(run: Run, data: Tensor) -> int:
+def _checksum(run: PageRun, data: Tensor) -> int:
     return zlib.crc32(data.numpy().data, run.generation & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""Patches: entries that were written into slots of pages on a disk, kept in memory until the pages are written anew."""
+"""Patches of pages on a disk: newer entries of some slots, in memory until the pages are written again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millpond.cache.pages.ref_counted_pool import PageIds
 
 
 class Patches:
-    """Entries beside their pages.
+    """Entries of slots whose pages on a disk hold older ones.
 
     Attributes:
         nbytes: of all entries.
@@ -54,7 +54,7 @@ class Patches:
         """The entries of some pages.
 
         Args:
-            place: (n_pages,) what stands for a page; -1: it is not asked for.
+            place: (n_pages,) what stands for a page; -1: it is not wanted.
 
         Returns:
             What stands for their pages (n,), their slots (n,) and rows (n, dim) of each array.

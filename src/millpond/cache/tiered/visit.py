@@ -14,13 +14,13 @@ from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import AwayPages
-from millpond.cache.tiered.extents import Run
+from millpond.cache.tiered.extents import PageRun
 from millpond.errors import DataError
 from millpond.tiers.loader import Errand
 
 
 @dataclass(slots=True)
-class Visit:
+class PageVisit:
     """Pages of one part of a table on their way into the pool, or there.
 
     Attributes:
@@ -41,14 +41,14 @@ class Visit:
     lives: npt.NDArray[np.int64]
     moved: npt.NDArray[np.bool_]
     full: npt.NDArray[np.bool_]
-    errands: list[tuple[Errand, list[Run]]] = field(default_factory=list)
+    errands: list[tuple[Errand, list[PageRun]]] = field(default_factory=list)
     failed: dict[int, DataError] = field(default_factory=dict)
-    take: Callable[[Run, Tensor], None] = lambda run, data: None
+    take: Callable[[PageRun, Tensor], None] = lambda run, data: None
 
     # ------------------------------------------------------------------ in
 
     @classmethod
-    def begin(cls, part: Holder) -> Visit:
+    def begin(cls, part: Holder) -> PageVisit:
         """Take pages of the pool, and begin to read.
 
         Raises:
@@ -132,7 +132,7 @@ class Visit:
         chosen = chosen[np.argsort(numbers[chosen], kind="stable")]
         each = np.split(chosen, np.flatnonzero(np.diff(numbers[chosen])) + 1) if len(chosen) else []
         targets: dict[int, tuple[npt.NDArray[np.int64], PageIds]] = {}
-        runs: list[Run] = []
+        runs: list[PageRun] = []
         for places in each:
             run = self.away.run(int(numbers[places[0]]))
             error = run.lost()
@@ -142,7 +142,7 @@ class Visit:
             runs.append(run)
             targets[id(run)] = rows[places], self.pages[places]
 
-        def take(run: Run, data: Tensor) -> None:
+        def take(run: PageRun, data: Tensor) -> None:
             which, pages = targets[id(run)]
             write_pages(pool, pages, unpacked(pool, data, run.n_pages, which), pool.arrays.contents)
 
@@ -162,7 +162,7 @@ class Visit:
                     self._fail(run, error)
         self.errands = []
 
-    def _fail(self, run: Run, error: DataError) -> None:
+    def _fail(self, run: PageRun, error: DataError) -> None:
         numbers, _ = self.away.runs_of(self.ids)
         for place, number in enumerate(numbers.tolist()):
             if number >= 0 and self.away.run(number) is run:

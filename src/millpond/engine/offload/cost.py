@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from millpond.cache.tiered.departure import MOST_PATCHES
+from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
@@ -17,8 +19,10 @@ from millpond.engine.offload.step_memory import StepMemory
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
-#: Entries of a tail page: what a method that overwrites writes to disk is this part of the bytes that it reads.
-TAIL = 32
+#: Bytes per second of KV between a slot and its pages: checksum and copies, in the threads that read. An estimate.
+CARRY_PER_S = 1e9
+#: Seconds besides that KV on a disk takes in a layer for each micro-batch. An estimate from one model of 30 layers.
+CARRY_S = 5e-3
 #: Seconds besides the products that a micro-batch takes in a layer: calls and small operations. An estimate.
 CALL_S = 150e-6
 #: Prompts are read one after another; while the last tokens of one are read the next begins.
@@ -85,7 +89,8 @@ class CostModel:
     def _sweep(self, block: BlockShape, *, decoding: int, rows: float) -> list[Term]:
         machine, kv, weights = self.machine, self.kv, float(self.model.layer_bytes)
         entries, added = decoding * kv.step_bytes, (decoding + rows) * kv.new_bytes
-        write = (added + entries / TAIL) / machine.write_per_s if machine.write_per_s else 0.0
+        written = added + entries / MOST_PATCHES * kv.overwrites  # which waits in memory until it is worth a write
+        write = written / machine.write_per_s if machine.write_per_s else 0.0
         read = Term("disk reads", (0, 0, weights / machine.read_per_s, 0, 0, entries / machine.read_per_s), 0)
         terms = [read, Term("disk writes", (0, 0, 0, 0, 0, write), 0)]
         attend = decoding * kv.step_flops / self._rate(kv.group)
@@ -93,7 +98,8 @@ class CostModel:
         device = machine.accelerator
         if device is None:
             both = products + rows * kv.prompt_flops / kv.prompt / self._rate(max(rows, 1))
-            return [*terms, Term("compute", (0, 0, 0, attend, attend, attend), both)]
+            carried = attend + self._carry(block, decoding, entries)
+            return [*terms, Term("compute", (0, 0, 0, attend, attend, carried), both)]
         hidden = 2 * (decoding + rows) * self.model.width * self._item * len(self.model.layers) / device.link_per_s
         link = weights / device.link_per_s
         there = rows * kv.prompt_flops / kv.prompt / device.flops + products
@@ -101,6 +107,11 @@ class CostModel:
             *terms, Term("attention", (0, 0, 0, 0, attend, attend), 0), Term("link", (0, link, link, 0, 0, 0), hidden),
             Term("compute", (0, 0, 0, entries / device.memory_per_s, 0, 0), there),
         ]  # fmt: skip
+
+    def _carry(self, block: BlockShape, decoding: int, entries: float) -> float:
+        """Seconds in which KV of a disk goes to its pages and leaves them."""
+        batches = ceil(decoding / min(decoding, block.micro_batch)) if decoding else 0
+        return entries / CARRY_PER_S + batches * len(self.model.layers) * CARRY_S
 
     def _products(self, block: BlockShape, decoding: int, rows: float) -> float:
         """Seconds of all products of a sweep, and of what is called between them."""
@@ -128,14 +139,15 @@ class CostModel:
         model, kv = self.model, self.kv
         weights, near = float(model.layer_bytes), HOST if self.machine.accelerator is None else DEVICE
         held = float(block.sequences * (kv.mean if block.schedule == "diagonal" else kv.held))
-        extra = self._extra_kv(block)
+        more, far = self._prompts_kv(block)
+        free = float(self.kv.pools * self.kv.arena_bytes)
         found = {
             DEVICE: [Term("weights", (weights, 0, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, held, 0, 0), 0)],
-            HOST: [Term("weights", (0, weights, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, 0, held, 0), extra)],
+            HOST: [Term("weights", (0, weights, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, more, held + more, 0), free)],
             DISK: [Term("weights", (0, 0, weights, 0, 0, 0), 0), Term("kv", (0, 0, 0, 0, 0, held), 0)],
         }  # fmt: skip
-        window = 2.0 * min(block.micro_batch, block.sequences) * kv.held / len(model.layers)
-        found[HOST].append(Term("kv windows", (0, 0, 0, 0, 0, window), 0))
+        beside = float(block.sequences * kv.far_held + far + N_SLOTS * SLOT_BYTES)
+        found[HOST].append(Term("kv on its way", (0, 0, 0, 0, 0, beside), 0))
         found[near] += [Term(name, (0, 0, 0, 0, 0, 0), n) for name, n in self.step(block).by_purpose.items()]
         found[near].append(Term("embeddings and head", (0, 0, 0, 0, 0, 0), model.end_bytes))
         found[near].append(Term("slots", (0, 0, 0, 0, 0, 0), block.slots * model.slot_bytes))
@@ -147,10 +159,11 @@ class CostModel:
             self.model, step_tokens=block.prompt_rows, running=block.sequences, micro_batch=block.micro_batch
         )
 
-    def _extra_kv(self, block: BlockShape) -> int:
-        """Bytes of prompts while they are read, beyond what they hold later; and what pools take but do not fill."""
-        reading = min(block.sequences, ceil(block.prompt_rows / self.kv.prompt) + _READ_AT_A_TIME)
-        return reading * (self.kv.most - self.kv.held) + self.kv.pools * self.kv.arena_bytes
+    def _prompts_kv(self, block: BlockShape) -> tuple[int, int]:
+        """Bytes of prompts while they are read, beyond what they hold later: in memory, and of those on a disk."""
+        kv = self.kv
+        reading = min(block.sequences, ceil(block.prompt_rows / kv.prompt) + _READ_AT_A_TIME)
+        return reading * (kv.most - kv.held), reading * (kv.far_most - kv.far_held)
 
     @property
     def _item(self) -> int:

@@ -19,6 +19,7 @@ from millpond.engine.memory_estimate import entries_of, estimate, unquantized
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
 from millpond.hf.compress import budget_of, policy_of
+from millpond.kernels.decode_rules import Evict
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.packed_model import LayerShape
 
@@ -30,7 +31,10 @@ class KVSize:
     Attributes:
         prompt, new: tokens.
         reading: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
-        step_bytes: that a decoding step reads on average. new_bytes: that a token adds.
+        far_reading, far_held: bytes in memory of a sequence whose layers all lie on a disk (positions, scores, a page
+            of each head, two layers at a time): while the prompt is read, and while it decodes.
+        step_bytes: of keys and values that a decoding step reads on average. new_bytes: of those that a token adds.
+        overwrites: entries take the places of others, so that pages on a disk are written again now and then.
         step_flops, prompt_flops: of attention in a decoding step, and while the prompt is read.
         group: query heads that read one KV head. pools: kinds of pages. arena_bytes: grain in which pools take memory.
     """
@@ -40,8 +44,11 @@ class KVSize:
     reading: int
     held: int
     mean: int
+    far_reading: int
+    far_held: int
     step_bytes: float
     new_bytes: float
+    overwrites: bool
     step_flops: float
     prompt_flops: float
     group: float
@@ -52,6 +59,11 @@ class KVSize:
     def most(self) -> int:
         """At any time."""
         return max(self.reading, self.held)
+
+    @cached_property
+    def far_most(self) -> int:
+        """In memory at any time, of a sequence whose layers all lie on a disk."""
+        return max(self.far_reading, self.far_held)
 
 
 def kv_size(
@@ -76,14 +88,17 @@ def kv_size(
     shapes = model.shapes
     layout = cache_layout(model, method, options or {}, budget, codec)
     need = estimate(layout, shapes, prompt, new, 1)
+    far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
     kept = [_entries(layout, shape, prompt, new) for shape in shapes]
     heads = [layer.n_heads for layer in model.layers]
     flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
     return KVSize(
         prompt=prompt, new=new, reading=need.reading, held=need.each,
         mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
+        far_reading=far.reading, far_held=far.each,
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
+        overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
         step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
@@ -126,12 +141,12 @@ def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> f
 
 
 def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
-    """Bytes of `entries` entries of each KV head of a layer, codes as far as they are stored as codes."""
+    """Bytes of keys and values of `entries` entries of each KV head of a layer, codes as far as they are stored so."""
     pool, packed = layout.pool(shape.key_dim, shape.value_dim), layout.packed_pool(shape)
     plain = entries if packed is None else min(entries, unquantized(layout, shape, int(entries)))
-    found = plain * pool.page_bytes / pool.slots
+    found = plain * pool.kv_bytes_per_page / pool.slots
     if packed is not None:
-        found += (entries - plain) * packed.page_bytes / packed.slots
+        found += (entries - plain) * packed.kv_bytes_per_page / packed.slots
     return shape.n_kv_heads * found
 
 

@@ -82,9 +82,14 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
 def least_memory(cost: CostModel, can: Capabilities = ENGINE, prompt_rows: int = PROMPT_ROWS[0]) -> int:
     """Bytes of the host with which one sequence runs, the smallest there are; `prompt_rows` of a prompt at a time."""
     block = _smallest(can, prompt_rows)
+    return ceil(min(sum(term.at(far) for term in cost.bytes(block)[HOST]) for far in _farthest(block, can)))
+
+
+def _farthest(block: BlockShape, can: Capabilities) -> list[dict[str, float]]:
+    """Shares with weights as far away as they may be, and KV in either place: far away it needs windows and slots."""
     weights = "weights disk" if block.slots else "weights host"
-    kv = "kv disk" if DISK in can.kv else "kv host"
-    return ceil(sum(term.at({weights: 1.0, kv: 1.0}) for term in cost.bytes(block)[HOST]))
+    places = ["kv host", *(["kv disk"] if DISK in can.kv and block.slots else [])]
+    return [{weights: 1.0, place: 1.0} for place in places]
 
 
 def _smallest(can: Capabilities, prompt_rows: int) -> BlockShape:
@@ -257,11 +262,12 @@ def _block(schedule: str, sequences: int, batch: int, rows: int, slots: int) -> 
 
 def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities) -> bool:
     """Whether it fits with everything as far away as it may be."""
-    weights = "weights disk" if block.slots else "weights host"
-    far = {weights: 1.0, ("kv disk" if DISK in can.kv else "kv host"): 1.0}
-    if limits.kv is not None and sum(t.at(far) for t in cost.bytes(block)[HOST] if t.name == "kv") > limits.kv:
-        return False
-    return sum(term.at(far) for term in cost.bytes(block)[HOST]) <= limits.memory
+    terms = cost.bytes(block)[HOST]
+    for far in _farthest(block, can):
+        kv = sum(term.at(far) for term in terms if term.name == "kv")
+        if sum(term.at(far) for term in terms) <= limits.memory and (limits.kv is None or kv <= limits.kv):
+            return True
+    return False
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -1,0 +1,229 @@
+"""Pages that leave their pool and come back: the same entries, and no page or byte lost or held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool import PagePool
+from millpond.cache.tiered.away_pages import AwayPages
+from millpond.cache.tiered.departure import MOST_PATCHES, depart
+from millpond.cache.tiered.extents import LayerExtents, Transit
+from millpond.cache.tiered.patches import Patches
+from millpond.cache.tiered.visit import PageVisit
+from millpond.kernels import ops
+from millpond.kernels.args import EntryRows
+from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.files import ScratchFile
+from millpond.tiers.loader import Loader
+from millpond.tiers.slots import Slot
+
+HEADS, DIM, SLOTS = 2, 16, 8
+
+
+class Bench:
+    """A pool, the pages that left it, and a table."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.account = MemoryLimit(limit)
+        self.pool = PagePool(DIM, DIM, torch.float32, slots=SLOTS, account=self.account)
+        self.loader = Loader(ThreadBackend(2))
+        slots = [Slot(aligned_buffer(1 << 16)) for _ in range(4)]
+        self.transit = Transit(self.loader, slots[:2], slots[2:])
+        self.extents = LayerExtents(ScratchFile(folder), self.transit)
+        self.away = AwayPages(self.pool, self.extents)
+
+    def table(self, *lens: int) -> PageTable:
+        """A table of as many sequences, with random entries."""
+        table = PageTable(self.pool, len(lens), HEADS)
+        for sequence, n in enumerate(lens):
+            table.reserve(sequence, np.full(HEADS, n, dtype=np.int32))
+            index = torch.arange(n, dtype=torch.int32).expand(HEADS, -1).contiguous()
+            k, v = (torch.randn(HEADS, n, DIM) for _ in range(2))
+            positions = torch.arange(n, dtype=torch.int32).expand(HEADS, -1).contiguous()
+            start, count = torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), n, dtype=torch.int32)
+            ops.write(
+                table.regions_of(table.rows(sequence)),
+                EntryRows(start, count, index, k, v, positions, torch.rand(HEADS, n)),
+            )
+            table.set_lengths(sequence, np.full(HEADS, n, dtype=np.int32))
+        return table
+
+    def leave(
+        self, table: PageTable, visit: PageVisit | None = None, *, appends: bool = False, rewritten: Any = None
+    ) -> None:
+        assert depart(table, self.away, visit, appends=appends, rewritten=rewritten) == {}
+
+    def come(self, table: PageTable) -> PageVisit:
+        visit = PageVisit.begin(table)
+        visit.end(table)
+        return visit
+
+    def check(self, *tables: PageTable) -> None:
+        """Every page is held by those that name it."""
+        here = [t.held() for t in tables if not t.is_away]
+        self.pool.check_integrity([*here, self.away.staying])
+        self.away.check_integrity([t.held() for t in tables if t.is_away])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    torch.manual_seed(0)
+    made = Bench(tmp_path)
+    yield made
+    made.loader.close()
+    made.extents.close()
+
+
+def content(table: PageTable) -> list[torch.Tensor]:
+    lens = int(table.lengths().max())
+    found = ops.read(table.regions, lens)
+    here = torch.arange(lens) < table.lens[:, None]
+    return [part[here] for part in (found.keys, found.values, found.positions, found.scores)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("appends", [True, False])
+def test_what_comes_back_is_what_left(appends: bool, bench: Bench) -> None:
+    table = bench.table(20, 5, 33)
+    before = content(table)
+    bench.leave(table, appends=appends)
+    assert table.is_away
+    assert bench.pool.n_live == (3 * HEADS if appends else 0), "the pages that are not full stay"
+    bench.check(table)
+    for _ in range(2):
+        visit = bench.come(table)
+        assert same(content(table), before)
+        written = bench.transit.bytes_written
+        bench.leave(table, visit, appends=appends)
+        assert bench.transit.bytes_written == written, "nothing has changed"
+        bench.check(table)
+    table.clear()
+    assert (bench.pool.n_live, bench.away.n_live, bench.extents.used) == (0, 0, 0)
+
+
+def test_sequences_are_chosen_joined_and_shared_while_they_are_away(bench: Bench) -> None:
+    one, two = bench.table(20, 9), bench.table(14)
+    parts = [content(one), content(two)]
+    bench.leave(one)
+    bench.leave(two)
+    one.join(two)
+    one.select([2, 0, 2])
+    bench.check(one)
+    visit = bench.come(one)
+    n = 20 * HEADS
+    expected = [torch.cat([b, a[:n], b]) for a, b in zip(*parts, strict=True)]
+    assert same(content(one), expected)
+    assert bench.pool.n_live == HEADS * (2 + 3), "what two sequences hold is here once"
+    one.copy_on_write(whole=True)
+    bench.leave(one, visit)
+    bench.check(one)
+    bench.come(one)
+    assert same(content(one), expected)
+
+
+def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) -> None:
+    table = bench.table(4 * SLOTS)
+    bench.leave(table)
+    first = bench.transit.bytes_written
+    steps = 2 * MOST_PATCHES
+    for step in range(steps):
+        visit = bench.come(table)
+        for head in range(HEADS):  # as a kernel does: another entry in the place of a victim
+            slot = (7 * step + head) % (4 * SLOTS)
+            page = int(table.pages[head, slot // SLOTS])
+            arrays = bench.pool.arrays
+            arrays.keys[0][page, slot % SLOTS] = step
+            arrays.positions[0][page, slot % SLOTS] = 1000 + step
+        before = content(table)
+        bench.leave(table, visit)
+        bench.check(table)
+        visit = bench.come(table)
+        assert same(content(table), before)
+        bench.leave(table, visit)
+    assert 0 < bench.transit.bytes_written - first <= first * (steps // MOST_PATCHES)
+    table.clear()
+    assert (bench.away.patches.nbytes, bench.extents.used) == (0, 0)
+
+
+def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> None:
+    """Two heads hold the same positions, so a page that changes hands looks the same by its positions alone."""
+    table = bench.table(2 * SLOTS)
+    bench.leave(table)
+    visit = bench.come(table)
+    keys = ops.read(table.regions, 2 * SLOTS).keys
+    swapped = torch.stack([keys[1], keys[0]])
+    table.renew(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
+    index = torch.arange(2 * SLOTS, dtype=torch.int32).expand(HEADS, -1).contiguous()
+    start, count = torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), 2 * SLOTS, dtype=torch.int32)
+    ops.write(table.regions, EntryRows(start, count, index, swapped, swapped, index, torch.zeros(HEADS, 2 * SLOTS)))
+    table.set_lengths(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
+    bench.leave(table, visit)
+    bench.come(table)
+    assert torch.equal(ops.read(table.regions, 2 * SLOTS).keys, swapped)
+
+
+def test_all_entries_of_a_sequence_have_changed(bench: Bench) -> None:
+    table = bench.table(2 * SLOTS, 2 * SLOTS)
+    bench.leave(table)
+    visit = bench.come(table)
+    pages = torch.from_numpy(table.held()).long()
+    bench.pool.arrays.values[0][pages] += 1  # a merge, which no position tells of
+    before = content(table)
+    bench.leave(table, visit, rewritten=np.array([True, True]))
+    bench.come(table)
+    assert same(content(table), before)
+
+
+def test_a_visit_that_is_given_up_changes_nothing(bench: Bench) -> None:
+    table = bench.table(20)
+    before = content(table)
+    bench.leave(table, appends=True)
+    PageVisit.begin(table).cancel(bench.pool)
+    bench.check(table)
+    bench.come(table)
+    assert same(content(table), before)
+
+
+def test_without_room_for_patches_pages_are_written(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limit=64 << 10)
+    table = bench.table(2 * SLOTS)
+    bench.leave(table)
+    visit = bench.come(table)
+    page = int(table.pages[0, 0])
+    bench.pool.arrays.positions[0][page, 0] = 77
+    bench.account.limit_bytes = bench.account.nbytes  # others have taken the rest
+    written = bench.transit.bytes_written
+    bench.leave(table, visit)
+    assert bench.transit.bytes_written > written
+    assert bench.away.patches.nbytes == 0
+    bench.loader.close()
+    bench.extents.close()
+
+
+def test_patches_of_one_slot_replace_each_other() -> None:
+    patches = Patches()
+    pages, slots = np.array([3, 3, 5], dtype=np.int32), np.array([0, 1, 0])
+    patches.put(pages, slots, [torch.tensor([[1.0], [2.0], [3.0]])])
+    patches.put(np.array([3], dtype=np.int32), np.array([1]), [torch.tensor([[9.0]])])
+    assert patches.counts(6).tolist() == [0, 0, 0, 2, 0, 1]
+    place = np.full(6, -1)
+    place[3] = 0
+    found, at, (rows,) = patches.of(place)
+    assert dict(zip(at.tolist(), rows[:, 0].tolist(), strict=True)) == {0: 1.0, 1: 9.0}
+    assert found.tolist() == [0, 0]
+    gone = np.zeros(6, dtype=bool)
+    gone[3] = True
+    patches.drop(gone)
+    assert patches.counts(6).tolist() == [0, 0, 0, 0, 0, 1]
