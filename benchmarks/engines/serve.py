@@ -1,4 +1,4 @@
-"""Our server and llama.cpp's on one GGUF file under one load, with equal bytes for caches: goodput within service levels.
+"""Our server and llama.cpp's on one GGUF file under one load, with equal bytes for caches: goodput in service levels.
 
     benchmarks/engines/llamacpp_server.sh
     python benchmarks/engines/serve.py --trace agents:TRACES/miniswe --users 6 --requests 66 --entries 8192 \

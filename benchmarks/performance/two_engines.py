@@ -124,7 +124,8 @@ def main() -> None:
             print(
                 f"{kind}, {threads} threads: one after the other {row['one_after_the_other_s']:.2f} s, at once "
                 f"{row['at_once_s']:.2f} s, ratio {row['ratio']:.2f} [{row['interval'][0]:.2f}, "
-                f"{row['interval'][1]:.2f}]", flush=True
+                f"{row['interval'][1]:.2f}]",
+                flush=True,
             )
     if args.json:
         load = {name: value for name, value in vars(args).items() if name not in ("json", "model")}
