@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before any library: the kernels use the thread pool that torch brings)
 
+from millpond.cpu_limit import usable_cpus
 from millpond.errors import MillpondError, OptionError
 
-ABI = 21  #: of csrc/common/cpu.cpp
+ABI = 22  #: of csrc/common/cpu.cpp
 #: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/common/cpu.cpp. v4fma is v4bf16 with
 #: products of floats where there is much to multiply.
 X86 = {"baseline": 0, "v3": 1, "v4": 2, "v4fma": 3, "v4bf16": 3}
@@ -89,6 +90,7 @@ def load() -> tuple[str, ctypes.CDLL] | None:
     for name in [wanted] if wanted else can:
         library = _open(installed()[name])
         if library is not None:
+            library.mp_limit_threads(usable_cpus())
             return name, library
     return None
 

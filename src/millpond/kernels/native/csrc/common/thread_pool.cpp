@@ -69,7 +69,7 @@ struct Slot {
 
 class Pool {
  public:
-  void run(int n, Body body, void* context) {
+  void run(int n, int workers, Body body, void* context) {
     Slot* slot = free_slot();
     if (slot == nullptr) {  // as many loops as there are slots: this one gets no help
       for (int t = 0; t < n; ++t) body(context, t);
@@ -79,7 +79,7 @@ class Pool {
     slot->done.store(0, std::memory_order_relaxed);
     const uint64_t number = (slot->state.load(std::memory_order_relaxed) >> 32) + 1;
     slot->state.store(number << 32 | uint64_t(n) << 16 | 1, std::memory_order_release);
-    call_helpers(n - 1);
+    call_helpers(workers - 1);
     for (int t = 0; t >= 0; t = slot->take()) work(*slot, t);
     static thread_local Spin spin;
     const auto finished = [&] { return slot->done.load(std::memory_order_seq_cst) == n; };
@@ -173,7 +173,7 @@ Pool& pool() {
 
 }  // namespace
 
-void run_in_pool(int n, Body body, void* context) { pool().run(n, body, context); }
+void run_in_pool(int n, int workers, Body body, void* context) { pool().run(n, workers, body, context); }
 
 void Contention::note(int64_t now_ns, int64_t own_ns, int64_t late_ns) {
   if (late_ns < std::max(LATE_NS, own_ns)) {

@@ -8,9 +8,9 @@
 
 namespace mp {
 
-// Calls body(context, t) for every t below n, on this thread and those of the pool that find the time. Where none does,
-// this thread makes all of the calls; what it waits for at the end are calls that others have begun.
-void run_in_pool(int n, Body body, void* context);
+// Calls body(context, t) for every t below n, on this thread and up to workers - 1 of the pool that find the time. Where
+// none does, this thread makes all of the calls; what it waits for at the end are calls that others have begun.
+void run_in_pool(int n, int workers, Body body, void* context);
 
 // When to leave the runtime's threads for ours. The runtime ends a loop when all of its threads have come to the end,
 // those included that had nothing to do: a thread whose core was taken from it holds up all others for milliseconds.

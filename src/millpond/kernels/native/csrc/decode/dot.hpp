@@ -6,11 +6,12 @@
 
 namespace mp {
 
-// Query heads per pass: as many accumulators as there are registers for.
+// Query heads per pass that meet four keys: as many accumulators as there are registers for. Where these are 16, more
+// heads meet two keys, so that each key is widened for up to MOST_HEADS of them.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int HEADS = 4;
+constexpr int HEADS = 4, MOST_HEADS = 4;
 #else
-constexpr int HEADS = 2;
+constexpr int HEADS = 2, MOST_HEADS = 6;
 #endif
 
 // How keys of storage type T meet the query: `Q` is the type the query is held in, `STEP` the numbers per vector.
@@ -42,42 +43,54 @@ struct Lane<bf16> {
 // Rows of the query buffer are padded with zeros to a multiple of this.
 constexpr int QUERY_PAD = 32;
 
-// s[h * s_stride + t] = q[h] . k[t] for t = 0..3 and H heads.
-template <class T, int H>
-MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_stride, float* s, int s_stride,
+// s[h * s_stride + t] = q[h] . k[t] for t < R (2 or 4) and H heads. A sum has the same bits for every R and H.
+template <class T, int H, int R>
+MP_INLINE void dots(const T* k, int dim, const typename Lane<T>::Q* q, int q_stride, float* s, int s_stride,
                     const char* ahead) {
   using L = Lane<T>;
-  vf acc[H][4];
-#pragma GCC unroll 4
+  vf acc[H][R];
+#pragma GCC unroll 6
   for (int h = 0; h < H; ++h)
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) acc[h][t] = vf{};
+    for (int t = 0; t < R; ++t) acc[h][t] = vf{};
   int d = 0;
-  for (; d + L::STEP <= dim; d += L::STEP, ahead += 4 * 64) {
-    prefetch<4 * 64>(ahead);
-    typename L::V key[4];
+  constexpr int BYTES = R * L::STEP * int(sizeof(T));
+  for (; d + L::STEP <= dim; d += L::STEP, ahead += BYTES) {
+    prefetch<BYTES>(ahead);
+    typename L::V key[R];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) key[t] = L::key(k + t * dim + d);
-#pragma GCC unroll 4
+    for (int t = 0; t < R; ++t) key[t] = L::key(k + t * dim + d);
+#pragma GCC unroll 6
     for (int h = 0; h < H; ++h) {
       const typename L::V query = L::query(q + h * q_stride + d);
 #pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], key[t], query);
+      for (int t = 0; t < R; ++t) acc[h][t] = L::fma(acc[h][t], key[t], query);
     }
   }
   if (d < dim) {
-    typename L::V key[4];
+    typename L::V key[R];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) key[t] = L::key_part(k + t * dim + d, dim - d);
-#pragma GCC unroll 4
+    for (int t = 0; t < R; ++t) key[t] = L::key_part(k + t * dim + d, dim - d);
+#pragma GCC unroll 6
     for (int h = 0; h < H; ++h) {
       const typename L::V query = L::query(q + h * q_stride + d);
 #pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], key[t], query);
+      for (int t = 0; t < R; ++t) acc[h][t] = L::fma(acc[h][t], key[t], query);
     }
   }
-#pragma GCC unroll 4
-  for (int h = 0; h < H; ++h) store(s + h * s_stride, sum4(acc[h][0], acc[h][1], acc[h][2], acc[h][3]));
+#pragma GCC unroll 6
+  for (int h = 0; h < H; ++h) {
+    const v4f sums = sum4(acc[h][0], acc[h][1], acc[h][R - 2], acc[h][R - 1]);
+    std::memcpy(s + h * s_stride, &sums, R * sizeof(float));
+  }
+}
+
+// Logits of n keys for H heads, R keys at a time.
+template <class T, int H, int R>
+void dot_heads(const T* k, int n, int dim, const typename Lane<T>::Q* q, int q_stride, float* s, int s_stride,
+                         const char* ahead) {
+  const size_t row = size_t(dim) * sizeof(T);
+  for (int t = 0; t < n; t += R) dots<T, H, R>(k + size_t(t) * dim, dim, q, q_stride, s + t, s_stride, ahead + t * row);
 }
 
 // Logits of n keys (a multiple of 4; rows past the last entry may hold anything) for `heads` query heads.
@@ -85,20 +98,19 @@ MP_INLINE void dot4(const T* k, int dim, const typename Lane<T>::Q* q, int q_str
 template <class T>
 void dot_run(const T* k, int n, int dim, const typename Lane<T>::Q* q, int q_stride, int heads, float* s, int s_stride,
              const char* ahead) {
-  const size_t row = size_t(dim) * sizeof(T);
+  auto meet = [&](auto form, int h) { form(k, n, dim, q + h * q_stride, q_stride, s + h * s_stride, s_stride, ahead); };
   int h = 0;
-  for (; h + HEADS <= heads; h += HEADS)
-    for (int t = 0; t < n; t += 4)
-      dot4<T, HEADS>(k + size_t(t) * dim, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
-  for (int t = 0; t < n && h < heads; t += 4) {
-    const T* key = k + size_t(t) * dim;
-    if (HEADS > 3 && heads - h == 3)
-      dot4<T, 3>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
-    else if (HEADS > 2 && heads - h == 2)
-      dot4<T, 2>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
-    else
-      dot4<T, 1>(key, dim, q + h * q_stride, q_stride, s + h * s_stride + t, s_stride, ahead + t * row);
+  if constexpr (MOST_HEADS > HEADS) {
+    for (; h + MOST_HEADS <= heads; h += MOST_HEADS) meet(dot_heads<T, MOST_HEADS, 2>, h);
+    if (heads - h == 5) return meet(dot_heads<T, 5, 2>, h);
+    if (heads - h >= 3 && heads > 4) meet(dot_heads<T, 3, 2>, h), h += 3;
   }
+  for (; h + HEADS <= heads; h += HEADS) meet(dot_heads<T, HEADS, 4>, h);
+  if constexpr (HEADS > 2) {
+    if (heads - h == 3) return meet(dot_heads<T, 3, 4>, h);
+    if (heads - h == 2) return meet(dot_heads<T, 2, 4>, h);
+  }
+  if (heads - h == 1) meet(dot_heads<T, 1, 4>, h);
 }
 
 }  // namespace mp

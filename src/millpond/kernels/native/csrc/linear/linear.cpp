@@ -71,56 +71,58 @@ class Shares {
   int n_threads_;
 };
 
-// out[h * BLOCK + t] = x[h] . w[t] for four rows of w, `row` numbers apart. kAhead: the rows are neighbours in memory,
+// out[h * BLOCK + t] = x[h] . w[t] for R (2 or 4) rows of w, `row` numbers apart. A sum has the
+// same bits for every R and H. kAhead: the rows are neighbours in memory,
 // and as many bytes are asked for, AHEAD of them, in the order in which memory gives them fastest.
-template <class T, int H, bool kAhead>
+template <class T, int H, int R, bool kAhead>
 MP_INLINE void tile(const T* w, int64_t row, int dim, const typename Held<T>::Q* x, int64_t x_row, float* out) {
   using L = Lane<T>;
-  vf acc[H][4];
-#pragma GCC unroll 4
+  vf acc[H][R];
+#pragma GCC unroll 6
   for (int h = 0; h < H; ++h)
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) acc[h][t] = vf{};
+    for (int t = 0; t < R; ++t) acc[h][t] = vf{};
   const char* ahead = reinterpret_cast<const char*>(w) + AHEAD;
   int d = 0;
   for (; d + L::STEP <= dim; d += L::STEP) {
-    if (kAhead) prefetch<4 * sizeof(T) * L::STEP>(ahead);
-    ahead += 4 * sizeof(T) * L::STEP;
-    typename L::V v[4];
+    if (kAhead) prefetch<R * sizeof(T) * L::STEP>(ahead);
+    ahead += R * sizeof(T) * L::STEP;
+    typename L::V v[R];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) v[t] = L::key(w + t * row + d);
-#pragma GCC unroll 4
+    for (int t = 0; t < R; ++t) v[t] = L::key(w + t * row + d);
+#pragma GCC unroll 6
     for (int h = 0; h < H; ++h) {
       const typename L::V q = L::query(x + h * x_row + d);
 #pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
+      for (int t = 0; t < R; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
     }
   }
   if (d < dim) {
-    typename L::V v[4];
+    typename L::V v[R];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) v[t] = L::key_part(w + t * row + d, dim - d);
-#pragma GCC unroll 4
+    for (int t = 0; t < R; ++t) v[t] = L::key_part(w + t * row + d, dim - d);
+#pragma GCC unroll 6
     for (int h = 0; h < H; ++h) {
       const typename L::V q = L::query(x + h * x_row + d);
 #pragma GCC unroll 4
-      for (int t = 0; t < 4; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
+      for (int t = 0; t < R; ++t) acc[h][t] = L::fma(acc[h][t], v[t], q);
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int h = 0; h < H; ++h) {
-    const v4f sums = sum4(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
-    std::memcpy(out + h * BLOCK, &sums, sizeof sums);
+    const v4f sums = sum4(acc[h][0], acc[h][1], acc[h][R - 2], acc[h][R - 1]);
+    std::memcpy(out + h * BLOCK, &sums, R * sizeof(float));
   }
 }
 
-// `tile` for `heads` rows of x, at most H.
-template <class T, bool kAhead, int H = HEADS>
+// Four rows of w for `heads` rows of x, at most H.
+template <class T, bool kAhead, int H = MOST_HEADS>
 MP_INLINE void tile_of(int heads, const T* w, int64_t row, int dim, const typename Held<T>::Q* x, int64_t x_row,
                        float* out) {
   if constexpr (H > 1)
     if (heads < H) return tile_of<T, kAhead, H - 1>(heads, w, row, dim, x, x_row, out);
-  tile<T, H, kAhead>(w, row, dim, x, x_row, out);
+  constexpr int R = H > HEADS ? 2 : 4;
+  for (int t = 0; t < 4; t += R) tile<T, H, R, kAhead>(w + t * row, row, dim, x, x_row, out + t);
 }
 
 // All m rows of x for n <= BLOCK rows of w, tile by tile.
@@ -136,14 +138,14 @@ void block(const T* w, int n, int64_t row, int dim, const typename Held<T>::Q* x
       else
         tile_of<T, false>(m, w + t * row, row, dim, x, x_row, out + t);
     }
-    for (int h = HEADS; h < m; h += HEADS)  // the other rows of x find these rows of w in the cache
+    for (int h = MOST_HEADS; h < m; h += MOST_HEADS)  // the other rows of x find these rows of w in the cache
       for (int t = from; t < to; t += 4)
         tile_of<T, false>(m - h, w + t * row, row, dim, x + h * x_row, x_row, out + h * BLOCK + t);
   }
   for (int t = full; t < n; ++t)  // the last 1 to 3 rows of w, each as all four of a tile
     for (int h = 0; h < m; ++h) {
       float same[4];
-      tile<T, 1, false>(w + t * row, 0, dim, x + h * x_row, x_row, same);
+      tile<T, 1, 4, false>(w + t * row, 0, dim, x + h * x_row, x_row, same);
       out[h * BLOCK + t] = same[0];
     }
 }
