@@ -135,7 +135,7 @@ class Cap:
         return {"most_anonymous_bytes": self.most_data, "most_page_cache_bytes": self.most_cached}
 
 
-def bandwidth(folder: Path, seconds: float = 3.0) -> float:
+def bandwidth(folder: Path, seconds: float = 2.4) -> float:
     """GB/s of direct reads of the weights, as the sweep reads them, in the last third of `seconds`."""
     from millpond.tiers.aligned import aligned_buffer
     from millpond.tiers.backends.threads import ThreadBackend
