@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 #: Bytes over the memory for what no ledger counts: stacks of threads, small objects, parts of products.
-SLACK = 64 << 20
+SLACK = 96 << 20
 #: MADV_PAGEOUT; and the number of cachestat, Linux 6.5.
 _PAGEOUT, _CACHESTAT = 21, 451
 
@@ -26,8 +26,8 @@ class Cap:
     """Memory that this process may take from now on: its own, and the page cache of a folder's files, together.
 
     Every 20 ms a thread drops the page cache, mapped pages too, where both together are more, and ends the process
-    where its own memory alone is more. `RLIMIT_DATA` would refuse what is beyond it at once, but also the private mapping in
-    which safetensors opens a file, as much as the file is long.
+    where its own memory alone is more. `RLIMIT_DATA` would refuse what is beyond it at once, but also the private
+    mapping in which safetensors opens a file, as much as the file is long.
 
     Args:
         folder: of the files. memory: bytes, to which `SLACK` is added.

@@ -29,7 +29,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.files import DirectFile
-from millpond.tiers.loader import Extent, Loader
+from millpond.tiers.loader import Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
 
 #: Seconds for which the bandwidth is measured before and after a cell; the last third counts.
@@ -42,7 +42,8 @@ def bandwidth(folder: Path) -> float:
     loader, slots = Loader(ThreadBackend()), [Slot(aligned_buffer(size)) for _ in range(2)]
     files = [DirectFile(path) for path in sorted(folder.glob("*.safetensors"))]
     places = [(file, offset) for file in files for offset in range(0, file.size - size, size)]
-    tickets, times = [], [time.perf_counter()]
+    tickets: list[Ticket] = []
+    times = [time.perf_counter()]
     begin, n = times[0], 0
     while time.perf_counter() - begin < BANDWIDTH_S:
         if len(tickets) == 2:

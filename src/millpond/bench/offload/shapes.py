@@ -27,7 +27,9 @@ def make_model(folder: Path, shape: str) -> None:
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape], **COMMON), dtype=torch.bfloat16)
+    config: dict[str, Any] = {**SHAPES[shape], **COMMON}
+    family: Any = LlamaForCausalLM
+    model = family._from_config(LlamaConfig(**config), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="700MB")
 
 

@@ -117,8 +117,8 @@ def read_speed(
             while len(spans) < 2 or (abs(spans[-1] / spans[-2] - 1) > AGREE and len(spans) < SPANS):
                 began, n = time.perf_counter(), 0
                 while (passed := time.perf_counter() - began) < SPAN_S:
-                    place = at % ROOM
-                    n += _read(handle, room[place : place + REQUEST], at)
+                    begin = at % ROOM
+                    n += _read(handle, room[begin : begin + REQUEST], at)
                     at = (at + REQUEST) % file_bytes
                 spans.append(n / passed)
                 if report is not None:
