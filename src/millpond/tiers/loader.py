@@ -12,9 +12,8 @@ from millpond.errors import DataError
 from millpond.tiers.files import ReadableFile
 from millpond.tiers.slots import Slot, SlotState
 
-#: Bytes of one request. Above 256 KiB a disk's bandwidth no longer grows, but after each request its thread waits for
-#: Python's lock, up to 5 ms while another thread computes in Python.
-REQUEST_BYTES = 32 << 20
+#: Bytes of one request: above 256 KiB a disk's bandwidth no longer grows.
+REQUEST_BYTES = 4 << 20
 #: How often a request is made before its ticket fails.
 _TRIES = 2
 

@@ -21,11 +21,13 @@ from millpond.bench.offload.settings import OURS, OffloadSettings
 from millpond.bench.offload.shapes import SHAPES, prompts_of
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.llm import LLM
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.planner import constants_for
 from millpond.engine.offload.workload import Workload
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond.models.load import resolve
 from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.files import DirectFile
@@ -57,6 +59,19 @@ def bandwidth(folder: Path) -> float:
     return size * (len(late) - 1) / (late[-1] - late[0]) / 1e9
 
 
+class TimedFile(DirectFile):
+    """A file that counts the seconds of its reads and their bytes, of all files together."""
+
+    seconds, nbytes = 0.0, 0
+
+    def read_into(self, offset: int, room: memoryview) -> int:
+        began = time.perf_counter()
+        n = super().read_into(offset, room)
+        TimedFile.seconds += time.perf_counter() - began
+        TimedFile.nbytes += n
+        return n
+
+
 def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, Any]:
     """One block of the plan that is searched for."""
     warnings.simplefilter("ignore")
@@ -64,11 +79,14 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     disk = folder / "packed"
     disk.mkdir(exist_ok=True)
     machine = constants_for(folder, None)
+    with LLM("pond-recall") as llm:  # what is imported and built at the first use
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     cap = Cap(folder, memory)
     at = time.perf_counter()
     opened = open_in_memory(
         folder, memory, None, None, config, disk=disk, machine=machine,
         workload=Workload(prompt=settings.prompt, new=settings.new), overlap=not cell.endswith("no-overlap"),
+        open_file=TimedFile,
     )  # fmt: skip
     plan = opened.placement.plan
     assert opened.streamed is not None, "the model does not fit"
@@ -80,6 +98,7 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     for n, prompt in enumerate(prompts_of(plan.block, settings.prompt, settings.shape)):
         engine.add(Request(request_id=str(n), prompt=prompt, params=params))
     began, steps, prefill_s, running = time.perf_counter(), [], 0.0, 0
+    before_reads = prefill_reads = TimedFile.seconds, TimedFile.nbytes
     while engine.busy:
         before, at, n_bytes = engine.stats(), time.perf_counter(), opened.streamed.bytes_read
         for output in engine.step():
@@ -90,8 +109,10 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
             steps.append((time.perf_counter() - at, opened.streamed.bytes_read - n_bytes))
         else:
             prefill_s = time.perf_counter() - began
+            prefill_reads = TimedFile.seconds, TimedFile.nbytes
         running = max(running, now.running)
     seconds = time.perf_counter() - began
+    all_reads = TimedFile.seconds, TimedFile.nbytes
     stats, found = engine.stats(), plan.prediction
     assert stats.generated_tokens == plan.block * settings.new, "one block to its end"
     result = {
@@ -102,6 +123,8 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
         "prefill_bound": found.prefill_bound, "decode_step_s": statistics.median(s for s, _ in steps),
         "decode_steps": len(steps), "decode_read_gb_per_s": sum(n for _, n in steps) / sum(s for s, _ in steps) / 1e9,
         "weights_on_disk": plan.share("weights", "disk"), "slots": plan.slots, "prompt_rows": plan.prompt_rows,
+        "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
+        "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
         "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":
         machine.read_per_s / 1e9, **cap.found(),
     }  # fmt: skip
@@ -113,6 +136,7 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     """One batch: the prompts, then a few steps; the rest is projected with their median."""
     sys.path.insert(0, str(accelerate))
     import_module("accelerate")  # before the cap, as all imports are
+    AutoModelForCausalLM.from_pretrained(resolve("pond-recall")).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     where: dict[str, Any] = {f"model.layers.{n}": "disk" for n in range(SHAPES[settings.shape]["num_hidden_layers"])}
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     cap = Cap(folder, settings.memory)
