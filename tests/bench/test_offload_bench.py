@@ -36,7 +36,7 @@ for n in range(int(sys.argv[2])):
     pages.append(mmap.mmap(-1, 1 << 20))
     pages[-1].write(bytes(range(256)) * 4096)
 time.sleep(0.3)
-print(held.found()["most_own_bytes"])
+print(held.end()["most_own_bytes"])
 """
 
 
@@ -72,7 +72,7 @@ def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: p
 class Held:
     """In place of a cap, which would hold the process of the tests."""
 
-    def found(self) -> dict[str, int]:
+    def end(self) -> dict[str, int]:
         return {}
 
 

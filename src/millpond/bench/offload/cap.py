@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 #: Bytes over the memory for what no ledger counts: stacks of threads, small objects, parts of products.
-SLACK = 96 << 20
+SLACK = 32 << 20
 #: MADV_PAGEOUT; and the number of cachestat, Linux 6.5.
 _PAGEOUT, _CACHESTAT = 21, 451
 
@@ -38,20 +38,22 @@ class Cap:
         gc.collect()
         self._base = anonymous_bytes()
         self._most_cached = self._most_own = 0
+        self._ended = False
         self._folder, self._libc = folder.resolve(), ctypes.CDLL(None, use_errno=True)
         self._drop()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def found(self) -> dict[str, int]:
-        """What was taken at most."""
+    def end(self) -> dict[str, int]:
+        """What was taken at most; from now on the process may take more."""
+        self._ended = True
         return {"most_own_bytes": self._most_own, "most_page_cache_bytes": self._most_cached}
 
     def _watch(self) -> None:
-        while True:
+        while not self._ended:
             own, cached = anonymous_bytes() - self._base, self._cached()
             self._most_own = max(self._most_own, own)
             self._most_cached = max(self._most_cached, cached)
-            if own > self.limit:
+            if own > self.limit and not self._ended:
                 print(f"{own:,} bytes taken, and {self.limit:,} allowed", file=sys.stderr, flush=True)
                 os._exit(1)
             if own + cached > self.limit:

@@ -126,7 +126,7 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
         "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
         "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
         "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":
-        machine.read_per_s / 1e9, **cap.found(),
+        machine.read_per_s / 1e9, **cap.end(),
     }  # fmt: skip
     engine.close()
     return result
@@ -158,7 +158,7 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     return {
         "requests": batch, "new_tokens": batch * settings.new, "seconds": seconds, "projected": True,
         "tokens_per_s": batch * settings.new / seconds, "prefill_s": parts[0], "decode_step_s": step_s,
-        "decode_steps": settings.steps, **cap.found(),
+        "decode_steps": settings.steps, **cap.end(),
     }  # fmt: skip
 
 
