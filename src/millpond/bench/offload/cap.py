@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 #: Bytes over the memory for what no ledger counts: stacks of threads, small objects, parts of products.
-SLACK = 32 << 20
+SLACK = 64 << 20
 #: MADV_PAGEOUT; and the number of cachestat, Linux 6.5.
 _PAGEOUT, _CACHESTAT = 21, 451
 
