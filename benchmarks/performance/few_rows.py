@@ -69,8 +69,7 @@ def main() -> None:
             results.append(row)
             print(
                 f"batch {batch}, {n:2} tokens: {row['ms']:6.1f} ms (least {row['ms_min']:.1f}), "
-                f"{row['ratio']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}] of one token",
-                flush=True,
+                f"{row['ratio']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}] of one token", flush=True
             )
     if args.json:
         load = {name: value for name, value in vars(args).items() if name not in ("json", "model")}

@@ -284,6 +284,8 @@ def test_presets_on_the_command_line(name: str, tmp_path: Path) -> None:
     assert out.split() == answer.split()
 
 
+
+
 @pytest.mark.slow
 @needs_real_model
 @pytest.mark.parametrize("codec", ["int8", "int4", "kivi4", "rotated4", "rotated2"])

@@ -1,4 +1,4 @@
 """Benchmarks of speed and memory, each with a baseline in the same run.
 
-Imports: budget, cache, codec, errors, hf, kernels, methods, models, peer_process, policy.
+Imports: budget, cache, codec, engine, errors, hf, kernels, methods, models, peer_process, policy, tiers.
 """

@@ -24,6 +24,9 @@ from millpond.models.weights.packed_file import Report
 
 #: Bytes of one direct read or write.
 REQUEST = 4 * 2**20
+#: Bytes of memory that is read into in turn: one buffer alone stays in the processor's cache, and reads were 1.4 times
+#: as fast as those of a sweep.
+ROOM = 64 * 2**20
 #: Bytes of the file that is read; more than a disk's own cache would be better, and takes longer to write.
 FILE = 2**30
 #: Seconds of a span of reads, and most spans. Disks burst: one span alone was wrong by 2.7 x.
@@ -110,11 +113,12 @@ def read_speed(
     with place as (handle, written):
         spans: list[float] = []
         at = 0
-        with mmap.mmap(-1, REQUEST) as buffer:  # pages of its own, so it is aligned
+        with mmap.mmap(-1, ROOM) as pages, memoryview(pages) as room:  # pages of its own, so it is aligned
             while len(spans) < 2 or (abs(spans[-1] / spans[-2] - 1) > AGREE and len(spans) < SPANS):
                 began, n = time.perf_counter(), 0
                 while (passed := time.perf_counter() - began) < SPAN_S:
-                    n += _read(handle, buffer, at)
+                    begin = at % ROOM
+                    n += _read(handle, room[begin : begin + REQUEST], at)
                     at = (at + REQUEST) % file_bytes
                 spans.append(n / passed)
                 if report is not None:
@@ -123,7 +127,7 @@ def read_speed(
     return Reads(statistics.fmean(spans[-2:]), max(spans), written, settled)
 
 
-def _read(handle: int, buffer: mmap.mmap, at: int) -> int:
+def _read(handle: int, buffer: memoryview, at: int) -> int:
     n = os.preadv(handle, [buffer], at)
     if n != len(buffer):
         raise OptionError(f"a read of {len(buffer)} bytes at {at} gave {n}; try another folder")

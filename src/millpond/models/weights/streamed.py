@@ -315,7 +315,7 @@ def _widening(matrices: Iterable[tuple[Any, QuantizedWeight]]) -> Iterator[None]
         for module, codes in matrices:
             changed.append(module)
             if isinstance(module, nn.Embedding):
-                module.forward = partial(_embedding, codes)
+                module.forward = partial(_embedding, codes)  # type: ignore[method-assign]
             else:
                 module.forward = partial(_product, codes, module)
         yield
@@ -333,4 +333,4 @@ def _product(codes: QuantizedWeight, module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _embedding(codes: QuantizedWeight, ids: Tensor) -> Tensor:
-    return codes.take(ids.flatten()).unflatten(0, ids.shape)
+    return codes.take(ids.flatten()).view(*ids.shape, -1)

@@ -1,0 +1,187 @@
+"""One cell of the offloading benchmark, in a process of its own: `python -m millpond.bench.offload.cell JSON`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+import warnings
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from millpond.bench.offload.cap import Cap
+from millpond.bench.offload.settings import OURS, OffloadSettings
+from millpond.bench.offload.shapes import SHAPES, prompts_of
+from millpond.engine.config import EngineConfig
+from millpond.engine.engine import Engine
+from millpond.engine.llm import LLM
+from millpond.engine.offload.open import open_in_memory
+from millpond.engine.offload.planner import constants_for
+from millpond.engine.offload.workload import Workload
+from millpond.engine.request import Request
+from millpond.engine.sampling.params import SamplingParams
+from millpond.models.load import resolve
+from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.files import DirectFile
+from millpond.tiers.loader import Extent, Loader, Ticket
+from millpond.tiers.slots import Slot
+
+#: Seconds for which the bandwidth is measured before and after a cell; the last third counts.
+BANDWIDTH_S = 2.4
+
+
+def bandwidth(folder: Path) -> float:
+    """GB/s of direct reads of the weights, as the sweep reads them, in the last third of `BANDWIDTH_S`."""
+    size = 64 << 20
+    loader, slots = Loader(ThreadBackend()), [Slot(aligned_buffer(size)) for _ in range(2)]
+    files = [DirectFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    places = [(file, offset) for file in files for offset in range(0, file.size - size, size)]
+    tickets: list[Ticket] = []
+    times = [time.perf_counter()]
+    begin, n = times[0], 0
+    while time.perf_counter() - begin < BANDWIDTH_S:
+        if len(tickets) == 2:
+            tickets.pop(0).wait().release()
+            times.append(time.perf_counter())
+        file, offset = places[n % len(places)]
+        tickets.append(loader.read([Extent(file, offset, size, size, 0)], slots[n % 2]))
+        n += 1
+    loader.close()
+    late = [at for at in times if at >= begin + BANDWIDTH_S * 2 / 3]
+    return size * (len(late) - 1) / (late[-1] - late[0]) / 1e9
+
+
+class TimedFile(DirectFile):
+    """A file that counts the seconds of its reads and their bytes, of all files together."""
+
+    seconds, nbytes = 0.0, 0
+
+    def read_into(self, offset: int, room: memoryview) -> int:
+        began = time.perf_counter()
+        n = super().read_into(offset, room)
+        TimedFile.seconds += time.perf_counter() - began
+        TimedFile.nbytes += n
+        return n
+
+
+def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, Any]:
+    """One block of the plan that is searched for."""
+    warnings.simplefilter("ignore")
+    config, memory = EngineConfig(**OURS[cell]), settings.memory
+    disk = folder / "packed"
+    disk.mkdir(exist_ok=True)
+    machine = constants_for(folder, None)
+    with LLM("pond-recall") as llm:  # what is imported and built at the first use
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+    cap = Cap(folder, memory)
+    at = time.perf_counter()
+    opened = open_in_memory(
+        folder, memory, None, None, config, disk=disk, machine=machine,
+        workload=Workload(prompt=settings.prompt, new=settings.new), overlap=not cell.endswith("no-overlap"),
+        open_file=TimedFile,
+    )  # fmt: skip
+    plan = opened.placement.plan
+    assert opened.streamed is not None, "the model does not fit"
+    assert plan.prediction is not None, "it was searched for"
+    assert plan.block is not None, "it was searched for"
+    engine = Engine(opened.model, None, opened.config, streamed=opened.streamed)
+    open_s = time.perf_counter() - at
+    params = SamplingParams(max_tokens=settings.new, temperature=0, ignore_eos=True)
+    for n, prompt in enumerate(prompts_of(plan.block, settings.prompt, settings.shape)):
+        engine.add(Request(request_id=str(n), prompt=prompt, params=params))
+    began, steps, prefill_s, running = time.perf_counter(), [], 0.0, 0
+    before_reads = prefill_reads = TimedFile.seconds, TimedFile.nbytes
+    while engine.busy:
+        before, at, n_bytes = engine.stats(), time.perf_counter(), opened.streamed.bytes_read
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+        now = engine.stats()
+        if now.prompt_tokens == before.prompt_tokens:
+            steps.append((time.perf_counter() - at, opened.streamed.bytes_read - n_bytes))
+        else:
+            prefill_s = time.perf_counter() - began
+            prefill_reads = TimedFile.seconds, TimedFile.nbytes
+        running = max(running, now.running)
+    seconds = time.perf_counter() - began
+    all_reads = TimedFile.seconds, TimedFile.nbytes
+    stats, found = engine.stats(), plan.prediction
+    assert stats.generated_tokens == plan.block * settings.new, "one block to its end"
+    result = {
+        "requests": plan.block, "running": running, "preempted": stats.preemptions,
+        "new_tokens": stats.generated_tokens, "seconds": seconds, "tokens_per_s": stats.generated_tokens / seconds,
+        "predicted_tokens_per_s": found.tokens_per_s, "prefill_s": prefill_s, "predicted_prefill_s": found.prefill_s,
+        "decode_s": seconds - prefill_s, "predicted_decode_s": found.decode_s, "decode_bound": found.decode_bound,
+        "prefill_bound": found.prefill_bound, "decode_step_s": statistics.median(s for s, _ in steps),
+        "decode_steps": len(steps), "decode_read_gb_per_s": sum(n for _, n in steps) / sum(s for s, _ in steps) / 1e9,
+        "weights_on_disk": plan.share("weights", "disk"), "slots": plan.slots, "prompt_rows": plan.prompt_rows,
+        "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
+        "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
+        "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":
+        machine.read_per_s / 1e9, **cap.end(),
+    }  # fmt: skip
+    engine.close()
+    return result
+
+
+def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelerate: Path) -> dict[str, Any]:
+    """One batch: the prompts, then a few steps; the rest is projected with their median."""
+    sys.path.insert(0, str(accelerate))
+    import_module("accelerate")  # before the cap, as all imports are
+    first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"))  # what is imported at the first use
+    first.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    del first
+    where: dict[str, Any] = {f"model.layers.{n}": "disk" for n in range(SHAPES[settings.shape]["num_hidden_layers"])}
+    where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    cap = Cap(folder, settings.memory)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate"
+    )
+    ids = torch.tensor(prompts_of(batch, settings.prompt, settings.shape))
+    times = [time.perf_counter()]
+    with torch.no_grad():
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        for _ in range(settings.steps):
+            times.append(time.perf_counter())
+            newest = out.logits[:, -1:].argmax(-1)
+            out = model(newest, past_key_values=out.past_key_values, use_cache=True)
+    times.append(time.perf_counter())
+    parts = [after - before for before, after in pairwise(times)]
+    step_s = statistics.median(parts[1:])
+    seconds = parts[0] + (settings.new - 1) * step_s
+    return {
+        "requests": batch, "new_tokens": batch * settings.new, "seconds": seconds, "projected": True,
+        "tokens_per_s": batch * settings.new / seconds, "prefill_s": parts[0], "decode_step_s": step_s,
+        "decode_steps": settings.steps, **cap.end(),
+    }  # fmt: skip
+
+
+def run_cell(cell: str, folder: Path, accelerate: Path, settings: OffloadSettings) -> dict[str, Any]:
+    """A cell in this process.
+
+    Args:
+        accelerate: a folder that holds the package of that name.
+    """
+    torch.set_num_threads(settings.threads)
+    before = bandwidth(folder)
+    if cell in OURS:
+        found = run_ours(folder, cell, settings)
+    else:
+        found = run_accelerate(folder, int(cell.rpartition("-")[2]), settings, accelerate)
+    found["bandwidth_gb_per_s"] = [before, bandwidth(folder)]
+    found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cell": cell, **found}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    paths = Path(given["folder"]), Path(given["accelerate"])
+    print(json.dumps(run_cell(given["cell"], *paths, OffloadSettings(**given["settings"]))))

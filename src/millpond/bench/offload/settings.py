@@ -1,0 +1,36 @@
+"""Settings of the offloading benchmark, and its cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: Ours, by name: arguments of the engine.
+OURS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "h2o": {"method": "h2o", "budget": "20%"},
+    "h2o-int4-kv": {"method": "h2o", "budget": "20%", "codec": "int4"},
+    "h2o-int4-weights": {"method": "h2o", "budget": "20%", "weights": "int4"},
+    "full-int4-weights": {"method": "full", "weights": "int4"},
+    "full-no-overlap": {"method": "full"},
+}
+#: Batches of Accelerate that are tried.
+BATCHES = (1, 2, 4, 8, 16)
+CELLS = (*OURS, *(f"accelerate-{batch}" for batch in BATCHES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """What all cells of a report share.
+
+    Attributes:
+        shape: a name of `SHAPES`. memory: bytes that each may take. prompt, new: tokens of a request.
+        threads: of torch. steps: decoding steps of Accelerate that are timed.
+    """
+
+    shape: str = "1.04B"
+    memory: int = 512 << 20
+    prompt: int = 512
+    new: int = 128
+    threads: int = 2
+    steps: int = 10

@@ -1,0 +1,54 @@
+"""Report of the offloading benchmark as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millpond.bench.common.report import markdown_table
+
+_NAMES = {
+    "full": "Millpond, full cache", "h2o": "Millpond, H2O 20 %", "h2o-int4-kv": "Millpond, H2O 20 %, int4 KV",
+    "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights", "full-int4-weights": "Millpond, full cache, int4 weights",
+    "full-no-overlap": "Millpond, full cache, no overlap",
+}  # fmt: skip
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """A table with a row for each cell, and what it was measured on."""
+    settings = data["settings"]
+    others = [row for row in data["rows"] if row["cell"].startswith("accelerate") and "failed" not in row]
+    best = max((row["tokens_per_s"] for row in others), default=0)
+    head = (
+        "engine", "requests at a time", "tok/s", "x Accelerate", "predicted tok/s", "error", "decode step, s",
+        "disk, GB/s",
+    )  # fmt: skip
+    lines = [
+        "# Offloading",
+        "",
+        f"Random Llama of {settings['shape']} in bf16 ({data['model_bytes'] / 1e6:,.0f} MB), memory "
+        f"{settings['memory'] / 2**20:,.0f} MiB and {data['slack_bytes'] / 2**20:,.0f} MiB for what no ledger counts, "
+        f"prompts of {settings['prompt']} and answers of {settings['new']} tokens, {settings['threads']} threads.",
+        f"One run of each cell on {data['hardware']}; {data['software']}.",
+        "Ours runs one block of its plan to its end; rows with * are projected from the prompts and "
+        f"{settings['steps']} decoding steps.",
+        "",
+        markdown_table(head, [_row(row, best) for row in data["rows"]]),
+    ]
+    if "packing_bytes_per_s" in data:
+        lines.append(f"Packing to int4: {data['packing_bytes_per_s'] / 1e6:,.0f} MB/s of the weights as saved.\n")
+    lines.append(f"`{data['command']}`\n")
+    return "\n".join(lines)
+
+
+def _row(row: dict[str, Any], best: float) -> list[str]:
+    batch = row["cell"].rpartition("-")[2]
+    name = _NAMES.get(row["cell"], f"Accelerate, disk offload, batch {batch}")
+    if "failed" in row:
+        return [name, "", row["failed"], *[""] * 5]
+    rate, predicted = row["tokens_per_s"], row.get("predicted_tokens_per_s")
+    return [
+        name + ("*" if row.get("projected") else ""), str(row["requests"]), f"{rate:.2f}",
+        f"{rate / best:.1f}" if best else "",
+        f"{predicted:.2f}" if predicted else "", f"{predicted / rate - 1:+.0%}" if predicted else "",
+        f"{row['decode_step_s']:.2f}", " to ".join(f"{one:.2f}" for one in row["bandwidth_gb_per_s"]),
+    ]  # fmt: skip

@@ -1,0 +1,68 @@
+"""`millpond bench offload`: a model that does not fit in memory, ours and Accelerate's disk offload in one cap."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from millpond.cli.bench.common import command_line, deliver
+from millpond.cli.console import errors
+from millpond.cli.options import Report, optional
+from millpond.errors import OptionError, unknown
+
+
+def offload(
+    shape: Annotated[str, typer.Option(help="Shape of the model: 1.04B or 0.16B.")] = "1.04B",
+    memory: Annotated[str, typer.Option(help="Memory of each engine, without Python and its libraries.")] = "512MiB",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    new: Annotated[int, typer.Option(min=2, help="New tokens of an answer.")] = 128,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of Accelerate that are timed.")] = 10,
+    cells: Annotated[
+        str | None,
+        optional(help="Cells, separated by commas; others in the report are kept. Default: all."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Keep the model here.")] = Path("build/offload-model"),
+    accelerate: Annotated[
+        Path, typer.Option(help="Folder with the package: pip install --no-deps --target FOLDER accelerate psutil.")
+    ] = Path("build/accelerate"),
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 20 s.")] = False,
+    out: Report = None,
+) -> None:
+    """Time our sweep and Accelerate's disk offload, all in one cap on memory, and compare ours with its plan."""
+    from millpond.bench.common.report import write_report
+    from millpond.bench.offload.run import run
+    from millpond.bench.offload.settings import CELLS, OffloadSettings
+    from millpond.bench.offload.shapes import SHAPES
+    from millpond.bench.offload.table import markdown
+    from millpond.budget import parse_bytes
+
+    if shape not in SHAPES:
+        raise unknown("shape", shape, SHAPES)
+    chosen = list(CELLS) if cells is None else cells.split(",")
+    for name in chosen:
+        if name not in CELLS:
+            raise unknown("cell", name, CELLS)
+    if any(name.startswith("accelerate") for name in chosen) and not (accelerate / "accelerate").is_dir():
+        raise OptionError(
+            f"{accelerate} holds no package accelerate: pip install --no-deps --target {accelerate} accelerate psutil, "
+            "or choose other --cells"
+        )
+    settings = OffloadSettings(
+        shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps
+    )
+    file = None if out is None else out / "offload.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else None
+
+    def keep(data: dict[str, Any]) -> None:
+        """A long run that is broken off leaves the cells that it has measured."""
+        data["command"] = command_line()
+        if out is not None:
+            write_report(out, "offload", data, markdown(data))
+
+    with errors().status("measuring"):
+        data = run(folder, accelerate, settings, chosen, before=before, measure=measure, keep=keep)
+    deliver("offload", data, markdown(data), out)

@@ -1,0 +1,106 @@
+"""Offloading benchmark: its cap, one real cell of ours, what it refuses, and its table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from millpond.bench.offload import cell, shapes
+from millpond.bench.offload.settings import OffloadSettings
+from millpond.bench.offload.table import markdown
+from millpond.cli.app import app
+from millpond.engine.offload.planner import EXAMPLE
+
+MiB = 2**20
+TINY = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96,
+}  # fmt: skip
+
+TAKES = """
+import sys
+from pathlib import Path
+from millpond.bench.offload import cap
+cap.SLACK = 1 << 20
+held = cap.Cap(Path(sys.argv[1]), 8 << 20)
+import mmap, time
+pages = []
+for n in range(int(sys.argv[2])):
+    pages.append(mmap.mmap(-1, 1 << 20))
+    pages[-1].write(bytes(range(256)) * 4096)
+time.sleep(0.3)
+print(held.end()["most_own_bytes"])
+"""
+
+
+@pytest.mark.parametrize(("taken", "ends"), [(4, False), (40, True)])
+def test_a_process_that_takes_more_than_the_cap_is_ended(taken: int, ends: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TAKES, str(tmp_path), str(taken)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ends:
+        assert done.returncode
+        assert "and 9,437,184 allowed" in done.stderr
+    else:
+        assert taken << 20 <= int(done.stdout) < 9 << 20
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(cell, "constants_for", lambda folder, disk: EXAMPLE)
+    monkeypatch.setattr(cell, "Cap", lambda folder, memory: Held())
+    monkeypatch.setattr(cell, "BANDWIDTH_S", 0.1)
+    folder = tmp_path / "model"
+    shapes.make_model(folder, "tiny")
+    settings = OffloadSettings(shape="tiny", memory=18 * MiB, prompt=20, new=5, threads=1)
+    for name in ("h2o", "h2o-int4-weights"):
+        row = cell.run_ours(folder, name, settings)
+        assert row["new_tokens"] == 5 * row["requests"]
+        assert row["ledger_peak_bytes"] <= settings.memory
+        assert row["tokens_per_s"] > 0 < row["predicted_tokens_per_s"]
+        assert row["prefill_s"] + row["decode_s"] == pytest.approx(row["seconds"])
+    assert list((folder / "packed").glob("*.int4.weights"))
+
+
+class Held:
+    """In place of a cap, which would hold the process of the tests."""
+
+    def end(self) -> dict[str, int]:
+        return {}
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for options, message in (
+        (["--shape", "2B"], "unknown shape '2B'"),
+        (["--cells", "h2o,h20"], "did you mean 'h2o'"),
+        (["--accelerate", str(tmp_path)], "holds no package accelerate"),
+    ):
+        shown = CliRunner().invoke(app, ["bench", "offload", *options], env={"COLUMNS": "200"})
+        assert shown.exit_code == 2
+        assert message in " ".join(shown.output.split())
+
+
+def test_the_table_compares_with_the_best_of_the_others() -> None:
+    row: dict[str, Any] = {"requests": 4, "decode_step_s": 1.0, "bandwidth_gb_per_s": [1.0, 1.1]}
+    data = {
+        "settings": asdict(OffloadSettings()), "model_bytes": 2_080_000_000, "slack_bytes": MiB, "hardware": "a CPU",
+        "software": "torch", "command": "millpond bench offload", "packing_bytes_per_s": 3e8,
+        "rows": [
+            {"cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0},
+            {"cell": "accelerate-1", **row, "tokens_per_s": 1.0, "projected": True},
+            {"cell": "accelerate-4", **row, "tokens_per_s": 3.0, "projected": True},
+            {"cell": "accelerate-8", "failed": "taken, and allowed"},
+        ],
+    }  # fmt: skip
+    text = markdown(json.loads(json.dumps(data)))
+    assert "| Millpond, H2O 20 % | 4 | 12.00 | 4.0 | 15.00 | +25% | 1.00 | 1.00 to 1.10 |" in text
+    assert "| Accelerate, disk offload, batch 4* | 4 | 3.00 | 1.0 |" in text
+    assert "| Accelerate, disk offload, batch 8 |  | taken, and allowed |" in text
+    assert "Packing to int4: 300 MB/s" in text
