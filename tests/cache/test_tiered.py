@@ -257,3 +257,16 @@ def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
+
+
+def test_a_table_that_held_nothing_when_it_came(bench: Bench) -> None:
+    table, full = bench.table(0), bench.table(20)
+    bench.leave(table, appends=True)
+    visit = bench.come(table)
+    table.join(full)
+    table.select([1])
+    before = content(table)
+    bench.leave(table, visit, appends=True)
+    bench.check(table)
+    bench.come(table)
+    assert same(content(table), before)
