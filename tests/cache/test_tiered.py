@@ -227,3 +227,46 @@ def test_patches_of_one_slot_replace_each_other() -> None:
     gone[3] = True
     patches.drop(gone)
     assert patches.counts(6).tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_a_slot_that_was_free_holds_a_new_entry_whatever_lay_there(bench: Bench) -> None:
+    table = bench.table(SLOTS + 3)
+    arrays = bench.pool.arrays
+    last = [int(table.pages[head, 1]) for head in range(HEADS)]
+    for page in last:
+        arrays.positions[0][page, 3] = 500  # of an entry that is long gone
+    bench.leave(table)
+    visit = bench.come(table)
+    lens = np.full(HEADS, SLOTS + 4, dtype=np.int32)
+    for head in range(HEADS):
+        page = int(table.pages[head, 1])
+        arrays.positions[0][page, 3], arrays.keys[0][page, 3] = 500, float(head + 7)
+    table.set_lengths(0, lens)
+    before = content(table)
+    bench.leave(table, visit)
+    bench.come(table)
+    assert same(content(table), before)
+
+
+def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
+    table = bench.table(20)
+    table.select([0, 0, 0])
+    before = content(table)
+    bench.leave(table)
+    assert bench.away.n_live == HEADS * 3
+    bench.check(table)
+    bench.come(table)
+    assert same(content(table), before)
+
+
+def test_a_table_that_held_nothing_when_it_came(bench: Bench) -> None:
+    table, full = bench.table(0), bench.table(20)
+    bench.leave(table, appends=True)
+    visit = bench.come(table)
+    table.join(full)
+    table.select([1])
+    before = content(table)
+    bench.leave(table, visit, appends=True)
+    bench.check(table)
+    bench.come(table)
+    assert same(content(table), before)

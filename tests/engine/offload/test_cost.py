@@ -230,7 +230,7 @@ def test_the_engine_counts_what_stays_in_memory_of_kv_on_a_disk(recall: ModelSiz
     full, h2o = (kv_size(deep, 1024, 64, method=method, budget=b) for method, b in (("full", None), ("h2o", 256)))
     n = len(deep.layers)
     assert 2 / n < full.far_held / full.held < 2 / n + 0.1
-    assert full.far_held < full.far_reading < 0.2 * full.reading
+    assert full.far_reading < 0.2 * full.reading
     assert h2o.far_held / h2o.held > full.far_held / full.held, "a page of each head is more of a small cache"
     assert (full.overwrites, h2o.overwrites) == (False, True)
     block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)

@@ -52,7 +52,9 @@ def depart(
     sequence = region // part.n_kv_heads
     place = np.full(len(pages), -1) if visit is None else visit.find(pool, pages)
     if visit is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
-        some = np.flatnonzero((place < 0) | ~visit.full[place])
+        may_change = np.ones(len(pages), dtype=bool)
+        may_change[place >= 0] = ~visit.full[place[place >= 0]]
+        some = np.flatnonzero(may_change)
     else:
         some = np.arange(len(pages))
     sides = read_pages(pool, pages[some], _sides(pool))
