@@ -18,8 +18,8 @@ from real_recall import compared, read
 
 from millpond.bench.common.report import markdown_table
 
-#: Most bytes of the full cache's, when the first token is predicted, and what a share is called.
-SHARES = {"a third": 0.34, "a fifth": 0.23, "a tenth": 0.135}
+#: Most bytes of the full cache's, when the first token is predicted.
+SHARES = (0.34, 0.23, 0.135)
 #: The text on which is chosen; all others judge.
 CHOOSING = "wikitext2_valid"
 #: What reads ahead or is a bound has no place among what a user can set.
@@ -40,7 +40,7 @@ def best(rows: list[dict[str, Any]], most: float, loss: str) -> dict[str, Any] |
 def texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One record per share and judging text: what was chosen, and its loss there."""
     found = []
-    for name, most in SHARES.items():
+    for most in SHARES:
         chosen = best(
             [row for row in rows if CHOOSING in row["task"] and "context_len=1024" in row["task"]], most, "more"
         )
@@ -49,7 +49,7 @@ def texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         judged = [row for row in rows if setting(row) == setting(chosen) and CHOOSING not in row["task"]]
         for row in judged:
             keys = ("task", "windows", "bytes", "more", "low", "high")
-            found.append({"share": name, "setting": setting(chosen), "chosen_with": chosen["more"],
+            found.append({"share": f"{most:.1%}", "setting": setting(chosen), "chosen_with": chosen["more"],
                           **{key: row[key] for key in keys}})  # fmt: skip
     return found
 
@@ -63,12 +63,12 @@ def answers(folders: list[Path]) -> list[dict[str, Any]]:
         first, second = (compared(cells, questions, span) for span in ((0, count // 2), (count // 2, count)))
         for row in first:
             row["lost"] = 1 - row["score"]["mean"]
-        for name, most in SHARES.items():
+        for most in SHARES:
             chosen = best([row for row in first if row["method"] != "full"], most, "lost")
             judged = [row for row in second if chosen is not None and setting(row) == setting(chosen)]
             for row in judged:
                 keys = ("task", "protocol", "questions", "contexts", "bytes", "of_full", "score", "difference")
-                record = {"share": name, "setting": setting(row), "chosen_with": chosen["of_full"]}
+                record = {"share": f"{most:.1%}", "setting": setting(row), "chosen_with": chosen["of_full"]}
                 found.append(record | {key: row[key] for key in keys})
     return found
 

@@ -90,15 +90,15 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       ;;
     recall)
       most=20
-      answers r-agnostic h2o,kvzip,keydiff keydiff,h2o,kvzip,snapkv,streaming \
+      answers r-agnostic h2o,kvzip,keydiff keydiff,h2o,kvzip,snapkv,streaming,window \
         --protocol agnostic --tasks "$facts:questions=3"
-      answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,oracle \
+      answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,window,oracle \
         --protocol aware --tasks "$facts"
       most=60
       ;;
     turns)
       most=20
-      answers r-turns h2o,kvzip h2o,keydiff,snapkv,kvzip --protocol turns --tasks "$facts:questions=3"
+      answers r-turns h2o,kvzip h2o,keydiff,snapkv,kvzip,window --protocol turns --tasks "$facts:questions=3"
       most=60
       ;;
     tasks)

@@ -74,9 +74,9 @@ def test_the_first_contexts_alone_are_compared_where_that_is_asked_for(
 ) -> None:
     with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n" + record("window", "agnostic", 0, 1, 0.0))
-    rows = {row["method"]: row for row in script.compared(*script.read(folder), 1)}
+    rows = {row["method"]: row for row in script.compared(*script.read(folder), (0, 1))}
     assert rows.keys() == {"full", "h2o", "window"}
     assert {row["questions"] for row in rows.values()} == {2}
     assert [rows[name]["score"]["mean"] for name in ("full", "h2o", "window")] == [1.0, 0.5, 0.5]
-    assert script.compared(*script.read(folder), 5) == []  # there are four
+    assert script.compared(*script.read(folder), (0, 5)) == []  # there are four
     assert "facts agnostic full  auto: 8 of 8 questions" in capsys.readouterr().out

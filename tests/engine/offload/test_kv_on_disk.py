@@ -327,7 +327,7 @@ def test_a_disk_without_room_says_what_is_free(tmp_path: Path) -> None:
 
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     plan = Plan(kv={"disk": 1.0})
-    with pytest.raises(DataError, match="cannot be opened"):
+    with pytest.raises(OptionError, match="no such folder"):
         mp.LLM(folders["llama"], plan=plan, disk=tmp_path / "not-there")
     with pytest.raises(OptionError, match="prefix_cache=True"):
         mp.LLM(folders["llama"], plan=plan, prefix_cache=True)

@@ -1,9 +1,9 @@
 """Cache-relative positions of entries that were kept anywhere in a text, such as heavy hitters.
 
-Heads keep different entries, and what leaves does so from between others. Closing every gap at every step would turn
-half of the stored keys at every step. Instead gaps stay until the newest token would lie behind the positions that the
-model was trained on; then all of them are closed at once: the entries of each head move to consecutive places before
-the newest token, in their order. Between two closings all distances are those of the text.
+Heads keep different entries, and each eviction leaves a gap. To close each at once is to rotate about half of the
+stored keys in each step. Here gaps stay until the newest token is at the end of the positions that the model was
+trained on; then all are closed together: the entries of each head move to consecutive places before the newest token,
+in their order. Between two closings all distances are those of the text.
 """
 
 from __future__ import annotations
