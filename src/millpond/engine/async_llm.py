@@ -47,7 +47,12 @@ class AsyncLLM:
         dtype: of a model that is given by name; see `LLM`.
         threads: of torch in this process; None leaves them as they are.
         memory: of a model that is given by name; see `LLM`.
-        disk, plan, prompt_tokens, new_tokens, machine, verify: with `memory`; see `LLM`.
+        disk: with `memory`; see `LLM`.
+        plan: with `memory`, or alone; see `LLM`.
+        prompt_tokens: that a plan is made for; see `LLM`.
+        new_tokens: that a plan is made for; see `LLM`.
+        machine: constants for a plan; see `LLM`.
+        verify: of packed weights; see `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:

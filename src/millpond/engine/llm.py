@@ -39,11 +39,12 @@ class LLM:
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
-        disk: a folder for files of this package, such as packed `weights`; goes with `memory` or `plan`.
+        disk: a folder for files of this package: packed `weights`, and KV that a plan puts on the disk, which without
+            it lies in the model's folder; goes with `memory` or `plan`.
         plan: which layers stay in memory, and how many sequences run together, or its file; None or "auto": the
             fastest that fits in `memory`.
-        prompt_tokens, new_tokens: of the prompts and answers that a plan is made for; None: 512 and 128, or fewer
-            where no such sequence fits.
+        prompt_tokens: of the prompts that a plan is made for; None: 512, or fewer where no such sequence fits.
+        new_tokens: of their answers; None: 128, or fewer.
         machine: constants of this machine for a plan; None: measured once, in about 20 s, and kept.
         verify: compare packed weights with their checksums at the "first" read, or "always".
         **options: fields of `EngineConfig`, in place of those of `config`.
