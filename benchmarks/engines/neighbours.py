@@ -101,7 +101,7 @@ def markdown(data: dict[str, Any]) -> str:
     return (
         f"# On cores that other processes use\n\n{data['hardware']}. {data['software']}. {'; '.join(data['engines'])}. "
         f"`{data['command']}`, with {data['environment'] or 'no variable set'}; load average {data['load_before']:.1f} "
-        f"before it on a machine with other cores in use. {model_phrase(data['model'])}, bfloat16, prompts of "
+        f"before it. {model_phrase(data['model'])}, bfloat16, prompts of "
         f"{data['prompt']:,} tokens, {data['steps']} steps, on {data['cores']} cores; {data['repeats']} "
         "turns. Ratio: our time over OpenVINO's in the same turn, its median, least and largest; below 1 ours is "
         "faster.\n\n" + markdown_table(head, rows)

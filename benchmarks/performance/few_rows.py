@@ -10,7 +10,6 @@ median over the rounds of the time by that of one token in the same round, with 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import warnings
@@ -18,17 +17,10 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from script import interval, keep
 
-from millpond.bench.common.machine import describe_machine
 from millpond.hf.compress import compress
 from millpond.models.load import load_model
-
-
-def interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median, by the bootstrap over rounds."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[draws // 40], medians[-draws // 40]
 
 
 def main() -> None:
@@ -69,14 +61,10 @@ def main() -> None:
             results.append(row)
             print(
                 f"batch {batch}, {n:2} tokens: {row['ms']:6.1f} ms (least {row['ms_min']:.1f}), "
-                f"{row['ratio']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}] of one token", flush=True
+                f"{row['ratio']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}] of one token",
+                flush=True,
             )
-    if args.json:
-        load = {name: value for name, value in vars(args).items() if name not in ("json", "model")}
-        load["model"] = Path(args.model).name
-        machine = describe_machine()
-        found = {"load": load, "hardware": machine.hardware, "software": machine.software, "results": results}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    keep(args, results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What the scripts that time a random model share: their options, how they begin, and the JSON that they keep."""
+"""Parts that the scripts share: options, how they begin, the interval of a median, and the JSON that they keep."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,15 @@ def keep(args: argparse.Namespace, results: Sequence[object], **more: object) ->
     """Write the results to the file of --json, where there is one, with the options and the machine."""
     if args.json:
         told = {name: value for name, value in vars(args).items() if name != "json"}
+        if "model" in told:  # a path says where it lies on this machine
+            told["model"] = Path(told["model"]).name
         machine = describe_machine()
         found = {"load": told, **more, "hardware": machine.hardware, "software": machine.software, "results": results}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
+    """The 95 % interval of the median, by the bootstrap over rounds."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[draws // 40], medians[-draws // 40]

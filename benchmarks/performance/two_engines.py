@@ -9,7 +9,6 @@ of both at once, in rounds: the median and its interval by the bootstrap; at 1, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import warnings
@@ -18,9 +17,8 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from few_rows import interval
+from script import interval, keep
 
-from millpond.bench.common.machine import describe_machine
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
@@ -127,12 +125,7 @@ def main() -> None:
                 f"{row['interval'][1]:.2f}]",
                 flush=True,
             )
-    if args.json:
-        load = {name: value for name, value in vars(args).items() if name not in ("json", "model")}
-        load["model"] = Path(args.model).name
-        machine = describe_machine()
-        found = {"load": load, "hardware": machine.hardware, "software": machine.software, "results": results}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    keep(args, results)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def main() -> None:
         weights.update(path.read_bytes())
     machine = describe_machine()
     head = {
-        "model": folder.name, "weights_sha256": weights.hexdigest(), "dtype": "bf16",
+        "model": Path(args.model).name, "weights_sha256": weights.hexdigest(), "dtype": "bf16",
         "texts": [path.name for path in args.texts], "method": args.method, "budget": args.budget, "rows": args.rows,
         "tokens": args.tokens, "threads": args.threads, "hardware": machine.hardware, "software": machine.software,
     }  # fmt: skip

@@ -85,7 +85,7 @@ class BatchCache:
     def take_lost(self) -> dict[int, DataError]:
         """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
         lost: dict[int, DataError] = {}
-        for core in self.layers:
+        for core in [] if self.tier is None else self.layers:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
 

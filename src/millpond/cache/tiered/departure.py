@@ -13,7 +13,7 @@ import torch
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
-from millpond.cache.tiered.visit import PageVisit, _lists, _sides, packed, slot_rows
+from millpond.cache.tiered.visit import PageVisit, lists_with, packed, sides_of, slot_rows
 from millpond.errors import DataError
 from millpond.kernels.pages import PageArrays
 
@@ -57,7 +57,7 @@ def depart(
         some = np.flatnonzero(may_change)
     else:
         some = np.arange(len(pages))
-    sides = read_pages(pool, pages[some], _sides(pool))
+    sides = read_pages(pool, pages[some], sides_of(pool))
     if len(some):
         sides[0][torch.from_numpy(np.arange(pool.slots) >= used[some, None])] = NOTHING
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
@@ -106,7 +106,7 @@ def depart(
     pool.retain(pages[stays])
     away.stay_in(ids[stays], pages[stays])
     pool.release(held)
-    part.exchange(_lists(part, away, ids[inverse]))
+    part.exchange(lists_with(part, away, ids[inverse]))
     return lost
 
 

@@ -82,10 +82,10 @@ class PageVisit:
             found, slots, rows = away.patches.of(self._places())
             if len(found):
                 _put(pool, self.pages[found], slots, rows)
-        write_pages(pool, self.pages, read_pages(away, self.ids), _sides(pool))
+        write_pages(pool, self.pages, read_pages(away, self.ids), sides_of(pool))
         if len(self.held) > len(self.ids):
             pool.retain(np.repeat(self.pages, self.counts - 1))
-        part.exchange(_lists(part, pool, self.pages[self.inverse]))
+        part.exchange(lists_with(part, pool, self.pages[self.inverse]))
 
     def cancel(self, pool: RefCountedPool[Any]) -> None:
         """Give the pages back that no table holds yet."""
@@ -222,7 +222,8 @@ def _slots_by_arena(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArra
         yield arena, places, (pages[places] % per_arena).astype(np.int64) * pool.slots + slots[places]
 
 
-def _sides(pool: RefCountedPool[Any]) -> list[list[Tensor]]:
+def sides_of(pool: RefCountedPool[Any]) -> list[list[Tensor]]:
+    """Positions, scores and masses of a pool's pages, in arenas."""
     arrays = pool.arrays
     return [arrays.positions, arrays.scores, *([arrays.log_masses] if arrays.masses else [])]
 
@@ -233,7 +234,7 @@ def _away(part: Holder) -> AwayPages:
     return away
 
 
-def _lists(part: Holder, pool: RefCountedPool[Any], held: PageIds) -> PageLists:
+def lists_with(part: Holder, pool: RefCountedPool[Any], held: PageIds) -> PageLists:
     """The page lists of a part with other pages, in the order of `held`."""
     before = part.page_lists
     lists = PageLists(pool, len(before.owned))
