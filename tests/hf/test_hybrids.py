@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import millpond as mp
-from millpond.bench.model_types.greedy import Run, compare, generated, masked_run, prompts
+from millpond.bench.model_types.greedy import compare, generated, masked_run, prompts
 from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.document import checksum
 from millpond.hf.model_profile import RESTARTING
+from tests.helpers.hf.tiny_types import STEPS, WITHIN, ids_of, model_of, stock_of, write
 
 FAST = ["lfm2", "qwen3_next", "zamba2", "jamba"]
 #: With the ones above all hybrids that write text, but for those that the page of types has as refused.
@@ -27,27 +26,6 @@ OTHERS = [
     "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "zamba", "zaya",
 ]  # fmt: skip
 ALL = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
-STEPS, WITHIN = 64, 1e-5
-
-
-@cache
-def model_of(kind: str) -> PreTrainedModel:
-    return tiny_model(kind)
-
-
-@cache
-def stock_of(kind: str) -> Run:
-    with torch.no_grad():
-        return generated(model_of(kind), None, new=STEPS)
-
-
-def ids_of(length: int, seed: int = 2, batch: int = 1) -> Tensor:
-    return torch.randint(3, 80, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def write(model: PreTrainedModel, ids: Tensor, new: int = 8, **given: Any) -> Tensor:
-    settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, **settings | given)  # type: ignore[operator,no-any-return]
 
 
 @pytest.mark.parametrize("kind", ALL)

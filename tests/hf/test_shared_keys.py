@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import millpond as mp
-from millpond.bench.model_types.greedy import LENGTHS, Run, Wrong, compare, generated, masked_run, prompts
+from millpond.bench.model_types.greedy import LENGTHS, Wrong, compare, generated, masked_run, prompts
 from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.codec.rotate import rotate
 from millpond.hf.calibration.measure import calibrate
 from millpond.hf.model_profile import ModelProfile
+from tests.helpers.hf.tiny_types import STEPS, WITHIN, ids_of, model_of, stock_of, write
 
 TYPES = ["gemma3n_text", "gemma4_text", pytest.param("gemma4_unified_text", marks=pytest.mark.slow)]
-STEPS, WITHIN = 64, 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.FewEntriesWarning")
-
-
-@cache
-def model_of(kind: str) -> PreTrainedModel:
-    return tiny_model(kind)
-
-
-@cache
-def stock_of(kind: str) -> Run:
-    with torch.no_grad():
-        return generated(model_of(kind), None, new=STEPS)
-
-
-def ids_of(length: int, seed: int = 2, batch: int = 1) -> Tensor:
-    return torch.randint(3, 80, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def write(model: PreTrainedModel, ids: Tensor, new: int = 8, **given: Any) -> Tensor:
-    settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, **settings | given)  # type: ignore[operator,no-any-return]
 
 
 @pytest.mark.parametrize("kind", TYPES)
