@@ -25,7 +25,7 @@ def main() -> None:
 
     start = time.perf_counter()
     with torch.no_grad(), mp.compress(model, args.method, args.budget, tokenizer=tokenizer) as cache:
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, cache=cache, logits_to_keep=1)
         mp.save_document(cache, ids, file)
     took = time.perf_counter() - start
     print(f"{ids.shape[1]} tokens read once in {took:.2f} s; {file.stat().st_size / 1e6:.2f} MB in {file.name}\n")
@@ -37,7 +37,7 @@ def main() -> None:
             asked = tokenizer(question, add_special_tokens=False, return_tensors="pt")["input_ids"]
             fork = document.fork()  # shares the pages; what a question adds is its own
             prompt = torch.cat([ids, asked], 1)
-            out = model.generate(prompt, past_key_values=fork, max_new_tokens=4, do_sample=False)
+            out = model.generate(prompt, cache=fork, max_new_tokens=4, do_sample=False)
             answer = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True).strip()
             took = time.perf_counter() - start
             print(f"{question.strip()!r}: {answer!r} in {took:.2f} s (it should be {thing!r})")

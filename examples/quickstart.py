@@ -23,7 +23,7 @@ def main() -> None:
 
     for method, budget in (("full", None), (args.method, args.budget)):
         with mp.compress(model, method, budget) as cache:  # the model is as before behind the block
-            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            out = model.generate(**inputs, cache=cache, max_new_tokens=4, do_sample=False)
             stats = cache.stats()
         answer = tokenizer.decode(out[0, n:], skip_special_tokens=True).strip()
         print(f"{method:8} {answer!r}, from {stats.kv_bytes / 1e6:.2f} MB of keys and values")

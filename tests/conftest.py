@@ -9,8 +9,11 @@ import os
 import torch
 from hypothesis import settings
 
+from tests.helpers.cache_argument import use_new_names
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 settings.register_profile("millpond", deadline=None)
 settings.load_profile("millpond")
+use_new_names()

@@ -10,6 +10,10 @@ import torch
 import transformers
 from engine_child import serve
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+#: The argument that takes the cache, renamed in transformers 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class Transformers:
@@ -39,7 +43,7 @@ class Transformers:
 
     def _pass(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """The greedy next token of every sequence, (batch, 1)."""
-        logits = self._model(ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = self._model(ids, logits_to_keep=1, **{CACHE: cache}).logits
         next_tokens: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
         return next_tokens
 

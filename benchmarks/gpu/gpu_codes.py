@@ -261,7 +261,7 @@ def generated(machine: Machine) -> list[Row]:
             model.to(device)
             with kernels(served), compress(model, method, codec=codec, **given, **options) as cache:
                 out = model.generate(
-                    ids.to(device), attention_mask=mask.to(device), past_key_values=cache, do_sample=False,
+                    ids.to(device), attention_mask=mask.to(device), cache=cache, do_sample=False,
                     max_new_tokens=new, min_new_tokens=new, disable_compile=True,
                 )  # fmt: skip
                 sealed_by_head = [core.table.sealed.lens.tolist() for core in cache.layer_caches]

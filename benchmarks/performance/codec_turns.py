@@ -29,7 +29,7 @@ def go_on(model: Any, text: Tensor, cache: Any, tokens: int) -> tuple[Tensor, li
     """The text (B, n) with `tokens` greedy ones behind it, and the seconds of each step after the first."""
     watch = Stopwatch()
     text = model.generate(
-        text, attention_mask=torch.ones_like(text), past_key_values=cache, streamer=watch, do_sample=False,
+        text, attention_mask=torch.ones_like(text), cache=cache, streamer=watch, do_sample=False,
         max_new_tokens=tokens, min_new_tokens=tokens, disable_compile=True,
     )  # fmt: skip
     return text, watch.steps

@@ -42,12 +42,12 @@ def main() -> None:
     for batch in args.batch:
         with torch.inference_mode(), compress(model, "full") as cache:
             ids = torch.randint(model.config.vocab_size, (batch, args.entries))
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, cache=cache, logits_to_keep=1)
             times: dict[int, list[float]] = {n: [] for n in numbers}
             for turn in range(-1, args.rounds):  # the first round is not counted
                 for n in rng.sample(numbers, len(numbers)):
                     begun = perf_counter()
-                    model(ids[:, :n], past_key_values=cache)
+                    model(ids[:, :n], cache=cache)
                     taken = perf_counter() - begun
                     cache.crop(-n)
                     if turn >= 0:

@@ -59,7 +59,7 @@ class GenerateWork:
         n = self._args.tokens
         with torch.inference_mode(), compress(self._model, "full") as cache:
             ids = self._model.generate(
-                prompts, past_key_values=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
+                prompts, cache=cache, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
             )
         return ids[:, prompts.shape[1] :].tolist()
 

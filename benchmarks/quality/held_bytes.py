@@ -35,7 +35,7 @@ def held(llama: LlamaForCausalLM, n: int, codec: str, entries: int, slots: int) 
     shares = []
     with mp.compress(llama, "h2o", entries, codec, page_slots=slots) as cache:
         for part in (ids, *(ids[:, i : i + 1] for i in range(STEPS))):
-            llama(part, past_key_values=cache)
+            llama(part, cache=cache)
             stats = cache.stats()
             shares.append(stats.kv_bytes / stats.full_kv_bytes)
     return shares[0], max(shares[1:])

@@ -46,7 +46,7 @@ def stream(model: Any, ids: Tensor, method: str, budget: int, rows: int, keep: i
         for begin in range(0, ids.shape[1] - 1, rows):
             end = min(begin + rows, ids.shape[1] - 1)
             before = time.perf_counter()
-            logits = model(ids[:, begin:end], past_key_values=cache).logits
+            logits = model(ids[:, begin:end], cache=cache).logits
             times.append(1e3 * (time.perf_counter() - before))
             losses.append(float(torch.nn.functional.cross_entropy(logits[0].float(), ids[0, begin + 1 : end + 1],
                                                                   reduction="sum")))  # fmt: skip

@@ -31,6 +31,7 @@ from millpond.evals.report.leaderboard import markdown_table
 from millpond.evals.sample import Question, Sample
 from millpond.evals.spec import Spec
 from millpond.evals.task import TASKS, Task
+from millpond.models.cache_argument import cache_argument
 from millpond.models.load import load_model, load_tokenizer
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.selection import keep_best
@@ -146,7 +147,7 @@ class Examiner:
         ids = torch.tensor(tokens)
         positions = torch.arange(seen, seen + ids.shape[1])[None].expand(len(ids), -1)
         settings: dict[str, Any] = {"logits_to_keep": 1, **more}
-        return self.model(input_ids=ids, position_ids=positions, past_key_values=cache, **settings)
+        return self.model(input_ids=ids, position_ids=positions, **cache_argument(cache), **settings)
 
     def ids(self, text: str, start: bool = False) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=start)["input_ids"])

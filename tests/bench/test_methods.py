@@ -135,7 +135,7 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
         watch = Stopwatch()
         with PlanClock(model, cache, watch) as clock:
             model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=watch,
+                prompt, attention_mask=torch.ones_like(prompt), cache=cache, streamer=watch,
                 max_new_tokens=5, min_new_tokens=5, do_sample=False,
             )  # fmt: skip
         assert not any("_plan" in vars(core) for core in cache.layer_caches)
@@ -236,7 +236,7 @@ def test_a_course_goes_on_where_it_stopped() -> None:
         assert min(turns) <= course.decode_ms <= max(turns)
     with torch.inference_mode(), mp.compress(model, policy, "50%") as cache:
         once = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=19,
+            prompt, attention_mask=torch.ones_like(prompt), cache=cache, max_new_tokens=19,
             min_new_tokens=19, do_sample=False,
         )  # fmt: skip
         assert course._ids.tolist() == once.tolist()

@@ -84,7 +84,7 @@ def test_sliding_windows(method: str, family: str) -> None:
             real = inputs["attention_mask"][0].bool()
             inputs = {name: t[:, real] for name, t in inputs.items()}
         with torch.no_grad(), mp.compress(model, method, 8, page_slots=4, **options) as cache:
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=14, do_sample=False)
+            model.generate(**inputs, cache=cache, max_new_tokens=14, do_sample=False)
             assert max(max(h) for layer in cache.stats().stored for h in layer) < 8 + options.get("every", 1)
             kept.append([[cache.positions(layer, s) for layer in range(len(cache.layers))] for s in range(len(rows))])
             cache.check_integrity()
@@ -97,7 +97,7 @@ def test_bytes_held_stay_below_the_budget(method: str) -> None:
     model, (ids, mask) = llama(dtype=torch.float32), prompts(2, length=100)
     options = METHODS_[method]
     with torch.no_grad(), mp.compress(model, method, "40000B", page_slots=4, **options) as cache:
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=30, do_sample=False, past_key_values=cache)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=30, do_sample=False, cache=cache)
         stats = cache.stats()
         assert 40_000 - 2 * 8 * cache.pools[0].page_bytes <= stats.kv_bytes + stats.metadata_bytes <= 40_000
         assert stats.evicted > 0
@@ -108,16 +108,16 @@ def test_beams(method: str) -> None:
     """A batch of repeated sequences goes as each alone, though they share pages first."""
     model, prompt = llama("gqa"), one(30)
     with torch.no_grad(), mp.compress(model, method, 10, page_slots=4, **METHODS_[method]) as cache:
-        model(prompt["input_ids"], past_key_values=cache)
+        model(prompt["input_ids"], cache=cache)
         cache.batch_repeat_interleave(2)
         later = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4]])
-        together = torch.cat([model(later[:, t : t + 1], past_key_values=cache).logits for t in range(6)], 1)
+        together = torch.cat([model(later[:, t : t + 1], cache=cache).logits for t in range(6)], 1)
         cache.check_integrity()
         for row in (0, 1):
             cache.reset()
-            model(prompt["input_ids"], past_key_values=cache)
+            model(prompt["input_ids"], cache=cache)
             own = later[row : row + 1]
-            alone = torch.cat([model(own[:, t : t + 1], past_key_values=cache).logits for t in range(6)], 1)
+            alone = torch.cat([model(own[:, t : t + 1], cache=cache).logits for t in range(6)], 1)
             assert torch.allclose(alone[0], together[row], atol=1e-9)
 
 
@@ -128,4 +128,4 @@ def test_latents_are_not_merged() -> None:
         mp.compress(model, "merge_on_evict", 8, score="h2o") as cache,
         pytest.raises(UnsupportedModelError, match="stores latents"),
     ):
-        model(**one(20), past_key_values=cache)
+        model(**one(20), cache=cache)

@@ -50,16 +50,16 @@ def test_a_batch_of_one_prompt_decodes_as_alone(method: dict[str, Any], monkeypa
     gen = torch.Generator().manual_seed(3)
     prompt, later = torch.randint(5, 60, (1, 50), generator=gen), torch.randint(5, 60, (3, 12), generator=gen)
     with torch.no_grad(), mp.compress(model, **method, page_slots=8) as cache:
-        model(prompt, past_key_values=cache)
+        model(prompt, cache=cache)
         cache.batch_repeat_interleave(3)
-        together = [model(later[:, i : i + 1], past_key_values=cache).logits for i in range(12)]
+        together = [model(later[:, i : i + 1], cache=cache).logits for i in range(12)]
         cache.check_integrity()
     assert len(calls) == 12 * model.config.num_hidden_layers
     for s in range(3):
         with torch.no_grad(), mp.compress(model, **method, page_slots=8) as cache:
-            model(prompt, past_key_values=cache)
+            model(prompt, cache=cache)
             for i, found in enumerate(together):
-                alone = model(later[s : s + 1, i : i + 1], past_key_values=cache).logits
+                alone = model(later[s : s + 1, i : i + 1], cache=cache).logits
                 torch.testing.assert_close(found[s : s + 1], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -68,6 +68,6 @@ def test_methods_that_write_scores_have_pages_of_their_own(monkeypatch: pytest.M
     monkeypatch.setattr(ops, "attend", lambda *_, **__: pytest.fail("a score goes into every slot"))
     model = llama(heads="gqa")
     with torch.no_grad(), mp.compress(model, "h2o", 20, page_slots=8) as cache:
-        model(torch.randint(5, 60, (1, 50)), past_key_values=cache)
+        model(torch.randint(5, 60, (1, 50)), cache=cache)
         cache.batch_repeat_interleave(3)
-        model(torch.randint(5, 60, (3, 1)), past_key_values=cache)
+        model(torch.randint(5, 60, (3, 1)), cache=cache)

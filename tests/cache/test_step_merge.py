@@ -129,7 +129,7 @@ def test_a_merge_of_ones_own_generates() -> None:
         with torch.no_grad(), mp.compress(model, policy, 12) as cache:
             found.append(
                 model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache
+                    input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache=cache
                 )
             )  # fmt: skip
     assert torch.equal(*found)

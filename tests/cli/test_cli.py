@@ -124,7 +124,7 @@ def test_generate_is_what_python_gives(folder: str) -> None:
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     with millpond.compress(model, "h2o", 64, recent=0.25) as cache:
         inputs = tokenizer(FILLER, return_tensors="pt")
-        out: Any = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)  # type: ignore[operator]
+        out: Any = model.generate(**inputs, cache=cache, max_new_tokens=6, do_sample=False)  # type: ignore[operator]
     said = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     told = continued(folder, "--max-new-tokens", "6", "--budget", "64", "-o", "recent=0.25")
     assert told.split() == said.split()

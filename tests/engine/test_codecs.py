@@ -51,7 +51,7 @@ def alone(case: str, length: int) -> list[int]:
     method, options, budget, codec = CASES[case]
     with mp.compress(model(), method, budget, codec, **options) as kept:
         out = model().generate(
-            torch.tensor([prompt(length)]), past_key_values=kept, max_new_tokens=NEW, do_sample=False,
+            torch.tensor([prompt(length)]), cache=kept, max_new_tokens=NEW, do_sample=False,
             attention_mask=torch.ones(1, length, dtype=torch.long),
         )  # fmt: skip
     return [int(i) for i in out[0, length:]]
@@ -147,7 +147,7 @@ def test_lower_tiers_go_on_taking_what_leaves() -> None:
     ids, new = torch.tensor([prompt(210)]), 120
     with mp.compress(model(), method, budget, codec, **options) as kept:
         model().generate(
-            ids, past_key_values=kept, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids)
+            ids, cache=kept, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids)
         )
         expected = kept.stats().kv_bytes
     engine = engine_for("h2o mikv")

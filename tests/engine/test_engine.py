@@ -260,7 +260,7 @@ def test_llm_answers_texts() -> None:
         assert first.prompt == texts[0]
         with mp.compress(model, "full") as cache:
             ids = tokenizer(texts[0], return_tensors="pt")
-            out = model.generate(**ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+            out = model.generate(**ids, max_new_tokens=6, do_sample=False, cache=cache)
         expected = out[0, ids["input_ids"].shape[1] :]
         assert tokens(first) == expected.tolist()
         assert first.completions[0].text == tokenizer.decode(expected, skip_special_tokens=True)

@@ -153,7 +153,7 @@ def test_bytes_of_one_sequence_bound_what_is_decoded_too(method: str) -> None:
     for n in (57, 31):
         ids = torch.tensor([prompt(n)])
         with mp.compress(model, method, f"{amount}B", page_slots=4, **options) as kept:
-            out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, past_key_values=kept)
+            out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, cache=kept)
             stats = kept.stats()
         assert stats.evicted > 0
         assert stats.kv_bytes <= amount

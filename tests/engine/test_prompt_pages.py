@@ -86,11 +86,11 @@ def test_so_it_is_in_a_later_turn(codec: str) -> None:
     found, later = [], torch.tensor([drawn(99, seed=4)])
     for step in (100, 9):
         with torch.no_grad(), mp.compress(llama(), "full", codec=codec, between_chunks=False) as cache:
-            llama()(torch.tensor([drawn()]), past_key_values=cache)
-            llama()(torch.tensor([[7]]), past_key_values=cache)
-            parts = [llama()(ids, past_key_values=cache).logits[0] for ids in later.split(step, 1)]
+            llama()(torch.tensor([drawn()]), cache=cache)
+            llama()(torch.tensor([[7]]), cache=cache)
+            parts = [llama()(ids, cache=cache).logits[0] for ids in later.split(step, 1)]
             found.append(torch.cat(parts).log_softmax(-1))
-            llama()(torch.tensor([[7]]), past_key_values=cache)
+            llama()(torch.tensor([[7]]), cache=cache)
             cache.check_integrity()
             assert not any(core.pending for core in cache.layer_caches)
     assert float((found[0] - found[1]).abs().max()) < 1e-5
@@ -130,7 +130,7 @@ def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
     tables = [core.table for core in engine._live["it"].group.stack.layers]
     assert {table.pool.arrays.dtype for table in tables if table is not None} == {torch.bfloat16}
     with torch.no_grad(), mp.compress(llama(), "full", codec=codec) as cache:
-        llama()(torch.tensor([drawn()]), past_key_values=cache)
+        llama()(torch.tensor([drawn()]), cache=cache)
         expected = cache.stats().kv_bytes
     kv = engine._live["it"].answers[0].kv
     assert kv is not None

@@ -33,7 +33,7 @@ def alone(method: str, text: int) -> list[int]:
         warnings.simplefilter("ignore", category=UserWarning)
         with mp.compress(shared_model("llama"), method, budget_of(method)) as kept:
             asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            out = generate(shared_model("llama"), asked, NEW, past_key_values=kept)
+            out = generate(shared_model("llama"), asked, NEW, cache=kept)
     return [int(i) for i in out[0, ids.shape[1] :]]
 
 

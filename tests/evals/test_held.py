@@ -62,7 +62,7 @@ def compare(
             torch.inference_mode(),
             compress(model, spec.name, budget or None, codec, tokenizer=tokenizer, **spec.options) as cache,
         ):
-            model(torch.tensor([prompt.opening]), past_key_values=cache)
+            model(torch.tensor([prompt.opening]), cache=cache)
             stats = cache.stats()
         kept = sum(entries for layer in stats.stored for sequence in layer for entries in sequence)
         assert not record.failure

@@ -145,7 +145,7 @@ def test_a_decoded_answer_is_the_full_cache_s_own() -> None:
 def kept_mass(method: Any, tables: Tables, opening: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
     """Later attention that a method's cache holds (layers, heads), and how many entries (layers, heads)."""
     with torch.no_grad(), compress(llama("gqa"), method, BUDGET, page_slots=4, **options) as cache:
-        llama("gqa")(torch.tensor([opening]), past_key_values=cache)
+        llama("gqa")(torch.tensor([opening]), cache=cache)
         kept = [cache.positions(layer) for layer in (0, 1)]
         tables_now = [tables[layer, 0][len(opening)].double() for layer in (0, 1)]
         mass = [[float(t[h, rows[h]].sum()) for h in (0, 1)] for t, rows in zip(tables_now, kept, strict=True)]
@@ -260,7 +260,7 @@ def test_other_prompts_than_it_looked_at() -> None:
         compress(llama("gqa"), policy, BUDGET) as cache,
         pytest.raises(CacheMismatchError, match="looked ahead for 1 prompts and 2 layers; layer 0 of prompt 1"),
     ):
-        llama("gqa")(ids, past_key_values=cache)
+        llama("gqa")(ids, cache=cache)
 
 
 def test_given_numbers_by_position() -> None:

@@ -97,7 +97,7 @@ def test_generation_is_what_it_is_without_a_trace() -> None:
     coded = encode_pieces(tiny_tokenizer(), text(60, 3))
     ids = torch.tensor([coded.ids])
     with compress(tiny_model(), "h2o", "20%") as cache:
-        out = tiny_model().generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        out = tiny_model().generate(ids, cache=cache, max_new_tokens=NEW, do_sample=False)
     assert "".join(trace.tokens) == "<bos>" + text(60, 3) + "".join(
         continuation(tiny_tokenizer(), out[0].tolist(), len(coded.ids))
     )

@@ -40,11 +40,11 @@ def test_assisted_equals_unassisted(name, method, budget, options, helper):
         pytest.skip("positions cannot be moved")
     model, prompt = shared_model(name), repeating(23)
     with mp.compress(model, method, budget, page_slots=4, **options) as cache:
-        expected = generate(model, prompt, 16, past_key_values=cache)
+        expected = generate(model, prompt, 16, cache=cache)
         # the last token of each run was never fed back, so that both caches have seen the same
         seen, positions = cache.stats().seen, kept(cache)
         cache.reset()
-        found = generate(model, prompt, 16, past_key_values=cache, **helpers(name)[helper])
+        found = generate(model, prompt, 16, cache=cache, **helpers(name)[helper])
         cache.check_integrity()
         assert torch.equal(found, expected)
         assert cache.stats().seen == seen
@@ -58,20 +58,20 @@ def test_crop_by_hand(method, budget, options, taken_back):
     """A draft of three tokens, some of them taken back, leaves what the accepted ones alone would have left."""
     model, ids = shared_model("llama"), text(1, 24)
     with mp.compress(model, method, budget, page_slots=4, **options) as cache:
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], cache=cache)
         for column in range(20, 24 - taken_back):
-            model(ids[:, column : column + 1], past_key_values=cache)
-        expected = model(ids[:, :1], past_key_values=cache).logits
+            model(ids[:, column : column + 1], cache=cache)
+        expected = model(ids[:, :1], cache=cache).logits
         positions = kept(cache)
         cache.reset()
 
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], cache=cache)
         cache.activate_past_recording()
-        model(ids[:, 20:24], past_key_values=cache)
+        model(ids[:, 20:24], cache=cache)
         cache.crop(torch.tensor(-taken_back))  # an int or, in some versions of transformers, a tensor
         cache.check_integrity()
         assert cache.get_seq_length() == 24 - taken_back
-        found = model(ids[:, :1], past_key_values=cache).logits
+        found = model(ids[:, :1], cache=cache).logits
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert kept(cache) == positions
 
@@ -80,13 +80,13 @@ def test_crop_by_hand(method, budget, options, taken_back):
 def test_crop_without_a_recording():
     model, ids = shared_model("llama"), text(1, 24)
     with mp.compress(model, "full") as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert cache.is_croppable
         cache.crop(-4)
-        found = model(ids[:, 20:21], past_key_values=cache).logits
+        found = model(ids[:, 20:21], cache=cache).logits
     torch.testing.assert_close(found, model(ids[:, :21]).logits[:, -1:], atol=1e-5, rtol=0)
     with mp.compress(model, "h2o", 10) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert not cache.is_croppable
         with pytest.raises(mp.CacheMismatchError, match="activate_past_recording"):
             cache.crop(-4)
@@ -101,12 +101,12 @@ def test_crop_counts_tokens_not_pads():
     ids, mask, n = prompt["input_ids"], prompt["attention_mask"], 6
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with mp.compress(model, "full") as cache:
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=positions, cache=cache)
         cache.crop(-n)
         assert cache.stats().seen == [3, 8, 0]
-        model(ids[:, -n:], attention_mask=mask, position_ids=positions[:, -n:], past_key_values=cache)
+        model(ids[:, -n:], attention_mask=mask, position_ids=positions[:, -n:], cache=cache)
         cache.crop(-1)
-        found = model(ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=cache).logits
+        found = model(ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], cache=cache).logits
         with pytest.raises(mp.CacheMismatchError, match="has seen 14"):
             cache.crop(-15)
     expected = model(ids, attention_mask=mask, position_ids=positions).logits[:, -1:]

@@ -30,7 +30,7 @@ def run(ids: Tensor, model: Any = None, **more: Any) -> Tensor:
 def passed(ids: Tensor, method: str = "h2o", budget: int = 16) -> Tensor:
     """With the cache as an argument."""
     with mp.compress(llama(), method, budget) as cache:
-        return run(ids, past_key_values=cache)
+        return run(ids, cache=cache)
 
 
 def test_each_generate_inside_the_block_is_a_new_prompt_of_the_cache() -> None:
@@ -50,10 +50,10 @@ def test_the_innermost_cache_of_the_thread_is_used() -> None:
     with mp.compress(llama(), "h2o", 16) as outer, mp.compress(llama(), "snapkv", 34) as inner:
         run(ids)
         assert (outer.stats().seen, inner.stats().seen) == ([], [45])
-        run(ids, past_key_values=outer)
+        run(ids, cache=outer)
         assert outer.stats().seen == [45]
         stock: list[Tensor] = []
-        thread = threading.Thread(target=lambda: stock.append(run(ids, past_key_values=None)))
+        thread = threading.Thread(target=lambda: stock.append(run(ids, cache=None)))
         thread.start()
         thread.join()
     assert torch.equal(stock[0], run(ids))
@@ -66,16 +66,16 @@ def test_attach_false_leaves_generate_alone() -> None:
         assert "generate" not in llama().__dict__
         assert torch.equal(run(ids), stock)
         assert cache.stats().seen == []
-        assert not torch.equal(run(ids, past_key_values=cache), stock)
+        assert not torch.equal(run(ids, cache=cache), stock)
 
 
 def test_a_text_that_was_read_otherwise_is_gone_on_with() -> None:
     ids = prompts(1, 40)[0]
     with torch.no_grad(), mp.compress(llama(), "h2o", 16) as cache:
-        llama()(ids[:, :30], past_key_values=cache)
-        kept = run(ids, past_key_values=cache)
+        llama()(ids[:, :30], cache=cache)
+        kept = run(ids, cache=cache)
     with torch.no_grad(), mp.compress(llama(), "h2o", 16) as cache:
-        llama()(ids[:, :30], past_key_values=cache)
+        llama()(ids[:, :30], cache=cache)
         assert torch.equal(run(ids), kept)
         run(ids.flip(1))  # unrelated: begins anew
         assert cache.stats().seen == [45]
@@ -88,7 +88,7 @@ def test_what_would_leave_the_cache_aside_is_refused(more: dict[str, Any], expli
     with mp.compress(llama(), "h2o", 16) as cache:
         run(ids)
         cache.reset()
-        given = {"past_key_values": cache} if explicit else {}
+        given = {"cache": cache} if explicit else {}
         with pytest.raises(OptionError, match=next(iter(more))):
             run(ids, **given, **more)
 
@@ -98,24 +98,24 @@ def test_a_pass_that_carries_the_cache_and_refuses_it_is_refused(use_cache: bool
     ids = prompts(1, 40)[0]
     with torch.no_grad(), mp.compress(llama(), "h2o", 16) as cache:
         if use_cache is None:
-            llama()(ids, past_key_values=cache)
+            llama()(ids, cache=cache)
             return
         with pytest.raises(OptionError, match="use_cache=False"):
-            llama()(ids, past_key_values=cache, use_cache=use_cache)
+            llama()(ids, cache=cache, use_cache=use_cache)
         cache._used = True
 
 
 def test_an_unrelated_prompt_on_a_cache_that_is_passed_is_refused() -> None:
     ids, other = prompts(1, 40)[0], prompts(1, 60, 2)[0]
     with mp.compress(llama(), "h2o", 16) as cache:
-        answer = run(ids, past_key_values=cache)
+        answer = run(ids, cache=cache)
         with pytest.raises(CacheMismatchError, match=r"read another text: token 0 of sequence 0 is.*cache\.reset\(\)"):
-            run(other, past_key_values=cache)
+            run(other, cache=cache)
         with pytest.raises(CacheMismatchError, match="has read 45 tokens, and the prompt has 40"):
-            run(ids, past_key_values=cache)
-        assert run(torch.cat([answer, other[:, :5]], 1), past_key_values=cache).shape == (1, 57)
+            run(ids, cache=cache)
+        assert run(torch.cat([answer, other[:, :5]], 1), cache=cache).shape == (1, 57)
         cache.reset()
-        run(other, past_key_values=cache)
+        run(other, cache=cache)
 
 
 def test_turns_may_bring_only_what_is_new() -> None:
@@ -123,10 +123,10 @@ def test_turns_may_bring_only_what_is_new() -> None:
     outs = []
     for whole in (True, False):
         with mp.compress(llama(), "h2o", 16) as cache:
-            text = torch.cat([run(ids, past_key_values=cache), more], 1)
+            text = torch.cat([run(ids, cache=cache), more], 1)
             last = text if whole else text[:, -4:]  # the last token of an answer was not read yet
             out: Any = llama().generate(
-                input_ids=last, attention_mask=torch.ones_like(text), past_key_values=cache, **SETTINGS
+                input_ids=last, attention_mask=torch.ones_like(text), cache=cache, **SETTINGS
             )
             outs.append(out[0, -6:].tolist())
     assert outs[0] == outs[1]
@@ -164,7 +164,7 @@ def test_a_peft_model_is_unwrapped() -> None:
         assert torch.equal(run(ids, model), stock)
         assert cache.stats().seen == [45]
         cache.reset()
-        assert torch.equal(run(ids, model, past_key_values=cache), stock)
+        assert torch.equal(run(ids, model, cache=cache), stock)
     with mp.LLM(model, method="full") as llm:
         out = llm.generate([ids[0].tolist()], mp.SamplingParams(max_tokens=6, temperature=0))
         assert list(out[0].completions[0].token_ids) == stock[0, -6:].tolist()

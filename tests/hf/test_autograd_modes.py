@@ -24,7 +24,7 @@ def test_passes_may_differ_in_mode(name, method, order):
             for column in range(12, 20):
                 first = 0 if column == 12 else column
                 with modes[column % 3]():
-                    out = model(ids[:, first : column + 1], past_key_values=cache)
+                    out = model(ids[:, first : column + 1], cache=cache)
                     cache.reorder_cache(torch.tensor([1, 0]))
             assert not any(t.requires_grad or t.is_inference() for pool in cache.pools for t in pool.arrays.keys)
         logits.append(out.logits.detach().clone())
@@ -34,19 +34,19 @@ def test_passes_may_differ_in_mode(name, method, order):
 def test_assisted_decoding_in_inference_mode():
     model = shared_model("llama")
     with mp.compress(model, "h2o", 9) as cache:
-        expected = generate(model, repeating(20), 10, past_key_values=cache)
+        expected = generate(model, repeating(20), 10, cache=cache)
         cache.reset()
         with torch.inference_mode():
-            found = generate(model, repeating(20), 10, past_key_values=cache, prompt_lookup_num_tokens=3)
+            found = generate(model, repeating(20), 10, cache=cache, prompt_lookup_num_tokens=3)
         assert torch.equal(found, expected)
         cache.reset()
-        assert torch.equal(generate(model, repeating(20), 10, past_key_values=cache), expected)
+        assert torch.equal(generate(model, repeating(20), 10, cache=cache), expected)
 
 
 def test_no_gradient_stays_away_silently():
     model = family("llama").make()
     with mp.compress(model, "h2o", 9) as cache:
-        loss = model(**one(12), labels=one(12)["input_ids"], past_key_values=cache).loss
+        loss = model(**one(12), labels=one(12)["input_ids"], cache=cache).loss
         with pytest.raises(mp.UnsupportedModelError, match="gradients do not flow"):
             loss.backward()
 
@@ -54,13 +54,13 @@ def test_no_gradient_stays_away_silently():
 def test_dropout():
     model = family("llama").make(attention_dropout=0.2).train()
     with mp.compress(model, "h2o", 9) as cache, pytest.raises(mp.UnsupportedModelError, match=r"drops out .*\(0.2\)"):
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
 
 
 def test_attention_weights_asked_for_by_the_config():
     model = family("llama").make(attn_implementation="eager", output_attentions=True)
     with mp.compress(model, "h2o", 9) as cache, pytest.raises(mp.OptionError, match="output_attentions"):
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
 
 
 @torch.no_grad()
@@ -68,10 +68,10 @@ def test_a_mask_that_comes_too_late():
     """Pads that went in as tokens cannot be hidden afterwards, as stock would."""
     model, prompt = shared_model("llama"), left_padded([6, 9])
     with mp.compress(model, "full") as cache:
-        model(prompt["input_ids"], past_key_values=cache)
+        model(prompt["input_ids"], cache=cache)
         mask = torch.cat([prompt["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
         with pytest.raises(mp.CacheMismatchError, match=r"mask shows 7 tokens of sequence 0 where .* taken in 10"):
-            model(text(2, 1), attention_mask=mask, past_key_values=cache)
+            model(text(2, 1), attention_mask=mask, cache=cache)
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def test_a_mask_of_the_new_tokens_alone_or_none():
     for later in (torch.cat([mask, mask.new_ones(2, 1)], 1), None):
         with mp.compress(model, "h2o", 8) as cache:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            model(prompt["input_ids"], attention_mask=mask, position_ids=positions, past_key_values=cache)
+            model(prompt["input_ids"], attention_mask=mask, position_ids=positions, cache=cache)
             at = torch.tensor([[6], [9]])
-            logits.append(model(new, attention_mask=later, position_ids=at, past_key_values=cache).logits)
+            logits.append(model(new, attention_mask=later, position_ids=at, cache=cache).logits)
     assert torch.equal(*logits)

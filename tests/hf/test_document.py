@@ -29,8 +29,8 @@ REFUSED = {"sirllm", "infllm", "minference"}
 
 def logits(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
     """Of the question, read at once, and of some tokens behind it."""
-    found = [model(ids, past_key_values=cache).logits[0, -1]]
-    found += [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in (7, 9, 11)]
+    found = [model(ids, cache=cache).logits[0, -1]]
+    found += [model(torch.tensor([[token]]), cache=cache).logits[0, -1] for token in (7, 9, 11)]
     return found
 
 
@@ -86,27 +86,27 @@ def test_generate_goes_on_behind_the_text(tmp_path: Path) -> None:
     with torch.no_grad(), mp.compress(model, "h2o", 40) as cache:
         read_document(model, cache, IDS, chunk=32)
         save_document(cache, IDS, tmp_path / "text")
-        expected = model.generate(torch.cat([IDS, QUESTION], 1), past_key_values=cache, max_new_tokens=6)
+        expected = model.generate(torch.cat([IDS, QUESTION], 1), cache=cache, max_new_tokens=6)
     cache, ids = restore_document(model, tmp_path / "text")
     with cache:
-        found = model.generate(torch.cat([ids, QUESTION], 1), past_key_values=cache, max_new_tokens=6)
+        found = model.generate(torch.cat([ids, QUESTION], 1), cache=cache, max_new_tokens=6)
     assert torch.equal(found, expected)
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     model = llama("gqa", torch.float32)
     with torch.no_grad(), mp.compress(model, "h2o", 40) as cache:
-        model(IDS.expand(2, -1), past_key_values=cache)
+        model(IDS.expand(2, -1), cache=cache)
         with pytest.raises(CacheMismatchError, match="one text"):
             save_document(cache, IDS, tmp_path / "text")
         cache.reset()
-        model(IDS, past_key_values=cache)
+        model(IDS, cache=cache)
         with pytest.raises(CacheMismatchError, match="90 tokens in 90 columns, and 89 ids"):
             save_document(cache, IDS[:, 1:], tmp_path / "text")
         with pytest.raises(DataError, match="cannot be written"):
             save_document(cache, IDS, tmp_path / "nowhere" / "text")
     with torch.no_grad(), mp.compress(model, "streaming", 40, positions="cache_relative") as cache:
-        model(IDS, past_key_values=cache)
+        model(IDS, cache=cache)
         with pytest.raises(OptionError, match="positions='absolute'"):
             save_document(cache, IDS, tmp_path / "text")
     assert not (tmp_path / "text").exists()

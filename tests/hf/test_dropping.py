@@ -78,7 +78,7 @@ def test_equals_stock_that_hides_what_left(name, method, budget, options):
     mine, kept = [], [None]
     with mp.compress(model, method, budget, page_slots=4, **options) as cache:
         for ids, mask, at in inputs:
-            out = model(input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=cache)
+            out = model(input_ids=ids, attention_mask=mask, position_ids=at, cache=cache)
             mine.append(out.logits[:, -1])
             kept.append([[cache.positions(layer, s) for s in range(3)] for layer in range(len(cache.layers))])
     assert kept[-1][-1] != [[list(range(n + STEPS))] * len(kept[-1][-1][0]) for n in LENGTHS], "something left"
@@ -86,7 +86,7 @@ def test_equals_stock_that_hides_what_left(name, method, budget, options):
     everything, oracle = DynamicCache(), Oracle()
     with attending_through(model, oracle):
         for (ids, mask, at), oracle.kept, found in zip(inputs, kept, mine, strict=False):
-            out = model(input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=everything)
+            out = model(input_ids=ids, attention_mask=mask, position_ids=at, cache=everything)
             torch.testing.assert_close(found, out.logits[:, -1], atol=2e-5, rtol=0)
 
 

@@ -55,14 +55,14 @@ def test_an_encoder():
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertLMHeadModel(transformers.BertConfig(**TINY, **sizes)).eval()
     with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="mask that is not causal"):
-        model(input_ids=one(6)["input_ids"] % 50, past_key_values=cache)
+        model(input_ids=one(6)["input_ids"] % 50, cache=cache)
 
 
 def test_a_mask_of_four_dimensions():
     with mp.compress(shared_model("llama"), "h2o", 8, attach=False) as cache, torch.no_grad():
         square = torch.ones(1, 1, 6, 6, dtype=torch.bool)
         with pytest.raises(mp.UnsupportedModelError, match="mask of 4 dimensions, by the caller"):
-            shared_model("llama")(one(6)["input_ids"], attention_mask=square, past_key_values=cache)
+            shared_model("llama")(one(6)["input_ids"], attention_mask=square, cache=cache)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -71,7 +71,7 @@ def test_a_layer_that_does_not_use_the_cache(layer):
     model.model.layers[layer].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     message = f"layer {layer} was given no keys.*does not use its cache"
     with mp.compress(model, "h2o", 8) as cache, pytest.raises(mp.UnsupportedModelError, match=message):
-        model(**one(6), past_key_values=cache)
+        model(**one(6), cache=cache)
 
 
 # ---------------------------------------------------------------------------------- caches
@@ -87,11 +87,11 @@ def test_a_cache_with_another_model(other, switched):
     keep = mp.compress(stranger, "full") if switched else None
     with mp.compress(shared_model("llama"), "h2o", 8, attach=False) as cache, torch.no_grad():
         with pytest.raises(mp.CacheMismatchError, match="made for one LlamaForCausalLM and met another model"):
-            stranger(input_ids=one(9)["input_ids"] % 50, past_key_values=cache)
+            stranger(input_ids=one(9)["input_ids"] % 50, cache=cache)
         expected = generate(shared_model("llama"), one(9), 3)
-        assert torch.equal(generate(shared_model("llama"), one(9), 3, past_key_values=cache)[:, :10], expected[:, :10])
+        assert torch.equal(generate(shared_model("llama"), one(9), 3, cache=cache)[:, :10], expected[:, :10])
         with pytest.raises(mp.CacheMismatchError, match="met another model"):
-            stranger(input_ids=one(9)["input_ids"] % 50, past_key_values=cache)
+            stranger(input_ids=one(9)["input_ids"] % 50, cache=cache)
         cache.check_integrity()
     if keep is not None:
         keep.close()
@@ -102,26 +102,26 @@ def test_a_switch_behind_the_back():
     with mp.compress(model, "h2o", 8) as cache, torch.no_grad():
         model.config._attn_implementation = "sdpa"
         with pytest.raises(mp.UnsupportedModelError, match="attention was switched after compress"):
-            model(**one(9), past_key_values=cache)
+            model(**one(9), cache=cache)
 
 
 @torch.no_grad()
 def test_another_batch_size():
     model = shared_model("llama")
     with mp.compress(model, "h2o", 8) as cache:
-        model(**one(9), past_key_values=cache)
+        model(**one(9), cache=cache)
         with pytest.raises(mp.CacheMismatchError, match=r"a batch of 2 sequences met a cache of 1; call reset"):
-            model(**left_padded([9, 9]), past_key_values=cache)
+            model(**left_padded([9, 9]), cache=cache)
         cache.check_integrity()
         cache.reset()
-        model(**left_padded([9, 9]), past_key_values=cache)
+        model(**left_padded([9, 9]), cache=cache)
 
 
 def test_questions_about_what_is_not_there():
     with mp.compress(shared_model("llama"), "h2o", 8) as cache:
         with pytest.raises(mp.CacheMismatchError, match="layer 0 holds nothing yet"):
             cache.positions(0)
-        generate(shared_model("llama"), one(9), 2, past_key_values=cache)
+        generate(shared_model("llama"), one(9), 2, cache=cache)
         with pytest.raises(mp.CacheMismatchError, match="layers 0 to 1"):
             cache.positions(2)
         with pytest.raises(mp.CacheMismatchError, match="sequence 1: the cache holds 1"):
@@ -133,7 +133,7 @@ def test_attention_weights(how):
     model, settings = shared_model("llama"), {"output_attentions": True}
     run = model if how == "forward" else partial(model.generate, return_dict_in_generate=True, max_new_tokens=3)
     with mp.compress(model, "h2o", 8) as cache, pytest.raises(mp.OptionError, match="output_attentions=True cannot"):
-        run(**one(9), past_key_values=cache, **settings)
+        run(**one(9), cache=cache, **settings)
 
 
 # ---------------------------------------------------------------------------------- options and budgets
@@ -154,7 +154,7 @@ def test_attention_weights(how):
 def test_options(arguments, message):
     model = shared_model("llama")
     with pytest.raises(mp.OptionError, match=message), mp.compress(model, **arguments) as cache:
-        generate(model, one(9), 2, past_key_values=cache)
+        generate(model, one(9), 2, cache=cache)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -182,14 +182,14 @@ def test_budgets_smaller_than_what_is_protected(method, budget, options):
 def test_bytes_smaller_than_a_page_per_head():
     model = shared_model("llama")
     with mp.compress(model, "h2o", "1KiB") as cache, pytest.raises(mp.BudgetError, match="less than one page of"):
-        generate(model, one(30), 2, past_key_values=cache)
+        generate(model, one(30), 2, cache=cache)
 
 
 def test_a_ratio_of_a_short_prompt_warns_and_keeps_the_least():
     model = shared_model("llama")
     with mp.compress(model, "h2o", "10%") as cache:
         with pytest.warns(BudgetFloorWarning, match="10% of a prompt of 9 tokens is 1 entries, fewer than the 4"):
-            generate(model, one(9), 2, past_key_values=cache)
+            generate(model, one(9), 2, cache=cache)
         assert cache.stats().stored[0] == [[4, 4]]
 
 
@@ -202,10 +202,10 @@ def test_a_full_pool(name, prompt):
     """The pool's limit is hit while decoding (short prompt) or in the prompt; what is cached stays readable."""
     model = shared_model(name)
     with mp.compress(model, "full", page_slots=4, memory_limit=5000) as cache:
-        generate(model, one(9), 3, past_key_values=cache)
+        generate(model, one(9), 3, cache=cache)
         cache.reset()
         with pytest.raises(mp.PoolFullError, match="Raise memory_limit"):
-            generate(model, one(prompt), 200, past_key_values=cache)
+            generate(model, one(prompt), 200, cache=cache)
         cache.check_integrity()
         stats = cache.stats()
         assert stats.reserved_bytes <= 5000
@@ -214,10 +214,10 @@ def test_a_full_pool(name, prompt):
             if held:
                 assert [len(row) for row in cache.positions(layer)] == held[0]
         with pytest.raises(mp.CacheMismatchError, match="interrupted"):
-            model(**one(1), past_key_values=cache)
+            model(**one(1), cache=cache)
         cache.reset()
         cache.check_integrity()
-        assert generate(model, one(9), 3, past_key_values=cache).shape == (1, 12)
+        assert generate(model, one(9), 3, cache=cache).shape == (1, 12)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
@@ -229,13 +229,13 @@ def test_nan_weights(name, method, when):
     model = family(name).make()
     options = {"window": 3} if method == "snapkv" else {}
     with mp.compress(model, method, 8, **options) as cache, torch.no_grad():
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
         broken = model.model.layers[0].self_attn.o_proj.weight
         broken[0, 0] = float("nan")
         if when == "prompt":
             cache.reset()
         with pytest.raises(mp.NumericsError, match="NaN"):
-            model(input_ids=one(12 if when == "prompt" else 1)["input_ids"], past_key_values=cache)
+            model(input_ids=one(12 if when == "prompt" else 1)["input_ids"], cache=cache)
         cache.check_integrity()
 
 
@@ -243,7 +243,7 @@ def test_an_image_in_a_later_turn():
     """An image is text to the cache: a second turn with one runs through in the same budget."""
     model = tiny_llava()
     with mp.compress(model, "h2o", 8) as cache:
-        first = generate(model, with_image(one(12), at=4), 4, past_key_values=cache)
+        first = generate(model, with_image(one(12), at=4), 4, cache=cache)
         ids = torch.cat([first, one(10, seed=8)["input_ids"]], 1)
-        generate(model, {"input_ids": ids}, 4, past_key_values=cache)
+        generate(model, {"input_ids": ids}, 4, cache=cache)
         assert cache.stats().stored[1] == [[8, 8]]

@@ -45,7 +45,7 @@ def test_a_full_budget_equals_stock(name, prompt, method):
         pytest.skip("positions cannot be moved: see test_streaming_needs_rotary_positions")
     expected = stock(name, prompt)
     with mp.compress(shared_model(name), method, FULL[method], page_slots=16) as cache:
-        found = run(shared_model(name), PROMPTS[prompt], STEPS, past_key_values=cache)
+        found = run(shared_model(name), PROMPTS[prompt], STEPS, cache=cache)
         cache.check_integrity()
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=0)
@@ -56,7 +56,7 @@ def test_streaming_needs_rotary_positions(name):
     with pytest.raises(mp.UnsupportedModelError, match="positions cannot be moved"):
         mp.compress(shared_model(name), "streaming", 20)
     with mp.compress(shared_model(name), "streaming", 20, positions="absolute") as cache:
-        generate(shared_model(name), PROMPTS["padded"], 4, past_key_values=cache)
+        generate(shared_model(name), PROMPTS["padded"], 4, cache=cache)
         assert most_stored(cache) == 20
 
 
@@ -69,7 +69,7 @@ def test_a_small_budget_holds_at_every_step(name):
         return scores
 
     with mp.compress(model, "h2o", budget, page_slots=4) as cache:
-        generate(model, PROMPTS["padded"], 12, past_key_values=cache, logits_processor=[watch])
+        generate(model, PROMPTS["padded"], 12, cache=cache, logits_processor=[watch])
         cache.check_integrity()
         held = cache.stats()
     assert most == [budget] * 12
@@ -89,7 +89,7 @@ def test_rotation_is_the_models_own(name):
     for shift in (0, 11):
         stored = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(input_ids=ids, position_ids=here + shift, past_key_values=stored)
+            model(input_ids=ids, position_ids=here + shift, cache=stored)
         keys[shift] = stored.layers[0].keys
     rotation = ModelRotation.of(ModelProfile.of(model))
     moved = rotation.rotate(rotation.rotate(keys[0], here, inverse=True), here + 11)
@@ -101,7 +101,7 @@ def test_rotation_is_the_models_own(name):
 def test_sliding_layers_keep_no_more_than_their_window(name):
     model = shared_model(name)
     with mp.compress(model, "full", page_slots=4) as cache:
-        generate(model, PROMPTS["padded"], 5, past_key_values=cache)
+        generate(model, PROMPTS["padded"], 5, cache=cache)
         held = [max(max(s) for s in layer) for layer in cache.stats().stored]
     window = model.config.sliding_window
     kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(held)
@@ -119,7 +119,7 @@ def test_any_way_to_load_and_run(name, mode, implementation):
     with mode():
         expected = model(**prompt, position_ids=position_ids).logits
         with mp.compress(model, "h2o", 12) as cache:
-            found = model(**prompt, position_ids=position_ids, past_key_values=cache).logits
+            found = model(**prompt, position_ids=position_ids, cache=cache).logits
     real = prompt["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
     assert model.config._attn_implementation == implementation
@@ -130,7 +130,7 @@ def test_llava(method):
     model, prompt = tiny_llava(), with_image(one(20), at=5)
     expected = run(model, prompt, 20)
     with mp.compress(model, method, FULL[method]) as cache:
-        found = run(model, prompt, 20, past_key_values=cache)
+        found = run(model, prompt, 20, cache=cache)
         assert model.config.vision_config._attn_implementation == "sdpa"
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=0)
@@ -140,5 +140,5 @@ def test_llava(method):
 def test_llava_in_a_small_budget(method):
     model = tiny_llava()
     with mp.compress(model, method, 10) as cache:
-        generate(model, with_image(one(20), at=5), 30, past_key_values=cache)
+        generate(model, with_image(one(20), at=5), 30, cache=cache)
         assert most_stored(cache) == 10

@@ -23,7 +23,7 @@ from tests.helpers.models import REAL, needs_real_model
 def kept(length: int, method: str, budget: str | int | None) -> int:
     """Entries per head after a prompt of `length` tokens."""
     with torch.no_grad(), mp.compress(llama(), method, budget) as cache:
-        llama()(prompts(1, length)[0], past_key_values=cache)
+        llama()(prompts(1, length)[0], cache=cache)
         (found,) = {n for layer in cache.stats().stored for row in layer for n in row}
     return found
 
@@ -67,7 +67,7 @@ def test_few_entries_are_told_of_once(method: str, budget: str | int, length: in
         warnings.simplefilter("always")
         with torch.no_grad(), mp.compress(llama(), method, budget) as cache:
             for _ in range(2):
-                llama()(prompts(1, length)[0], past_key_values=cache)
+                llama()(prompts(1, length)[0], cache=cache)
     few = [str(w.message) for w in caught if issubclass(w.category, FewEntriesWarning)]
     assert len(few) == 1
     assert few[0].startswith(message)
@@ -94,7 +94,7 @@ def test_a_real_model_answers_as_with_the_full_cache() -> None:
     answers = []
     for method in ("full", "h2o"):
         with mp.compress(model, method) as cache:
-            out = model.generate(**ids, past_key_values=cache, max_new_tokens=16, do_sample=False)  # type: ignore[operator]
+            out = model.generate(**ids, cache=cache, max_new_tokens=16, do_sample=False)  # type: ignore[operator]
         answers.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
     assert "Paris" in answers[0]
     assert answers[1] == answers[0]

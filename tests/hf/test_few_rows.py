@@ -29,7 +29,7 @@ def assert_same_logits(model, prompt: torch.Tensor, n_new: int, **options) -> No
     }  # fmt: skip
     ones = torch.ones_like(prompt)
     with mp.compress(model, "full") as cache:
-        plain = model.generate(prompt, attention_mask=ones, past_key_values=cache, **settings)
+        plain = model.generate(prompt, attention_mask=ones, cache=cache, **settings)
         cache.reset()
         passes: list[int] = []
 
@@ -37,7 +37,7 @@ def assert_same_logits(model, prompt: torch.Tensor, n_new: int, **options) -> No
             passes.append(given["input_ids"].shape[1])
 
         handle = model.register_forward_pre_hook(note, with_kwargs=True)
-        drafted = model.generate(prompt, attention_mask=ones, past_key_values=cache, **settings, **options)
+        drafted = model.generate(prompt, attention_mask=ones, cache=cache, **settings, **options)
         handle.remove()
     assert passes[0] == prompt.shape[1], "the prompt comes alone"
     assert any(n > 2 for n in passes[1:]), "nothing was drafted"
@@ -61,14 +61,14 @@ def test_assisted_logits_are_those_of_plain_decoding(helper: str, dtype: torch.d
 def test_a_pass_of_five_has_the_bits_of_five_steps(batch: int, dtype: torch.dtype) -> None:
     model, ids = model_of("llama", dtype), text(batch, 75)
     with mp.compress(model, "full", page_slots=4) as cache:
-        model(ids[:, :70], past_key_values=cache)
-        expected = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(70, 75)], 1)
+        model(ids[:, :70], cache=cache)
+        expected = torch.cat([model(ids[:, i : i + 1], cache=cache).logits for i in range(70, 75)], 1)
         positions = [cache.positions(layer) for layer in range(len(cache.layers))]
         cache.reset()
-        model(ids[:, :70], past_key_values=cache)
+        model(ids[:, :70], cache=cache)
         for layer in cache.layer_caches:
             layer.planner = layer._prompt = None  # neither reads a prompt
-        found = model(ids[:, 70:], past_key_values=cache).logits
+        found = model(ids[:, 70:], cache=cache).logits
         assert torch.equal(found, expected)
         assert [cache.positions(layer) for layer in range(len(cache.layers))] == positions
 

@@ -37,7 +37,7 @@ def settings(method: str) -> dict[str, Any]:
 
 def read(model: PreTrainedModel, cache: mp.MillpondCache, ids: Tensor, mask: Tensor) -> None:
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        model(input_ids=ids, attention_mask=mask, cache=cache)
 
 
 def ask(model: PreTrainedModel, cache: mp.MillpondCache, ids: Tensor, mask: Tensor, question: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def ask(model: PreTrainedModel, cache: mp.MillpondCache, ids: Tensor, mask: Tens
     more = torch.randint(2, 96, (len(ids), 6), generator=generator)
     whole, seen = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
     out: Any = model.generate(  # type: ignore[operator]
-        whole, attention_mask=seen, past_key_values=cache, max_new_tokens=6, do_sample=False
+        whole, attention_mask=seen, cache=cache, max_new_tokens=6, do_sample=False
     )
     return [[int(i) for i in row] for row in out[:, whole.shape[1] :]]
 

@@ -52,7 +52,7 @@ def test_features_with_everything_kept(name, feature):
     expected = generate(model, prompt, 10, **FEATURES[feature])
     with mp.compress(model, "full", page_slots=8) as cache:
         torch.manual_seed(5)
-        found = generate(model, prompt, 10, past_key_values=cache, **FEATURES[feature])
+        found = generate(model, prompt, 10, cache=cache, **FEATURES[feature])
         cache.check_integrity()
     assert torch.equal(found, expected)
 
@@ -63,8 +63,8 @@ def test_turns_with_everything_kept(name):
     stock = DynamicCache(config=model.config)
     with mp.compress(model, "full", page_slots=8) as cache:
         for turn in range(3):
-            expected = generate(model, {"input_ids": ids, "attention_mask": mask}, 5, past_key_values=stock)
-            found = generate(model, {"input_ids": ids, "attention_mask": mask}, 5, past_key_values=cache)
+            expected = generate(model, {"input_ids": ids, "attention_mask": mask}, 5, cache=stock)
+            found = generate(model, {"input_ids": ids, "attention_mask": mask}, 5, cache=cache)
             assert torch.equal(found, expected)
             ids = torch.cat([found, text(2, 6, seed=turn)], 1)
             mask = torch.cat([mask, mask.new_ones(2, 11)], 1)
@@ -74,7 +74,7 @@ def test_turns_with_everything_kept(name):
 def test_streamer():
     model, prompt, streamer = shared_model("llama"), one(12), Collector()
     with mp.compress(model, "h2o", 9) as cache:
-        out = generate(model, prompt, 8, past_key_values=cache, streamer=streamer)
+        out = generate(model, prompt, 8, cache=cache, streamer=streamer)
     assert streamer.tokens == out[0].tolist()
     assert streamer.ended
 
@@ -89,10 +89,10 @@ def test_chunks_change_nothing_when_the_plan_waits(name, method, budget, options
         pytest.skip("positions cannot be moved")
     model, prompt = shared_model(name), left_padded([19, 26, 13])
     with mp.compress(model, method, budget, between_chunks=False, page_slots=4, **options) as cache:
-        whole = generate(model, prompt, 8, past_key_values=cache)
+        whole = generate(model, prompt, 8, cache=cache)
         kept = [cache.positions(layer, s) for layer in range(len(cache.layers)) for s in range(3)]
         cache.reset()
-        assert torch.equal(generate(model, prompt, 8, past_key_values=cache, prefill_chunk_size=6), whole)
+        assert torch.equal(generate(model, prompt, 8, cache=cache, prefill_chunk_size=6), whole)
         assert [cache.positions(layer, s) for layer in range(len(cache.layers)) for s in range(3)] == kept
 
 
@@ -100,7 +100,7 @@ def test_chunks_change_nothing_when_the_plan_waits(name, method, budget, options
 def test_chunks_stay_inside_the_budget_when_planned_between(name):
     model, prompt = shared_model(name), left_padded([30, 41])
     with mp.compress(model, "h2o", 8, page_slots=4, memory_limit="64KiB") as cache:
-        generate(model, prompt, 6, past_key_values=cache, prefill_chunk_size=4)
+        generate(model, prompt, 6, cache=cache, prefill_chunk_size=4)
         assert most_stored(cache) == 8
 
 
@@ -108,13 +108,13 @@ def test_chunks_stay_inside_the_budget_when_planned_between(name):
 def test_several_sequences_of_one_prompt(name):
     model, prompt = shared_model(name), left_padded([19, 13])
     with mp.compress(model, "h2o", 8, page_slots=4) as cache:
-        single = generate(model, prompt, 8, past_key_values=cache)
+        single = generate(model, prompt, 8, cache=cache)
         cache.reset()
         settings = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
-        several = generate(model, prompt, 8, past_key_values=cache, **settings)
+        several = generate(model, prompt, 8, cache=cache, **settings)
         assert torch.equal(several, single.repeat_interleave(2, 0))
         cache.reset()
-        generate(model, prompt, 8, past_key_values=cache, num_beams=3)
+        generate(model, prompt, 8, cache=cache, num_beams=3)
         cache.check_integrity()
         assert most_stored(cache) == 8
 
@@ -132,7 +132,7 @@ def test_a_chosen_batch_goes_on_like_a_batch_made_of_the_chosen(name, method, bu
             rows = torch.tensor(order if chosen_first else [0, 1, 2])
             ids, mask = prompt["input_ids"][rows], prompt["attention_mask"][rows]
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
             if not chosen_first:
                 cache.batch_repeat_interleave(2)  # a a b b c c
                 cache.batch_select_indices(torch.tensor([True, True, False, True, True, False]))  # a a b c
@@ -144,7 +144,7 @@ def test_a_chosen_batch_goes_on_like_a_batch_made_of_the_chosen(name, method, bu
                 mask = torch.cat([mask, mask.new_ones(4, 1)], 1)
                 out = model(
                     input_ids=more[:, column : column + 1], attention_mask=mask,
-                    position_ids=(last + column)[:, None], past_key_values=cache,
+                    position_ids=(last + column)[:, None], cache=cache,
                 )  # fmt: skip
                 logits.append(out.logits)
             cache.check_integrity()
@@ -160,7 +160,7 @@ def test_turns_equal_an_own_loop(name):
     with mp.compress(model, "h2o", 10, page_slots=4) as cache:
         ids = new[0][:, :0]
         for part in new:
-            ids = generate(model, {"input_ids": torch.cat([ids, part], 1)}, 4, past_key_values=cache)
+            ids = generate(model, {"input_ids": torch.cat([ids, part], 1)}, 4, cache=cache)
         kept.append([cache.positions(layer) for layer in range(len(cache.layers))])
         assert most_stored(cache) == 10
         cache.reset()
@@ -170,7 +170,7 @@ def test_turns_equal_an_own_loop(name):
             mine = torch.cat([mine, part], 1)
             step = mine[:, -(part.shape[1] + unread) :]
             for _ in range(4):
-                logits = model(step, past_key_values=cache).logits
+                logits = model(step, cache=cache).logits
                 step = logits[:, -1:].argmax(-1)
                 mine = torch.cat([mine, step], 1)
             unread = 1
@@ -183,11 +183,11 @@ def test_turns_equal_an_own_loop(name):
 def test_a_prompt_after_reset_meets_a_fresh_cache(method, budget, options):
     model = shared_model("llama")
     with mp.compress(model, method, budget, page_slots=4, **options) as cache:
-        expected = generate(model, left_padded([17, 22], seed=4), 8, past_key_values=cache)
+        expected = generate(model, left_padded([17, 22], seed=4), 8, cache=cache)
         kept = cache.positions(0), cache.positions(1, 1)
     with mp.compress(model, method, budget, page_slots=4, **options) as cache:
-        generate(model, left_padded([30, 9, 12], seed=1), 8, past_key_values=cache)
+        generate(model, left_padded([30, 9, 12], seed=1), 8, cache=cache)
         cache.reset()
         assert cache.stats().reserved_bytes == 0
-        assert torch.equal(generate(model, left_padded([17, 22], seed=4), 8, past_key_values=cache), expected)
+        assert torch.equal(generate(model, left_padded([17, 22], seed=4), 8, cache=cache), expected)
         assert (cache.positions(0), cache.positions(1, 1)) == kept

@@ -76,14 +76,14 @@ def test_beams_take_their_states_along(kind: str) -> None:
 def test_a_later_turn_goes_on_from_the_states(kind: str) -> None:
     model, ids, turn = model_of(kind), ids_of(20, batch=2), ids_of(5, 4, 2)
     with mp.compress(model, "full") as held:
-        first = write(model, ids, past_key_values=held, attention_mask=torch.ones_like(ids))
+        first = write(model, ids, cache=held, attention_mask=torch.ones_like(ids))
         both = torch.cat([first, turn], 1)
         mask = torch.ones_like(both)
         if kind in RESTARTING:
             with pytest.raises(mp.errors.UnsupportedModelError, match=r"6 tokens behind 27 .* begins its recurrent st"):
-                write(model, both, past_key_values=held, attention_mask=mask)
+                write(model, both, cache=held, attention_mask=mask)
             held.reset()
-        second = write(model, both, past_key_values=held, attention_mask=mask)
+        second = write(model, both, cache=held, attention_mask=mask)
     assert torch.equal(second, write(model, both, attention_mask=mask))
 
 
@@ -92,13 +92,13 @@ def test_a_later_turn_goes_on_from_the_states(kind: str) -> None:
 def test_a_prompt_in_chunks_is_one_prompt_or_refused(kind: str) -> None:
     model, ids, at = model_of(kind), ids_of(24), torch.arange(24)[None]
     settings: dict[str, Any] = {"position_ids": at} if kind == "bamba" else {}  # which counts from 0 without
-    whole = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    whole = model(ids, cache=DynamicCache(config=model.config)).logits
 
     def in_chunks(used: Any) -> float:
         parts = []
         for n in range(0, 24, 7):
             given = {name: t[:, n : n + 7] for name, t in settings.items()}
-            parts.append(model(ids[:, n : n + 7], past_key_values=used, **given).logits)
+            parts.append(model(ids[:, n : n + 7], cache=used, **given).logits)
         return float((torch.cat(parts, 1) - whole).abs().max() / whole.abs().max())
 
     stock = in_chunks(DynamicCache(config=model.config))
@@ -116,16 +116,16 @@ def test_a_prompt_in_chunks_is_one_prompt_or_refused(kind: str) -> None:
 def test_a_fork_has_states_of_its_own(kind: str) -> None:
     model, ids, next_one = model_of(kind), ids_of(20), ids_of(1, 5)
     with mp.compress(model, "h2o", 64) as held:
-        model(ids, past_key_values=held)
+        model(ids, cache=held)
         before = copy.deepcopy([list(layer.conv_states.values()) for layer in held.states.layers.values()])
         with held.fork() as other:
-            found = write(model, torch.cat([ids, next_one], 1), past_key_values=other)
+            found = write(model, torch.cat([ids, next_one], 1), cache=other)
         assert all(
             a is None or torch.equal(a, b)
             for layer, old in zip(held.states.layers.values(), before, strict=True)
             for a, b in zip(old, layer.conv_states.values(), strict=True)
         )
-        again = write(model, torch.cat([ids, next_one], 1), past_key_values=held)
+        again = write(model, torch.cat([ids, next_one], 1), cache=held)
         assert torch.equal(found, again)
 
 
@@ -133,9 +133,9 @@ def test_what_cannot_go_back_is_refused() -> None:
     model, ids = model_of("lfm2"), ids_of(20)
     with mp.compress(model, "full") as held:
         with pytest.raises(mp.errors.OptionError, match="states of layers 0 cannot go back, as assisted and prompt-l"):
-            write(model, ids, past_key_values=held, prompt_lookup_num_tokens=3)
+            write(model, ids, cache=held, prompt_lookup_num_tokens=3)
         held.reset()
-        write(model, ids, past_key_values=held)
+        write(model, ids, cache=held)
         with pytest.raises(mp.errors.CacheMismatchError, match="cannot take back 2 tokens: the recurrent and conv"):
             held.crop(-2)
         held.crop(0)
@@ -157,15 +157,15 @@ def test_a_document_holds_the_states(kind: str, method: str, tmp_path: Path) -> 
     model, ids, question, path = model_of(kind), ids_of(30), ids_of(4, 5), tmp_path / "text.safetensors"
     both = torch.cat([ids, question], 1)
     with mp.compress(model, method, None if method == "full" else 16) as held:
-        model(ids, past_key_values=held)
+        model(ids, cache=held)
         mp.save_document(held, ids, path)
-        expected = write(model, both, past_key_values=held)
+        expected = write(model, both, cache=held)
         assert held.stats().state_bytes > 0
     restored, known = mp.restore_document(model, path)
     with restored:
         assert torch.equal(known, ids)
         assert restored.stats().state_bytes > 0
-        assert torch.equal(write(model, both, past_key_values=restored), expected)
+        assert torch.equal(write(model, both, cache=restored), expected)
     if method == "full":
         assert torch.equal(expected, write(model, both))
 
@@ -174,7 +174,7 @@ def test_a_document_holds_the_states(kind: str, method: str, tmp_path: Path) -> 
 def test_a_document_without_its_states_is_refused(tmp_path: Path) -> None:
     model, ids, path = model_of("lfm2"), ids_of(20), tmp_path / "text.safetensors"
     with mp.compress(model, "full") as held:
-        model(ids, past_key_values=held)
+        model(ids, cache=held)
         mp.save_document(held, ids, path)
     with safe_open(path, "pt") as file:
         about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -199,11 +199,11 @@ def test_an_interrupted_pass_is_seen_though_no_entry_was_written() -> None:
     with mp.compress(model, "full") as held, torch.no_grad():
         hook = model.model.layers[0].register_forward_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            model(ids, past_key_values=held)
+            model(ids, cache=held)
         hook.remove()
         with pytest.raises(mp.errors.CacheMismatchError, match="interrupted; call reset"):
             held.fork()
         with pytest.raises(mp.errors.CacheMismatchError, match="interrupted, and recurrent states"):
-            model(ids, past_key_values=held)
+            model(ids, cache=held)
         held.reset()
-        assert torch.equal(write(model, ids, past_key_values=held), write(model, ids))
+        assert torch.equal(write(model, ids, cache=held), write(model, ids))

@@ -137,7 +137,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     rows = []
     for given in (q_norm, path, load_calibration(path)):
         with torch.no_grad(), mp.compress(model("llama"), "full", codec="kvquant2", calibration=given) as cache:
-            model("llama")(ids, past_key_values=cache)
+            model("llama")(ids, cache=cache)
             rows.append(cache.layer_caches[1].read(0).keys)
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
@@ -152,7 +152,7 @@ def test_tables_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rope_tables, "FIRST", first)
         with torch.no_grad(), compressed("llama") as cache:
             rows.append(
-                torch.stack([model("llama")(ids[:, i : i + 1], past_key_values=cache).logits for i in range(LENGTH)])
+                torch.stack([model("llama")(ids[:, i : i + 1], cache=cache).logits for i in range(LENGTH)])
             )
     torch.testing.assert_close(rows[0], rows[1])
 
@@ -161,10 +161,10 @@ def test_it_goes_with_methods_that_evict_and_with_later_turns() -> None:
     prompt, more = left_padded([LENGTH, 90]), text(2, 40, seed=6)
     made = model("llama")
     with torch.no_grad(), compressed("llama", "kvquant4", "h2o", budget=70, sinks=1) as cache:
-        ids = run(made, prompt, STEPS, past_key_values=cache).ids
+        ids = run(made, prompt, STEPS, cache=cache).ids
         mask = F.pad(prompt["attention_mask"], (0, STEPS + 40), value=1)
         turn = {"input_ids": torch.cat([ids, more], 1), "attention_mask": mask}
-        run(made, turn, STEPS, past_key_values=cache)
+        run(made, turn, STEPS, cache=cache)
         cache.check_integrity()
         assert max(n for layer in cache.stats().stored for s in layer for n in s) <= 70
 
@@ -173,7 +173,7 @@ def test_the_engine_answers_as_generate() -> None:
     ids = text(1, LENGTH)
     with torch.no_grad(), compressed("llama") as cache:
         expected = run(
-            model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 20, past_key_values=cache
+            model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 20, cache=cache
         )
     engine = Engine(model("llama"), method="full", codec="kvquant4", calibration=calibrated("llama"))
     engine.add(Request(request_id="a", prompt=tuple(ids[0].tolist()), params=greedy(20)))
@@ -187,10 +187,10 @@ def test_a_document_is_restored_with_its_calibration(tmp_path: Path) -> None:
     with torch.no_grad(), mp.compress(made, "full", codec="kvquant3", calibration=path) as cache:
         read_document(made, cache, ids)
         save_document(cache, ids, tmp_path / "text")
-        expected = made(text(1, 4, seed=1), past_key_values=cache).logits
+        expected = made(text(1, 4, seed=1), cache=cache).logits
     cache, _ = restore_document(made, tmp_path / "text")
     with cache, torch.no_grad():
-        torch.testing.assert_close(made(text(1, 4, seed=1), past_key_values=cache).logits, expected)
+        torch.testing.assert_close(made(text(1, 4, seed=1), cache=cache).logits, expected)
 
 
 # ---------------------------------------------------------------------------------- what is refused

@@ -119,7 +119,7 @@ def test_chunks_change_nothing_when_the_plan_waits(method):
 def test_pages_hold_latents_and_only_kept_ones():
     model, budget = shared_model("deepseek_v3"), 8
     with mp.compress(model, "h2o", budget, page_slots=8) as cache:
-        generate(model, left_padded([40, 33, 25]), 20, past_key_values=cache)
+        generate(model, left_padded([40, 33, 25]), 20, cache=cache)
         stats = cache.stats()
         assert most_stored(cache) == budget
         assert [(p.arrays.key_dim, p.arrays.value_dim) for p in cache.pools] == [(12, 4)]
@@ -136,7 +136,7 @@ def test_stored_latents_are_what_is_attended_to():
         with mp.compress(model, "full", codec="bf16") as cache, torch.no_grad():
             begin = 0
             for end in cuts:
-                out = model(input_ids=prompt["input_ids"][:, begin:end], past_key_values=cache)
+                out = model(input_ids=prompt["input_ids"][:, begin:end], cache=cache)
                 begin = end
         logits.append(out.logits[:, -1])
     torch.testing.assert_close(*logits, atol=1e-5, rtol=0)

@@ -19,8 +19,8 @@ def kept_of_turn(method: str, turn: int, **options: Any) -> list[set[int]]:
     model = llama("gqa", torch.float32)
     ids = torch.randint(2, 96, (1, TEXT + turn), generator=torch.Generator().manual_seed(3))
     with torch.no_grad(), mp.compress(model, method, BUDGET, page_slots=8, **options) as cache:
-        model(ids[:, :TEXT], past_key_values=cache)
-        model(ids[:, TEXT:], past_key_values=cache)
+        model(ids[:, :TEXT], cache=cache)
+        model(ids[:, TEXT:], cache=cache)
         table = cache.layer_caches[0].table
         assert table is not None
         assert table.lengths()[0].sum() == 2 * BUDGET

@@ -60,7 +60,7 @@ def test_compress_switches_them_unless_told_not_to(native_layers, native_calls):
     model = family("gemma2").make()  # whose layers are not passed as a whole
     expected = generate(model, one(15), 8)
     with mp.compress(model, "full", native_layers=native_layers) as cache:
-        assert torch.equal(generate(model, one(15), 8, past_key_values=cache), expected)
+        assert torch.equal(generate(model, one(15), 8, cache=cache), expected)
         assert switched(model) == (linears(model) if native_layers else [])
         assert bool(native_calls) == native_layers
     assert not switched(model)

@@ -56,12 +56,12 @@ def test_equals_stock(kind, method):
         return
     expected = run(model, one(21), 12)
     with mp.compress(model, method, None if method == "full" else 64) as cache:
-        found = run(model, one(21), 12, past_key_values=cache)
+        found = run(model, one(21), 12, cache=cache)
     assert torch.equal(found.ids, expected.ids)
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
     if method != "full":
         with mp.compress(model, method, 12) as cache:
-            generate(model, one(21), 6, past_key_values=cache)
+            generate(model, one(21), 6, cache=cache)
             cache.check_integrity()
 
 
@@ -82,7 +82,7 @@ def test_a_window_that_only_another_cache_keeps_to_is_refused():
     """Moshi sees what its cache hands it."""
     model = tiny_model("moshi")
     with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="sliding window of 12 tok"):
-        generate(model, one(15), 6, past_key_values=cache)
+        generate(model, one(15), 6, cache=cache)
     with pytest.raises(mp.UnsupportedModelError, match="sliding window of 12 tok"):
         PackedModel(model)
 
@@ -93,11 +93,11 @@ def test_blocks_of_pictures_over_a_text_without_are_no_reason():
     prompt["token_type_ids"] = torch.zeros_like(prompt["input_ids"])
     expected = run(model, prompt, 6)
     with mp.compress(model, "full") as cache:
-        found = run(model, prompt, 6, past_key_values=cache)
+        found = run(model, prompt, 6, cache=cache)
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
     prompt["token_type_ids"][:, 3:8] = 1
     with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="not causal"):
-        generate(model, prompt, 6, past_key_values=cache)
+        generate(model, prompt, 6, cache=cache)
 
 
 def test_what_an_outer_model_lays_over_its_mask_is_seen_inside():
@@ -107,12 +107,12 @@ def test_what_an_outer_model_lays_over_its_mask_is_seen_inside():
     expected = run(model, suffix, 6)
     for inputs in (prompt, suffix):
         with mp.compress(model, "full") as cache:
-            found = run(model, inputs, 6, past_key_values=cache)
+            found = run(model, inputs, 6, cache=cache)
         torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=1e-5)
     prefix = prompt | {"token_type_ids": torch.zeros_like(prompt["input_ids"])}
     assert not torch.equal(generate(model, prefix, 6), expected.ids)
     with mp.compress(model, "full") as cache, pytest.raises(mp.UnsupportedModelError, match="not causal"):
-        generate(model, prefix, 6, past_key_values=cache)
+        generate(model, prefix, 6, cache=cache)
 
 
 def test_keys_that_are_attended_to_twice_are_refused():
@@ -146,4 +146,4 @@ def test_heads_of_several_sizes_are_left_to_the_model():
     )  # fmt: skip
     expected = generate(model, one(15), 6)
     with mp.compress(model, "full") as cache:
-        assert torch.equal(generate(model, one(15), 6, past_key_values=cache), expected)
+        assert torch.equal(generate(model, one(15), 6, cache=cache), expected)

@@ -25,9 +25,9 @@ def test_greedy_text_equals_stock_and_goes_on_inside_a_budget() -> None:
     settings = {"max_new_tokens": 120, "do_sample": False}
     stock = model.generate(**inputs, **settings)
     with mp.compress(model, method="full") as cache:
-        assert model.generate(**inputs, past_key_values=cache, **settings).tolist() == stock.tolist()
+        assert model.generate(**inputs, cache=cache, **settings).tolist() == stock.tolist()
     with mp.compress(model, method="h2o", budget=length) as cache:
-        out = model.generate(**inputs, past_key_values=cache, **settings)
+        out = model.generate(**inputs, cache=cache, **settings)
         assert all(n == length for layer in cache.stats().stored for heads in layer for n in heads)
     assert out[0, : length + 1].tolist() == stock[0, : length + 1].tolist()
     assert "Lily" in tokenizer.decode(out[0, length:])

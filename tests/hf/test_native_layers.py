@@ -47,7 +47,7 @@ def test_tokens_equal_stock(name, passes):
     assert bool(switched(model)) == (name in LIKE_LLAMA)
     assert torch.equal(generate(model, prompt, 8), expected)  # with a stock cache
     with mp.compress(model, "full") as cache:
-        assert torch.equal(generate(model, prompt, 8, past_key_values=cache), expected)
+        assert torch.equal(generate(model, prompt, 8, cache=cache), expected)
     assert bool(passes) == (name in LIKE_LLAMA)
     undo()
     assert not switched(model)
@@ -63,9 +63,9 @@ def test_logits_agree_with_those_of_transformers(name, dtype):
         found = []
         for native_layers in (False, True):
             with mp.compress(model, "full", native_layers=native_layers) as cache:
-                model(ids[:, :12], past_key_values=cache)
+                model(ids[:, :12], cache=cache)
                 assert bool(switched(model)) == native_layers
-                found.append(torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(12, 20)]))
+                found.append(torch.cat([model(ids[:, i : i + 1], cache=cache).logits for i in range(12, 20)]))
     error = (found[0] - found[1]).abs().max() / found[0].abs().max()
     assert error < (1e-5 if dtype == torch.float32 else 0.03)
 

@@ -29,7 +29,7 @@ def run(method: Any, model: Any = None, steps: int = 15, batch: int = 3, **optio
         step, seen, out = ids, mask, []
         for _ in range(steps):
             places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            logits = model(step, attention_mask=seen, position_ids=places, past_key_values=cache).logits
+            logits = model(step, attention_mask=seen, position_ids=places, cache=cache).logits
             step = logits[:, -1:].argmax(-1)
             out.append(step)
             kept.append([[cache.positions(layer, s) for s in range(batch)] for layer in range(len(cache.layers))])
@@ -98,9 +98,9 @@ def assert_planning_keeps_the_same(name: str, policy: Policy) -> None:
     for chosen in (policy, replace(policy, score=Planned(policy.score))):
         with torch.no_grad(), mp.compress(model, chosen, 8) as cache:
             ids = text(1, 24)
-            model(ids[:, :18], past_key_values=cache)
+            model(ids[:, :18], cache=cache)
             for t in range(18, 24):
-                model(ids[:, t : t + 1], past_key_values=cache)
+                model(ids[:, t : t + 1], cache=cache)
             found.append([cache.positions(layer) for layer in range(len(cache.layers))])
     assert found[0] == found[1]
 

@@ -47,7 +47,7 @@ def run(
     try:
         with torch.no_grad(), mp.compress(model, method, **settings, **GIVEN.get(method, {}), **(given or {})) as cache:
             out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=cache,
+                input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache=cache,
                 output_logits=True, return_dict_in_generate=True, **(generate or {}),
             )  # fmt: skip
             kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layers))]
@@ -98,10 +98,10 @@ def test_a_long_later_turn_is_read_in_parts_too() -> None:
     for given in ({}, {"prefill_chunk_size": None}):
         passes: list[int] = []
         with torch.no_grad(), mp.compress(model, "h2o", 60) as cache:
-            model.generate(ids[:, :150], max_new_tokens=2, do_sample=False, past_key_values=cache, **given)
+            model.generate(ids[:, :150], max_new_tokens=2, do_sample=False, cache=cache, **given)
             hook = widths(model, passes)
             text = torch.cat([ids[:, :150], cache.text.ids[:, 150:].to(ids), ids[:, 150:]], 1)
-            out = model.generate(text, max_new_tokens=4, do_sample=False, past_key_values=cache, **given)
+            out = model.generate(text, max_new_tokens=4, do_sample=False, cache=cache, **given)
             hook.remove()
             ends.append((out.tolist(), cache.positions(0), cache.positions(1), len(passes)))
     assert ends[0][:3] == ends[1][:3]
@@ -193,9 +193,9 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
     with torch.no_grad(), mp.compress(model, "h2o", 60) as cache:
         hook = model.register_forward_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+            model.generate(ids, max_new_tokens=6, do_sample=False, cache=cache)
         hook.remove()
-        out = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, cache=cache)
         assert torch.equal(out[:, 220:], expected[0])
         assert not any(core.pending for core in cache.layer_caches)
         cache.check_integrity()

@@ -178,14 +178,14 @@ CHANGED, BACK = 10, 13
 @torch.no_grad()
 def decoded(model, cache, change):
     """The logits (16, vocabulary) of a prompt of six tokens and of each that follows, through a change and back."""
-    logits, back = [model(TEXT[:, :6], past_key_values=cache).logits[0]], None
+    logits, back = [model(TEXT[:, :6], cache=cache).logits[0]], None
     for column in range(6, TEXT.shape[1]):
         if column == CHANGED:
             back = change(model)
         if column == BACK and back is not None:
             back()
             back = None
-        logits.append(model(TEXT[:, column : column + 1], past_key_values=cache).logits[0])
+        logits.append(model(TEXT[:, column : column + 1], cache=cache).logits[0])
     return torch.cat(logits)
 
 
@@ -223,12 +223,12 @@ def test_the_changes_change_something(name):
 def test_what_comes_back_passes_natively_again(name, native_passes):
     model = family("llama").make()
     with mp.compress(model, "full") as cache, torch.no_grad():
-        model(TEXT[:, :6], past_key_values=cache)
+        model(TEXT[:, :6], cache=cache)
         back = CHANGES[name](model)
-        model(TEXT[:, 6:7], past_key_values=cache)
+        model(TEXT[:, 6:7], cache=cache)
         back()
         native_passes.clear()
-        model(TEXT[:, 7:8], past_key_values=cache)
+        model(TEXT[:, 7:8], cache=cache)
         assert sum(native_passes) == 2
 
 
@@ -259,14 +259,14 @@ def test_the_engine_notices_too(name):
 def test_another_dtype_counts(native_passes):
     model, twin = family("llama").make(), family("llama").make().bfloat16()
     with mp.compress(model, "full") as cache, torch.no_grad():
-        model(TEXT[:, :6], past_key_values=cache)
+        model(TEXT[:, :6], cache=cache)
         cache.reset()
         model.bfloat16()
         stock = DynamicCache(config=twin.config)
         for ids in (TEXT, TEXT[:, :1]):
             native_passes.clear()
-            found = model(ids, past_key_values=cache).logits
-            expected = twin(ids, past_key_values=stock).logits
+            found = model(ids, cache=cache).logits
+            expected = twin(ids, cache=stock).logits
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found, expected, atol=0.1, rtol=0)
         assert sum(native_passes) == 2
@@ -279,12 +279,12 @@ def test_a_peft_model_generates_with_its_adapter():
     with mp.compress(model, "full") as cache:
         wrapped = lora(model)
         found = wrapped.generate(
-            input_ids=TEXT, max_new_tokens=6, do_sample=False, pad_token_id=0, past_key_values=cache
+            input_ids=TEXT, max_new_tokens=6, do_sample=False, pad_token_id=0, cache=cache
         )
         assert torch.equal(found, expected)
         with wrapped.disable_adapter():
             cache.reset()
-            plain = generate(model, {"input_ids": TEXT}, 6, past_key_values=cache)
+            plain = generate(model, {"input_ids": TEXT}, 6, cache=cache)
     assert torch.equal(plain, generate(family("llama").make(), {"input_ids": TEXT}, 6))
 
 
@@ -300,14 +300,14 @@ def test_a_method_that_weighs_values_reads_the_projection_that_is_there():
         with mp.compress(model, "criticalkv", 12, score="h2o") as cache:
             if when == "after":
                 attn(model).o_proj = mlp_like
-            generate(model, {"input_ids": families.text(1, 40)}, 2, past_key_values=cache)
+            generate(model, {"input_ids": families.text(1, 40)}, 2, cache=cache)
             tokens.append(cache.positions(1))
     assert tokens[0] == tokens[1]
     model = family("llama").make()
     with mp.compress(model, "criticalkv", 12, score="h2o") as cache:
         lora(model, target_modules=["o_proj"])
         with pytest.raises(mp.UnsupportedModelError, match="whose weights cannot be read"):
-            generate(model, {"input_ids": families.text(1, 40)}, 2, past_key_values=cache)
+            generate(model, {"input_ids": families.text(1, 40)}, 2, cache=cache)
 
 
 def test_a_switched_model_that_nobody_holds_is_collected():

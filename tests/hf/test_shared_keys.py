@@ -89,11 +89,11 @@ def test_those_that_share_read_what_the_codes_say(codec: str, monkeypatch: pytes
 
     original = SharedEntries.attend
     with mp.compress(model, "full", codec=codec) as held:
-        model(ids[:, :-1], past_key_values=held)
+        model(ids[:, :-1], cache=held)
         stored = held.layer_caches[1].read(0)
         assert held.stats().bits_per_element < 14
         monkeypatch.setattr(SharedEntries, "attend", note)
-        model(ids[:, -1:], past_key_values=held)
+        model(ids[:, -1:], cache=held)
     found, is_rotated = met[1]
     assert is_rotated == (codec == "rotated4")
     order = found.positions[0].argsort()[found.positions.shape[1] - 300 :]
@@ -110,14 +110,14 @@ def test_beams_turns_and_forks_go_on_from_the_owners(kind: str) -> None:
     ids, mask = prompts()
     settings = {"attention_mask": mask, "num_beams": 3, "new": 12}
     with mp.compress(model, "full") as held:
-        assert torch.equal(write(model, ids, past_key_values=held, **settings), write(model, ids, **settings))
+        assert torch.equal(write(model, ids, cache=held, **settings), write(model, ids, **settings))
         held.reset()
-        first = write(model, ids, attention_mask=mask, past_key_values=held)
+        first = write(model, ids, attention_mask=mask, cache=held)
         both = torch.cat([first, ids_of(5, 4, 2)], 1)
         longer = torch.cat([mask, torch.ones(2, both.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
         with held.fork() as other:
-            found = write(model, both, attention_mask=longer, past_key_values=other)
-        again = write(model, both, attention_mask=longer, past_key_values=held)
+            found = write(model, both, attention_mask=longer, cache=other)
+        again = write(model, both, attention_mask=longer, cache=held)
     assert torch.equal(found, again)
     assert torch.equal(found, write(model, both, attention_mask=longer))
 
@@ -126,9 +126,9 @@ def test_beams_turns_and_forks_go_on_from_the_owners(kind: str) -> None:
 @torch.no_grad()
 def test_a_prompt_in_chunks_is_one_prompt(kind: str) -> None:
     model, ids = model_of(kind), ids_of(40)
-    whole = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    whole = model(ids, cache=DynamicCache(config=model.config)).logits
     with mp.compress(model, "full") as held:
-        parts = [model(ids[:, n : n + 7], past_key_values=held).logits for n in range(0, 40, 7)]
+        parts = [model(ids[:, n : n + 7], cache=held).logits for n in range(0, 40, 7)]
     assert (torch.cat(parts, 1) - whole).abs().max() < WITHIN * whole.abs().max()
 
 
@@ -141,9 +141,9 @@ def test_drafts_that_are_taken_back_leave_nothing(kind: str, method: str) -> Non
     ids = torch.cat([ids_of(12)] * 3, 1)
     budget = None if method == "full" else 20
     with mp.compress(model, method, budget) as held:
-        drafted = write(model, ids, 16, past_key_values=held, prompt_lookup_num_tokens=3)
+        drafted = write(model, ids, 16, cache=held, prompt_lookup_num_tokens=3)
     with mp.compress(model, method, budget) as held:
-        assert torch.equal(drafted, write(model, ids, 16, past_key_values=held))
+        assert torch.equal(drafted, write(model, ids, 16, cache=held))
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -152,12 +152,12 @@ def test_a_document_holds_the_owners_entries(kind: str, tmp_path: Path) -> None:
     model, ids, path = model_of(kind), ids_of(30), tmp_path / "text.safetensors"
     both = torch.cat([ids, ids_of(4, 5)], 1)
     with mp.compress(model, "h2o", 16) as held:
-        model(ids, past_key_values=held)
+        model(ids, cache=held)
         mp.save_document(held, ids, path)
-        expected = write(model, both, past_key_values=held)
+        expected = write(model, both, cache=held)
     restored, _ = mp.restore_document(model, path)
     with restored:
-        assert torch.equal(write(model, both, past_key_values=restored), expected)
+        assert torch.equal(write(model, both, cache=restored), expected)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_nothing_is_held_between_passes() -> None:
     """What those that share read is of one pass, and goes with it."""
     model = model_of("gemma3n_text")
     with mp.compress(model, "full") as held:
-        write(model, ids_of(20), past_key_values=held)
+        write(model, ids_of(20), cache=held)
         assert all(core.shared is not None and not core.shared._parts for core in held.layer_caches)
 
 
@@ -198,5 +198,5 @@ def test_the_model_runs_on_its_own_cache_while_switched() -> None:
     model, ids = model_of("gemma4_text"), ids_of(20)
     wanted = write(model, ids)
     with mp.compress(model, "h2o", 16) as held:
-        write(model, ids, past_key_values=held)
-        assert torch.equal(write(model, ids, past_key_values=DynamicCache(config=model.config)), wanted)
+        write(model, ids, cache=held)
+        assert torch.equal(write(model, ids, cache=DynamicCache(config=model.config)), wanted)

@@ -56,14 +56,14 @@ def test_with_gives_the_attention_back(implementation):
     hooks = len(model._forward_pre_hooks), len(model.model._forward_hooks)
     with mp.compress(model, "h2o", 8) as cache:
         assert model.config._attn_implementation == "millpond"
-        generate(model, one(12), 3, past_key_values=cache)
+        generate(model, one(12), 3, cache=cache)
     assert model.config._attn_implementation == implementation
     assert (len(model._forward_pre_hooks), len(model.model._forward_hooks)) == hooks
     assert cache.stats().reserved_bytes == 0
     cache.close()
     assert model.config._attn_implementation == implementation
     with pytest.raises(mp.CacheMismatchError, match="closed"):
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
@@ -72,15 +72,15 @@ def test_two_caches_on_one_model(first_closed):
     alone = []
     for prompt in prompts:
         with mp.compress(model, "h2o", 8) as cache:
-            alone.append(generate(model, prompt, 8, past_key_values=cache))
+            alone.append(generate(model, prompt, 8, cache=cache))
     caches = [mp.compress(model, "h2o", 8), mp.compress(model, "h2o", 8)]
     for prompt, cache, expected in zip(prompts, caches, alone, strict=True):
-        assert torch.equal(generate(model, prompt, 8, past_key_values=cache), expected)
+        assert torch.equal(generate(model, prompt, 8, cache=cache), expected)
     caches[first_closed].close()
     assert model.config._attn_implementation == "millpond"
     left = 1 - first_closed
     caches[left].reset()
-    assert torch.equal(generate(model, prompts[left], 8, past_key_values=caches[left]), alone[left])
+    assert torch.equal(generate(model, prompts[left], 8, cache=caches[left]), alone[left])
     caches[left].close()
     assert model.config._attn_implementation == "sdpa"
 
@@ -92,7 +92,7 @@ def test_an_exception_gives_the_attention_back():
         raise KeyError("in the middle")
 
     with pytest.raises(KeyError, match="in the middle"), mp.compress(model, "h2o", 8) as cache:
-        generate(model, one(12), 3, past_key_values=cache, logits_processor=[fail])
+        generate(model, one(12), 3, cache=cache, logits_processor=[fail])
     assert model.config._attn_implementation == "sdpa"
     expected = generate(shared_model("llama"), one(12), 6)
     assert torch.equal(generate(model, one(12), 6), expected)
@@ -109,14 +109,14 @@ def test_a_pass_that_was_broken_off_leaves_no_trace():
     other_cache = mp.compress(other, "h2o", 8)
     hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(fail)
     with pytest.raises(KeyError):
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
     hook.remove()
     found = generate(other, one(12), 6)
     assert torch.equal(found, generate(shared_model("llama"), one(12), 6))
     with pytest.raises(mp.CacheMismatchError, match="interrupted"):
-        model(**one(12), past_key_values=cache)
+        model(**one(12), cache=cache)
     cache.reset()
-    assert torch.equal(generate(model, one(12), 6, past_key_values=cache)[:, :13], found[:, :13])
+    assert torch.equal(generate(model, one(12), 6, cache=cache)[:, :13], found[:, :13])
     cache.close()
     other_cache.close()
 
@@ -124,7 +124,7 @@ def test_a_pass_that_was_broken_off_leaves_no_trace():
 def test_a_forgotten_cache_gives_the_attention_back():
     model = family("llama").make()
     cache = mp.compress(model, "streaming", 8)
-    generate(model, one(12), 3, past_key_values=cache)
+    generate(model, one(12), 3, cache=cache)
     del cache
     gc.collect()
     assert model.config._attn_implementation == "sdpa"

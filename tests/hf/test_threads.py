@@ -46,7 +46,7 @@ def test_two_caches_on_one_model(name, method):
 
     def answer(prompt):
         with mp.compress(model, method, None if method == "full" else 8) as cache:
-            return generate(model, prompt, STEPS, past_key_values=cache)
+            return generate(model, prompt, STEPS, cache=cache)
 
     alone = [answer(prompt) for prompt in PROMPTS]
     with side_by_side(model, 2):
@@ -63,7 +63,7 @@ def test_a_stock_generate_beside_a_cache(name, method):
 
     def ours():
         with mp.compress(model, method, 8, **options) as cache:
-            return generate(model, PROMPTS[0], STEPS, past_key_values=cache)
+            return generate(model, PROMPTS[0], STEPS, cache=cache)
 
     def stock():
         return generate(model, PROMPTS[1], STEPS)
@@ -123,17 +123,17 @@ def test_one_cache_in_two_threads_is_refused():
 
     hook = model.model.layers[1].register_forward_pre_hook(hold)
     with mp.compress(model, "full") as cache, ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
-        running = pool.submit(generate, model, PROMPTS[0], STEPS, past_key_values=cache)
+        running = pool.submit(generate, model, PROMPTS[0], STEPS, cache=cache)
         assert inside.wait(WAIT)
         with pytest.raises(mp.CacheMismatchError, match=r"in a pass of the thread 'first_0'.*one cache per thread"):
-            generate(model, PROMPTS[0], STEPS, past_key_values=cache)
+            generate(model, PROMPTS[0], STEPS, cache=cache)
         with pytest.raises(mp.CacheMismatchError, match="in a pass of the thread 'first_0'"):
             cache.reset()
         go_on.set()
         assert torch.equal(running.result(WAIT), expected)
         cache.check_integrity()
         cache.reset()
-        assert torch.equal(generate(model, PROMPTS[0], STEPS, past_key_values=cache), expected)
+        assert torch.equal(generate(model, PROMPTS[0], STEPS, cache=cache), expected)
     hook.remove()
 
 
@@ -141,9 +141,9 @@ def test_a_cache_may_go_from_thread_to_thread():
     model, prompt = family("llama").make(), PROMPTS[0]
     expected = generate(model, prompt, 2 * STEPS)
     with mp.compress(model, "full") as cache:
-        first = together(lambda: generate(model, prompt, STEPS, past_key_values=cache))[0]
+        first = together(lambda: generate(model, prompt, STEPS, cache=cache))[0]
         later = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-        found = generate(model, later, STEPS, past_key_values=cache)
+        found = generate(model, later, STEPS, cache=cache)
     assert torch.equal(found, expected)
 
 

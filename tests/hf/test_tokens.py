@@ -68,5 +68,5 @@ def test_a_policy_learns_too_and_needs_no_budget() -> None:
                 assert isinstance(cache.policy, HeadRulesPolicy)
                 assert cache.policy.classes == token_classes(tokenizer)
                 model_ids = ids % 96
-                llama()(model_ids, past_key_values=cache)
+                llama()(model_ids, cache=cache)
                 cache.check_integrity()

@@ -102,7 +102,7 @@ def test_a_full_budget_equals_stock(name: str, batch: int, method: str) -> None:
     expected = run(model, inputs, 12, **NO_IMAGES)
     options = {} if method == "full" else {"budget": 300, **METHODS[method]}
     with mp.compress(model, method, **options) as cache:
-        found = run(model, inputs, 12, past_key_values=cache, **NO_IMAGES)
+        found = run(model, inputs, 12, cache=cache, **NO_IMAGES)
         seen = images_in(inputs["input_ids"])
         assert cache.image_tokens().seen == seen
         assert cache.image_tokens().stored == [[[n] * 2 for n in seen]] * 2
@@ -116,7 +116,7 @@ def test_a_small_budget(name: str, method: str) -> None:
     """Pictures change what is written; image tokens leave like others, and what is left of them is counted."""
     model, inputs = vision_model(name), prompt(name, 2)
     with mp.compress(model, method, "30%", **METHODS[method]) as cache:
-        generate(model, inputs, 10, past_key_values=cache, **NO_IMAGES)
+        generate(model, inputs, 10, cache=cache, **NO_IMAGES)
         left, n = cache.image_tokens(), inputs["attention_mask"].sum(1).tolist()
         for layer, stored in enumerate(left.stored):
             for s in (0, 1):
@@ -138,10 +138,10 @@ def test_elastic_takes_image_tokens_in_by_the_text(name: str) -> None:
     model, inputs = vision_model(name), prompt(name)
     with torch.no_grad():
         with mp.compress(model, "full") as cache:
-            first = model(**inputs, past_key_values=cache).logits[:, -1]
+            first = model(**inputs, cache=cache).logits[:, -1]
             whole = [core.read(0).keys for core in cache.layer_caches]
         with mp.compress(model, "elastic", 12) as cache:
-            again = model(**inputs, past_key_values=cache).logits[:, -1]
+            again = model(**inputs, cache=cache).logits[:, -1]
             for core, keys in zip(cache.layer_caches, whole, strict=True):
                 held = core.read(0)
                 _, *anchors, newest = held.positions[0].tolist()
@@ -156,11 +156,11 @@ def test_elastic_takes_image_tokens_in_by_the_text(name: str) -> None:
 def test_image_tokens_of_what_has_none() -> None:
     model, prompt_ = shared_model("llama"), one(9)
     with torch.no_grad(), mp.compress(model, "h2o", 8) as cache:
-        model(**prompt_, past_key_values=cache)
+        model(**prompt_, cache=cache)
         with pytest.raises(UnsupportedModelError, match="names no image tokens"):
             cache.image_tokens()
     model = vision_model("llava")
     with torch.no_grad(), mp.compress(model, "h2o", 8) as cache:
-        model(inputs_embeds=model.get_input_embeddings()(prompt_["input_ids"]), past_key_values=cache)
+        model(inputs_embeds=model.get_input_embeddings()(prompt_["input_ids"]), cache=cache)
         with pytest.raises(CacheMismatchError, match="pass input_ids"):
             cache.image_tokens()

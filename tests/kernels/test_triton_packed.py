@@ -161,7 +161,7 @@ def test_generate_through_triton(method: str, options: dict[str, Any], monkeypat
     for kernels in ("reference", "gpu"):
         monkeypatch.setenv("MILLPOND_KERNELS", kernels)
         with mp.compress(model, method, codec="rotated4", **options) as cache:
-            ids = run(model, prompt, 4, past_key_values=cache).ids
+            ids = run(model, prompt, 4, cache=cache).ids
             assert all(core.table.sealed.lens.any() for core in cache.layer_caches)
             found.append((ids.tolist(), [cache.positions(0, s) for s in range(2)]))
     assert found[0] == found[1]

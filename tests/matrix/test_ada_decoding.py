@@ -70,9 +70,9 @@ def test_drop_equals_mask(every: int, batch: int, heads: str) -> None:
             places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
             inputs = {"attention_mask": seen, "position_ids": places}
             before = cache.stats().stored
-            ours = model(step, past_key_values=cache, **inputs).logits
+            ours = model(step, cache=cache, **inputs).logits
             with running(model, oracle):
-                theirs = model(step, past_key_values=stock, **inputs).logits
+                theirs = model(step, cache=stock, **inputs).logits
             real = seen[:, -step.shape[1] :].bool()
             assert float((ours - theirs)[real].abs().max()) <= 1e-12, f"step {t}"
             stats = cache.stats()
@@ -99,7 +99,7 @@ def lengths(rows: list[int], every: int, budget: int | str = 14, page_slots: int
     }
     with torch.no_grad(), mp.compress(model, method="ada", **settings) as cache:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, past_key_values=cache
+            input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache
         )
         cache.check_integrity()
         return out[:, ids.shape[1] :].tolist(), [
@@ -125,10 +125,10 @@ def test_layers_with_windows_and_latents(name: str) -> None:
         torch.no_grad(),
         mp.compress(model, method="ada", budget=9, page_slots=2, score="h2o/sinks=1", every=2) as cache,
     ):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         first = cache.stats().stored
         for t in range(12):
-            model(ids[:, t : t + 1], past_key_values=cache)
+            model(ids[:, t : t + 1], cache=cache)
             assert [[sum(row) for row in layer] for layer in cache.stats().stored] == [
                 [sum(row) for row in layer] for layer in first
             ]
@@ -141,12 +141,12 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
         torch.no_grad(),
         mp.compress(model, method="ada", budget=16, page_slots=16, alpha=1.0, score="h2o", every=1) as c,
     ):
-        model(ids, past_key_values=c)
+        model(ids, cache=c)
         for pool in c.pools:
             pool.limit_bytes = pool.n_live * pool.page_bytes
         before = [c.positions(layer) for layer in range(2)]
         with pytest.raises(PoolFullError):
-            model(ids[:, :1], past_key_values=c)
+            model(ids[:, :1], cache=c)
         assert [c.positions(layer) for layer in range(2)] == before
         table = c.layer_caches[0].table
         assert table is not None

@@ -18,7 +18,7 @@ def test_bytes_held_stay_below_the_budget(method: str, batch: int) -> None:
     options = {"score": "h2o"} if method == "ada" else {}
     amount = 40_000 * batch
     with torch.no_grad(), mp.compress(model, method=method, budget=f"{amount}B", page_slots=4, **options) as cache:
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=40, do_sample=False, past_key_values=cache)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=40, do_sample=False, cache=cache)
         stats = cache.stats()
         held = stats.kv_bytes + stats.metadata_bytes
         one_page_per_head = sum(pool.page_bytes for pool in cache.pools) * 2 * 2 * batch
@@ -34,7 +34,7 @@ def test_bytes_that_hold_no_page_are_refused() -> None:
         mp.compress(model, method="h2o", budget="3kB", page_slots=16) as cache,
         pytest.raises(BudgetError, match=r"3000 bytes leaves 750 bytes to each of 4 heads .* less than one page"),
     ):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
 
 
 def test_bytes_that_hold_less_than_is_protected_are_refused() -> None:
@@ -44,7 +44,7 @@ def test_bytes_that_hold_less_than_is_protected_are_refused() -> None:
         mp.compress(model, method="h2o", budget="8kB", page_slots=8, sinks=6, recent=20) as cache,
         pytest.raises(BudgetError, match=r"smaller than sinks 6 \+ recent 20"),
     ):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
 
 
 @pytest.mark.parametrize("method", OPTIONS)
@@ -87,12 +87,12 @@ def test_what_was_decoded_leaves_before_what_a_prompt_kept(options: dict[str, st
     """Up to half of a full cache is the newest tokens, the rest what the plan ranked highest; then decoded ones go."""
     model, (ids, _) = llama(dtype=torch.float32), prompts(1, length=100)
     with torch.no_grad(), mp.compress(model, "snapkv", "20kB", page_slots=4, window=4, **options) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         planned = [set(row) for row in cache.positions(0)]
         budget = len(planned[0])
         assert 40 < budget < 90
         for t in range(100, 100 + 2 * budget):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
             for before, row in zip(planned, cache.positions(0), strict=True):
                 assert len(row) == budget
                 assert set(row) <= before | set(range(100, t + 1))

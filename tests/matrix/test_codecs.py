@@ -67,7 +67,7 @@ def settings(method: str, codec: str, budget: Any = BUDGET) -> dict[str, Any]:
 
 def run(cache: mp.MillpondCache, ids: Tensor, mask: Tensor, steps: int = STEPS, **kwargs: Any) -> Tensor:
     out = llama().generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, past_key_values=cache, **kwargs
+        input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, cache=cache, **kwargs
     )
     cache.check_integrity()
     return out[:, ids.shape[1] :]
@@ -149,7 +149,7 @@ def test_bytes_follow_the_plan() -> None:
     """After the prompt pages of codes hold what the plan keeps, within a page per head of each part."""
     ids, mask = prompts(2)
     with torch.no_grad(), mp.compress(llama(), "ada", 150, "flexgen4", score="h2o", page_slots=32) as cache:
-        llama()(ids, attention_mask=mask, past_key_values=cache)
+        llama()(ids, attention_mask=mask, cache=cache)
         stats = cache.stats()
         entries = sum(n for layer in stats.stored for row in layer for n in row)
         per_entry, regions = 2 * 64 * 4.5 / 8, 2 * 2 * 2
@@ -183,7 +183,7 @@ def test_a_head_that_no_group_divides_is_refused(codec: str) -> None:
 
     ids = torch.randint(2, 96, (1, 20))
     with mp.compress(narrow(dtype=torch.float32), "full", codec=codec) as cache, pytest.raises(OptionError) as error:
-        narrow(dtype=torch.float32)(ids, past_key_values=cache)
+        narrow(dtype=torch.float32)(ids, cache=cache)
     assert "head_dim=8" in str(error.value)
 
 
@@ -210,7 +210,7 @@ def test_a_budget_in_bytes_holds(method: str, codec: str, amount: int) -> None:
     with torch.no_grad(), mp.compress(llama(), method, f"{amount}B", codec, **METHODS[method]) as cache:
         step, seen = ids, mask
         for _ in range(100):
-            logits = llama()(step, attention_mask=seen, past_key_values=cache).logits
+            logits = llama()(step, attention_mask=seen, cache=cache).logits
             stats = cache.stats()
             most = max(most, stats.kv_bytes + stats.metadata_bytes)
             step = logits[:, -1:].argmax(-1)
@@ -246,7 +246,7 @@ def test_heads_with_rules_of_their_own() -> None:
         with torch.no_grad(), mp.compress(llama(), "fastgen", codec=codec, **rules) as cache:
             step, seen, text = ids, mask, torch.randint(2, 96, (2, 60), generator=torch.Generator().manual_seed(2))
             for column in range(60):
-                llama()(step, attention_mask=seen, past_key_values=cache)
+                llama()(step, attention_mask=seen, cache=cache)
                 step = text[:, column : column + 1]
                 seen = torch.cat([seen, torch.ones_like(step)], 1)
             cache.check_integrity()

@@ -101,7 +101,7 @@ def go_on(looked_at: Any, kept_cache: mp.MillpondCache, ids: tuple[int, ...]) ->
     asked = torch.tensor([ids])
     plain = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
     out = looked_at.generate(
-        asked, past_key_values=kept_cache, attention_mask=torch.ones_like(asked), generation_config=plain
+        asked, cache=kept_cache, attention_mask=torch.ones_like(asked), generation_config=plain
     )
     return [int(i) for i in out[0, len(ids) :]]
 

@@ -25,10 +25,10 @@ def test_a_hundred_thousand_tokens(method: str) -> None:
     process = psutil.Process(os.getpid())
     times: list[float] = []
     with torch.inference_mode(), mp.compress(model, method=method, budget=BUDGET) as cache:
-        model(ids[:, :64], past_key_values=cache)
+        model(ids[:, :64], cache=cache)
         for t in range(64, TOKENS):
             begin = time.perf_counter()
-            logits = model(ids[:, t : t + 1], past_key_values=cache).logits
+            logits = model(ids[:, t : t + 1], cache=cache).logits
             times.append(time.perf_counter() - begin)
             if t == 10_000:
                 warm = process.memory_info().rss, cache.stats()

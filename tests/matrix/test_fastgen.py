@@ -57,7 +57,7 @@ def test_matrix_of_the_cap(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def greedy(model: Any, ids: Tensor, mask: Tensor, cache: Any, steps: int = 12, **options: Any) -> list[list[int]]:
     out: Tensor = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, past_key_values=cache, **options
+        input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, cache=cache, **options
     )
     return out[:, ids.shape[1] :].tolist()
 
@@ -114,10 +114,10 @@ def test_copies_go_their_own_way() -> None:
     kept = []
     for rows in ([0, 1], [0], [1]):
         with torch.no_grad(), mp.compress(model, "fastgen", **MIXED) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             cache.batch_repeat_interleave(len(rows))
             for t in range(9):
-                model(later[rows, t : t + 1], past_key_values=cache)
+                model(later[rows, t : t + 1], cache=cache)
             kept.append([[cache.positions(layer, s) for layer in range(2)] for s in range(len(rows))])
             cache.check_integrity()
     assert kept[0] == [*kept[1], *kept[2]]
@@ -135,10 +135,10 @@ def test_the_model_must_be_given_ids() -> None:
     model, (ids, _) = llama(), prompts(1)
     with torch.no_grad(), mp.compress(model, "fastgen", **MIXED) as cache:
         with pytest.raises(CacheMismatchError, match="pass input_ids"):
-            model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
+            model(inputs_embeds=model.model.embed_tokens(ids), cache=cache)
         cache.reset()
-        model(ids, past_key_values=cache)
-        model.model(ids[:, :2], past_key_values=cache)
+        model(ids, cache=cache)
+        model.model(ids[:, :2], cache=cache)
         assert cache.layer_caches[0].table is not None
         assert cache.layer_caches[0].table.head_rules.max() <= HeadRule.FULL
         assert cache.stats().seen == [42]

@@ -21,7 +21,7 @@ NUMBERS = 2 * 2 * 2 * 16
 def test_every_door_counts_a_full_cache_in_the_models_dtype(codec: str, dtype: torch.dtype) -> None:
     model = wide("llama").to(dtype)
     with torch.no_grad(), mp.compress(model, "full", codec=codec) as cache:
-        model(torch.tensor([TOKENS]), past_key_values=cache)
+        model(torch.tensor([TOKENS]), cache=cache)
         stats = cache.stats()
     assert stats.full_kv_bytes == len(TOKENS) * NUMBERS * dtype.itemsize
     with LLM(model, method="full", codec=codec) as llm:
@@ -37,7 +37,7 @@ def test_every_door_counts_a_full_cache_in_the_models_dtype(codec: str, dtype: t
 def test_what_pages_take_beyond_their_entries_is_told(codec: str) -> None:
     model = wide("llama")
     with torch.no_grad(), mp.compress(model, "full", codec=codec, page_slots=16) as cache:
-        model(torch.tensor([TOKENS[:33]]), past_key_values=cache)
+        model(torch.tensor([TOKENS[:33]]), cache=cache)
         stats = cache.stats()
     if codec == "auto":  # 33 entries in three pages of 16
         assert (stats.kv_bytes, stats.unused_bytes) == (48 * NUMBERS * 4, 15 * NUMBERS * 4)

@@ -36,7 +36,7 @@ def feed(cache: Any, begin: int, end: int, length: int, rows: list[int]) -> list
     for at in range(begin, end, step):
         places = (mask[rows].cumsum(1) - 1).clamp(min=0)[:, at : at + step]
         inputs = {"attention_mask": mask[rows, : at + step], "position_ids": places}
-        model(ids[rows, at : at + step], past_key_values=cache, **inputs)
+        model(ids[rows, at : at + step], cache=cache, **inputs)
     return [[cache.positions(layer, row) for layer in (0, 1)] for row in range(len(rows))]
 
 
@@ -86,6 +86,6 @@ def test_a_prompt_that_fits_is_not_yet_the_one() -> None:
     with torch.no_grad(), mp.compress(model, "tova", BUDGET, decode="once") as cache:
         held = []
         for begin, end in ((0, 10), (10, 30), (30, 40)):
-            model(ids[:, begin:end], past_key_values=cache)
+            model(ids[:, begin:end], cache=cache)
             held.append(len(cache.positions(0)[0]))
     assert held == [10, BUDGET, BUDGET + 10]

@@ -18,17 +18,17 @@ def kept(method, options, rows):
     model, prompt, decoded, turn, more = llama(), draw(1, LENGTH), draw(2, DECODED), draw(3, TURN), draw(5, MORE)
     mask = torch.ones(len(rows), LENGTH + DECODED, dtype=torch.long)
     with torch.no_grad(), mp.compress(model, method, "30%", **options) as cache:
-        model(prompt[rows], past_key_values=cache)
+        model(prompt[rows], cache=cache)
         for i in range(DECODED):
-            model(decoded[rows, i : i + 1], past_key_values=cache)
+            model(decoded[rows, i : i + 1], cache=cache)
         if 0 in rows:
             mask = torch.cat([mask, torch.tensor([[row == 0] * TURN for row in rows]).long()], 1)
             places = (mask.cumsum(1) - 1)[:, -TURN:]
-            model(turn[rows], attention_mask=mask, position_ids=places, past_key_values=cache)
+            model(turn[rows], attention_mask=mask, position_ids=places, cache=cache)
         for i in range(MORE):
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
             places = mask.sum(1, keepdim=True) - 1
-            model(more[rows, i : i + 1], attention_mask=mask, position_ids=places, past_key_values=cache)
+            model(more[rows, i : i + 1], attention_mask=mask, position_ids=places, cache=cache)
         return [cache.positions(0, s) for s in range(len(rows))]
 
 

@@ -41,7 +41,7 @@ def run(
     settings = {**budget_of(method, budget), **METHODS[method], **kwargs}
     with torch.no_grad(), mp.compress(model, method=method, **settings) as cache:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, past_key_values=cache,
+            input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, cache=cache,
             prefill_chunk_size=chunk,
         )  # fmt: skip
         kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layers))]
@@ -96,7 +96,7 @@ def test_chunks_with_eviction_keep_the_peak_low(method: str) -> None:
     model, (ids, _) = llama(), prompts(1, length=120)
     with torch.no_grad(), mp.compress(model, method=method, budget=BUDGET, page_slots=2, **METHODS[method]) as cache:
         for begin in range(0, 120, 20):
-            model(ids[:, begin : begin + 20], past_key_values=cache)
+            model(ids[:, begin : begin + 20], cache=cache)
             assert max(max(h) for layer in cache.stats().stored for h in layer) <= 2 * BUDGET
             assert all(sum(h) <= BUDGET * 2 for layer in cache.stats().stored for h in layer)
         pages = -(-BUDGET // 2) * 2 * len(cache.layers)
@@ -112,7 +112,7 @@ def test_a_second_prompt_equals_a_fresh_cache(method: str) -> None:
         for ids, mask in (first, second):
             cache.reset()
             out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, past_key_values=cache
+                input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache
             )
         assert out[:, ids.shape[1] :].tolist() == expected.tolist()
         cache.reset()
@@ -127,7 +127,7 @@ def test_sizes_at_every_step(method: str) -> None:
         step, seen = ids, mask
         for _ in range(20):
             places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            logits = model(step, attention_mask=seen, position_ids=places, past_key_values=cache).logits
+            logits = model(step, attention_mask=seen, position_ids=places, cache=cache).logits
             for layer in cache.stats().stored:
                 for heads in layer:
                     assert sum(heads) == 2 * BUDGET
@@ -144,7 +144,7 @@ def test_bytes_are_real_and_freed(method: str) -> None:
     model, (ids, mask) = llama(dtype=torch.float32), prompts(2, length=64)
     settings = {**budget_of(method), **METHODS[method], "page_slots": 4}
     with torch.no_grad(), mp.compress(model, method=method, **settings) as cache:
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache=cache)
         stats, entry = cache.stats(), (8 + 8) * 4
         entries = sum(n for layer in stats.stored for seq in layer for n in seq)
         regions = len(cache.layers) * 2 * 2
@@ -167,7 +167,7 @@ def test_second_turn(method: str, heads: str) -> None:
 
     def turns(rows: list[int]) -> tuple[list[list[int]], list[Any]]:
         with torch.no_grad(), mp.compress(model, method=method, **budget_of(method), **METHODS[method]) as cache:
-            common = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+            common = {"max_new_tokens": 5, "do_sample": False, "cache": cache}
             first = model.generate(input_ids=ids[rows], attention_mask=mask[rows], **common)
             text = torch.cat([first, more[rows]], 1)
             seen = torch.cat([mask[rows], torch.ones(len(rows), text.shape[1] - ids.shape[1], dtype=mask.dtype)], 1)
@@ -197,10 +197,10 @@ def test_a_turn_of_one_token_beside_a_longer_one(method: str, greedy: bool) -> N
 
     def kept(rows: list[int]) -> list[Any]:
         with torch.no_grad(), mp.compress(model, method=method, **settings) as cache:
-            model(ids[rows], past_key_values=cache)
+            model(ids[rows], cache=cache)
             own = mask[rows].any(0)
             model(
-                turn[rows][:, own], past_key_values=cache, position_ids=30 + mask[rows][:, own].cumsum(1) - 1,
+                turn[rows][:, own], cache=cache, position_ids=30 + mask[rows][:, own].cumsum(1) - 1,
                 attention_mask=torch.cat([torch.ones(len(rows), 30, dtype=torch.long), mask[rows][:, own]], 1),
             )  # fmt: skip
             return [[cache.positions(layer, s) for layer in range(len(cache.layers))] for s in range(len(rows))]
@@ -227,7 +227,7 @@ def test_first_token_is_exact(method: str) -> None:
     with torch.no_grad():
         expected = model(ids).logits
         with mp.compress(model, method=method, budget=BUDGET, **METHODS[method]) as cache:
-            assert torch.allclose(model(ids, past_key_values=cache).logits, expected, atol=1e-12)
+            assert torch.allclose(model(ids, cache=cache).logits, expected, atol=1e-12)
 
 
 def test_group_of_one_and_duplicated_heads() -> None:
@@ -244,7 +244,7 @@ def test_group_of_one_and_duplicated_heads() -> None:
             sets = {}
             for reduce in ("mean", "max"):
                 with mp.compress(gqa, method="h2o", budget=BUDGET, sinks=2, reduce=reduce) as cache:
-                    gqa(ids, past_key_values=cache)
+                    gqa(ids, cache=cache)
                     sets[reduce] = [cache.positions(layer) for layer in range(2)]
             assert sets["mean"] == sets["max"]
         finally:

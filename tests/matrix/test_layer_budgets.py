@@ -40,7 +40,7 @@ def run(
 
 def cache_generate(cache: Any, ids: Tensor, mask: Tensor, heads: str = "gqa", chunk: int | None = None) -> Tensor:
     out: Tensor = llama(heads, layers=LAYERS).generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, past_key_values=cache,
+        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache,
         prefill_chunk_size=chunk,
     )  # fmt: skip
     return out
@@ -159,6 +159,6 @@ def test_what_compares_layers_plans_at_the_end_of_each_pass(method: str, options
     for chunk in (60, 20):
         with torch.no_grad(), mp.compress(model, method, 16, **options) as cache:
             for part in ids.split(chunk, 1):
-                model(part, past_key_values=cache)
+                model(part, cache=cache)
                 assert sum(int(core.stored.sum()) for core in cache.layer_caches) == 3 * 2 * 16
                 assert not any(core.pending for core in cache.layer_caches)

@@ -161,7 +161,7 @@ def test_equal_entries_merge_without_loss(case: str, dtype: torch.dtype) -> None
     errors = {}
     for bias in (True, False):
         with torch.no_grad(), mp.compress(model, method, min(budget, ids.shape[1] - 6), mass_bias=bias, **options) as c:
-            found = model.generate(past_key_values=c, **common)
+            found = model.generate(cache=c, **common)
             assert c.stats().evicted > 0
         n = len(expected.logits) if bias else 2
         pairs = zip(expected.logits[:n], found.logits[:n], strict=True)

@@ -205,7 +205,7 @@ def test_a_real_model_says_what_transformers_says() -> None:
     with mp.compress(model, "full") as cache, torch.no_grad():
         assert torch.equal(model.generate(ids, max_new_tokens=200, do_sample=False), stock)  # type: ignore[operator]
         cache.reset()
-        found = model(stock, past_key_values=cache).logits
+        found = model(stock, cache=cache).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
@@ -238,5 +238,5 @@ def test_perplexity_of_a_real_text() -> None:
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :2048]
     assert ids.shape[1] == 2048
     with mp.compress(model, "full") as cache, torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits[0, :-1]
+        logits = model(ids, cache=cache).logits[0, :-1]
     assert 13.3 < torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp() < 13.5

@@ -55,7 +55,7 @@ def test_factors_of_llama_are_its_parameters(factor: float, before: int, dim: in
     with torch.no_grad():
         found, wanted, without = (run(ids).logits for run in (model, stock, unscaled.eval()))
         with mp.compress(model, "full") as kv:
-            ours = model(ids, past_key_values=kv).logits
+            ours = model(ids, cache=kv).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert (without - wanted).abs().max() > 1e-3 * wanted.abs().max()
@@ -131,7 +131,7 @@ def test_factors_of_longrope(rotated: int, tmp_path: Path) -> None:
         with torch.no_grad():
             found, wanted = model(ids).logits, stock(ids).logits
             with mp.compress(model, "full") as kv:
-                ours = model(ids, past_key_values=kv).logits
+                ours = model(ids, cache=kv).logits
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
         assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert model.config.rope_parameters["long_factor"] == long

@@ -208,4 +208,4 @@ def test_a_model_that_ran_lean_goes_on_as_before() -> None:
     assert list(found[0].completions[0].token_ids) == expected[0, 20:].tolist()
     assert torch.equal(generate(model, prompt, 8), expected)
     with mp.compress(model, "full") as cache:
-        assert torch.equal(generate(model, prompt, 8, past_key_values=cache), expected)
+        assert torch.equal(generate(model, prompt, 8, cache=cache), expected)

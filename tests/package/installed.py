@@ -20,7 +20,7 @@ def main() -> None:
     model, tokenizer = mp.load_model("pond-recall"), mp.load_tokenizer("pond-recall")
     text = "anna kettle " + "quiet rain " * 40 + "<ask> anna <is>"
     with mp.compress(model, method="h2o", budget="50%") as cache:
-        out = model.generate(**tokenizer(text, return_tensors="pt"), past_key_values=cache, max_new_tokens=2)
+        out = model.generate(**tokenizer(text, return_tensors="pt"), cache=cache, max_new_tokens=2)
         assert tokenizer.decode(out[0, -1]) == "kettle"
         assert cache.stats().kv_bytes < cache.stats().full_kv_bytes
     with mp.LLM("pond-recall", method="snapkv", budget=64) as llm:

@@ -24,7 +24,7 @@ model, tokenizer = mp.load_model("pond-recall"), mp.load_tokenizer("pond-recall"
 text = "anna kettle " + "quiet rain " * 40 + "<ask> anna <is>"
 with mp.compress(model, method="h2o", budget="50%") as cache:
     inputs = tokenizer(text, return_tensors="pt")
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    out = model.generate(**inputs, cache=cache, max_new_tokens=2)
     print(tokenizer.decode(out[0, -1]))
 with mp.LLM("pond-recall", method="snapkv", budget=64) as llm:
     print(llm.generate(text, mp.SamplingParams(max_tokens=2, temperature=0))[0].completions[0].text.split()[-1])

@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 @pytest.mark.parametrize(("name", "least", "most"), [("light", 0.5, 0.9), ("balanced", 0.2, 0.5), ("tiny", 0.2, 0.45)])
 def test_each_holds_as_little_as_it_says(model: PreTrainedModel, name: str, least: float, most: float) -> None:
     with mp.compress(model, **mp.preset(name)) as cache:  # type: ignore[arg-type]
-        run(model, one(600), 4, past_key_values=cache)
+        run(model, one(600), 4, cache=cache)
         stats = cache.stats()
     assert least < stats.kv_bytes / stats.full_kv_bytes < most
 

@@ -71,7 +71,7 @@ def passes(model: Any) -> Iterator[tuple[str, list[Stay]]]:
         for method, options in methods.items():
             with mp.compress(model, method, **{"budget": 48, **options}) as cache:
                 for first, last in ((0, 200), (200, 300), (300, 301), (301, 302), (302, 303)):
-                    model(ids[:, first:last], past_key_values=cache)
+                    model(ids[:, first:last], cache=cache)
     yield from met
 
 

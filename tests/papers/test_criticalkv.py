@@ -94,7 +94,7 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
     """Rows of every head through its map, added up, are what the projection gives, but for its bias."""
     model = shared_model(name)
     with torch.no_grad(), mp.compress(model, "full") as cache:
-        model(**one(5), past_key_values=cache)
+        model(**one(5), cache=cache)
         for core in cache.layer_caches:
             assert core.attention.outputs is not None
             maps = core.attention.outputs()
@@ -120,7 +120,7 @@ def test_against_the_model_s_own_attention_and_values() -> None:
         for hook in hooks:
             hook.remove()
     with torch.no_grad(), mp.compress(model, "criticalkv", budget, score="h2o") as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         kept = [cache.positions(layer) for layer in (0, 1)]
     for layer in (0, 1):
         weight = model.model.layers[layer].self_attn.o_proj.weight.detach()
@@ -143,7 +143,7 @@ def test_all_in_the_first_stage_is_the_score_alone() -> None:
     found = []
     for method, options in (("h2o", {}), ("criticalkv", {"score": "h2o", "first": 1.0})):
         with torch.no_grad(), mp.compress(model, method, 16, **options) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             found.append([cache.positions(layer) for layer in (0, 1)])
     assert found[0] == found[1]
 

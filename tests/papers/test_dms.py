@@ -49,7 +49,7 @@ def test_column_sums_against_a_threshold(threshold: float, expected: list[int]) 
 def lengths(budget: Any, **options: Any) -> list[list[int]]:
     model, (ids, _) = llama("gqa"), prompts(1)
     with torch.no_grad(), mp.compress(model, "dms", budget, window=4, **options) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         cache.check_integrity()
         return [[len(head) for head in cache.positions(layer)] for layer in (0, 1)]
 
@@ -73,7 +73,7 @@ def test_memory_follows_the_threshold() -> None:
     for threshold in (0.1, 1.0, 3.0):
         with mp.compress(model, "dms", "100%", threshold=threshold, score="h2o", window=4, page_slots=4) as cache:
             with torch.no_grad():
-                model(ids, past_key_values=cache)
+                model(ids, cache=cache)
             held.append(cache.stats().kv_bytes)
     assert held[0] > held[1] > held[2]
 
@@ -87,7 +87,7 @@ def test_batches_chunks_and_turns(chunk: int) -> None:
         with torch.no_grad(), mp.compress(model, "dms", "90%", between_chunks=False, **options) as cache:
             out = model.generate(
                 input_ids=ids[rows], attention_mask=mask[rows], max_new_tokens=6, do_sample=False,
-                past_key_values=cache, prefill_chunk_size=chunk,
+                cache=cache, prefill_chunk_size=chunk,
             )  # fmt: skip
             return out[:, 40:].tolist(), [[cache.positions(layer, s) for layer in (0, 1)] for s in range(len(rows))]
 

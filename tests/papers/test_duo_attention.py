@@ -47,7 +47,7 @@ def steps(model: Any, method: str, batch: int = 2, **options: Any) -> list[list[
             step = ids if t == 0 else later[:, t - 1 : t]
             seen = torch.cat([mask, torch.ones(batch, t, dtype=mask.dtype)], 1)
             places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            model(step, past_key_values=cache, attention_mask=seen, position_ids=places)
+            model(step, cache=cache, attention_mask=seen, position_ids=places)
             kept.append([[cache.positions(layer, s) for s in range(batch)] for layer in range(len(cache.layers))])
         cache.check_integrity()
     return kept
@@ -134,7 +134,7 @@ def test_retrieval_heads_keep_everything_where_it_fits(tmp_path: Path) -> None:
     """Of 34 positions streaming heads keep 6, and the budget of 20 holds the retrieval heads whole."""
     model = llama("gqa")
     with torch.no_grad(), mp.compress(model, "duo_attention", 20, heads=table(tmp_path, [[1, 0]] * 2), **NEAR) as cache:
-        model(prompts(1, length=34)[0], past_key_values=cache)
+        model(prompts(1, length=34)[0], cache=cache)
         for layer in (0, 1):
             assert cache.positions(layer) == [list(range(34)), [0, 1, 30, 31, 32, 33]]
 
@@ -150,9 +150,9 @@ def test_a_profile_is_the_model_s_own_attention(chunk: int | None) -> None:
     options |= {"between_chunks": chunk is None, "across": True}
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, **options) as cache:
         for part in ids.split(chunk or 60, 1):
-            model(part, past_key_values=cache)
+            model(part, cache=cache)
         assert sum(int(core.stored.sum()) for core in cache.layer_caches) == 3 * 2 * (60 if chunk else BUDGET)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], cache=cache)
         lengths = [[len([p for p in head if p < 60]) for head in cache.positions(layer)] for layer in range(3)]
     assert sum(map(sum, lengths)) + 3 == 3 * 2 * BUDGET
     for layer, row in enumerate(far):
@@ -170,7 +170,7 @@ def test_a_profile_of_each_layer_alone() -> None:
     threshold = sum(map(sum, far)) / 6
     options = {"sinks": SINKS, "recent": RECENT, "score": "snapkv/window=4/kernel=3", "threshold": threshold}
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, **options) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         for layer, row in enumerate(far):
             lengths = [len(head) for head in cache.positions(layer)]
             kinds = [x > threshold for x in row]
@@ -212,7 +212,7 @@ def test_sliding_layers(name: str, decode: str) -> None:
     options = {"sinks": 1, "recent": 3, "score": "h2o", "decode": decode, "threshold": 0.3, "across": decode == "grow"}
     with torch.no_grad(), mp.compress(model, "duo_attention", 9, **options) as cache:
         for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
-            assert model(part, past_key_values=cache).logits.isfinite().all()
+            assert model(part, cache=cache).logits.isfinite().all()
         for core in cache.layer_caches:
             if cache.layer_caches[core.index].attention.shape.window:
                 assert int(core.stored.max()) <= 12
@@ -252,12 +252,12 @@ def test_tables_of_other_models_are_refused(tmp_path: Path) -> None:
         mp.compress(model, "duo_attention", BUDGET, heads=table(tmp_path, [[1, 0, 0]] * 2), **NEAR) as cache,
         pytest.raises(CacheMismatchError, match="layer 0 has 2 KV heads, the table of head classes has 3 there"),
     ):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
 
 
 def test_keys_alone_can_choose_where_a_table_parts_the_heads(tmp_path: Path) -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     options = {"heads": table(tmp_path, [[1, 0]] * 2), "score": "keydiff", "sinks": 1, "recent": 3}
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, **options) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert [len(head) for head in cache.positions(0)] == [24, 4]

@@ -128,13 +128,13 @@ def test_a_share_grows_with_the_text() -> None:
     for share in (0.8, 0.3):
         with torch.no_grad(), mp.compress(model, "elastic", share, distance=-4, page_slots=4) as cache:
             places = (mask.cumsum(1) - 1).clamp(min=0)
-            model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+            model(ids, attention_mask=mask, position_ids=places, cache=cache)
             start = [cache.positions(1, s)[0] for s in (0, 1)]
             seen = mask
             for t in range(30):
                 seen = torch.cat([seen, seen.new_ones(2, 1)], 1)
                 at = (seen.cumsum(1) - 1)[:, -1:]
-                model(later[:, t : t + 1], attention_mask=seen, position_ids=at, past_key_values=cache)
+                model(later[:, t : t + 1], attention_mask=seen, position_ids=at, cache=cache)
                 for s in (0, 1):
                     n = int(seen[s].sum())
                     for head in cache.positions(1, s):
@@ -153,7 +153,7 @@ def test_growth_can_be_left_out_and_drafts_follow_it() -> None:
         for options in ({}, {"prompt_lookup_num_tokens": 3}):
             with torch.no_grad(), mp.compress(model, "elastic", "40%", distance=-4, grow=grow) as cache:
                 out = model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, past_key_values=cache,
+                    input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache,
                     **options,
                 )  # fmt: skip
                 found.append((out.tolist(), [cache.positions(layer) for layer in (0, 1)]))
@@ -171,7 +171,7 @@ def test_merged_entries_against_a_plain_computation() -> None:
         out = eager(ids, output_attentions=True, use_cache=True)
     eager.set_attn_implementation(before)
     with torch.no_grad(), mp.compress(model, "elastic", BUDGET) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         for layer, core in enumerate(cache.layer_caches):
             importance = out.attentions[layer][0].mean(0).sum(0)
             anchors = sorted(sorted(range(1, 39), key=lambda j: -float(importance[j]))[: BUDGET - 2])
@@ -180,7 +180,7 @@ def test_merged_entries_against_a_plain_computation() -> None:
             for j in range(1, 39):
                 if j not in bucket:
                     bucket[min(anchors, key=lambda a: (abs(a - j), a))].append(j)
-            dense, stock = core.read(0), out.past_key_values.layers[layer]
+            dense, stock = core.read(0), out.cache.layers[layer]
             for found, whole in ((dense.keys, stock.keys), (dense.values, stock.values)):
                 for place, a in enumerate(anchors, 1):
                     torch.testing.assert_close(found[:, place], whole[0][:, bucket[a]].mean(1), atol=1e-6, rtol=0)
@@ -192,10 +192,10 @@ def test_dropping_in_place_of_merging() -> None:
     rows = {}
     for merge in ("mean", "none"):
         with torch.no_grad(), mp.compress(model, "elastic", BUDGET, merge=merge) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             rows[merge] = (cache.positions(1), cache.layer_caches[1].read(0).keys)
         with torch.no_grad(), mp.compress(model, "full") as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             whole = cache.layer_caches[1].read(0).keys
     assert rows["mean"][0] == rows["none"][0]
     torch.testing.assert_close(rows["none"][1], whole[:, rows["none"][0][0]])
@@ -240,8 +240,8 @@ def test_a_later_turn_is_merged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix.test_batch_and_padding("elastic")
     model, (ids, _) = llama(), prompts(1)
     with torch.no_grad(), mp.compress(model, "elastic", BUDGET, mass_bias=True) as cache:
-        model(ids[:, :25], past_key_values=cache)
-        model(ids[:, 25:], past_key_values=cache)
+        model(ids[:, :25], cache=cache)
+        model(ids[:, 25:], cache=cache)
         masses = cache.layer_caches[0].read(0).log_masses
         assert masses is not None
         torch.testing.assert_close(masses.exp().sum(1), torch.tensor([40.0, 40.0]))  # mass is conserved
@@ -267,4 +267,4 @@ def test_what_it_cannot_do_is_refused() -> None:
         METHODS.get("chunkkv")(score="elastic")
     model = shared_model("deepseek_v3")
     with torch.no_grad(), mp.compress(model, "elastic", 9) as cache, pytest.raises(UnsupportedModelError, match="MLA"):
-        model(text(1, 20), past_key_values=cache)
+        model(text(1, 20), cache=cache)

@@ -156,8 +156,8 @@ def test_a_model_against_its_own_projections(chunk: int) -> None:
                 model, "expected_attention", budget, future=future, sinks=sinks, between_chunks=False
             ) as cache:
                 for start in range(0, n, chunk):
-                    model(ids[:, start : start + chunk], past_key_values=cache)
-                model(ids[:, :1], past_key_values=cache)
+                    model(ids[:, start : start + chunk], cache=cache)
+                model(ids[:, :1], cache=cache)
                 kept = [[[p for p in head if p < n] for head in cache.positions(layer)] for layer in (0, 1)]
     finally:
         with torch.no_grad():
@@ -200,7 +200,7 @@ def check_unrotated(model: Any, monkeypatch: pytest.MonkeyPatch, has_rope: bool 
 
             monkeypatch.setattr(home, "apply_rotary_pos_emb", spy)
         cache.watch(lambda layer, q, *rest: used.update({layer: q[0].double()}))
-        model(**one(LENGTH), past_key_values=cache)
+        model(**one(LENGTH), cache=cache)
         turned = 0
         for core in cache.layer_caches:
             queries = used[core.index]
@@ -254,12 +254,12 @@ def test_what_cannot_be_turned_back_is_refused() -> None:
 def test_a_second_turn_adds_its_queries_and_a_reset_forgets() -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     with torch.no_grad(), mp.compress(model, "expected_attention", 12, sinks=2) as cache:
-        model(ids[:, :25], past_key_values=cache)
+        model(ids[:, :25], cache=cache)
         assert cache.layer_caches[0].moments(0).count == 23
-        model(ids[:, 25:], past_key_values=cache)
+        model(ids[:, 25:], cache=cache)
         assert cache.layer_caches[0].moments(0).count == 38
         cache.reset()
-        model(ids[:, :9], past_key_values=cache)
+        model(ids[:, :9], cache=cache)
         assert cache.layer_caches[0].moments(0).count == 7
 
 
@@ -273,5 +273,5 @@ def test_nan_queries_are_reported() -> None:
 def test_with_head_budgets_the_total_stays() -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     with torch.no_grad(), mp.compress(model, "ada", 12, score="expected_attention/eps=0.02/future=5") as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert [sum(map(len, cache.positions(layer))) for layer in (0, 1)] == [24, 24]

@@ -56,7 +56,7 @@ def test_chunks_keep_the_same_share() -> None:
 def test_in_chunks_of_one_model_no_chunk_is_forgotten() -> None:
     model, (ids, _) = llama("gqa"), prompts(1)
     with torch.no_grad(), mp.compress(model, "finch", 12, window=4, chunk=9) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         for layer in (0, 1):
             for head in cache.positions(layer):
                 assert [sum(9 * c <= p < 9 * c + 9 for p in head if p < 36) for c in range(4)] == [2, 2, 2, 2]

@@ -175,7 +175,7 @@ def test_what_is_looked_up_changes_the_answer() -> None:
 
 def mp_logits(model: Any, ids: Tensor, budget: Any, **options: Any) -> Tensor:
     with torch.no_grad(), mp.compress(model, "infllm", budget, **options) as cache:
-        logits: Tensor = model(ids, past_key_values=cache).logits
+        logits: Tensor = model(ids, cache=cache).logits
     return logits
 
 
@@ -204,7 +204,7 @@ def test_chunks_of_whole_lookups() -> None:
     model, (ids, _) = llama(), prompts(1, length=64)
     whole = mp_logits(model, ids, 14, **{**SMALL, "together": 8})
     with torch.no_grad(), mp.compress(model, "infllm", 14, **{**SMALL, "together": 8}) as cache:
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(16, 1)]
+        parts = [model(part, cache=cache).logits for part in ids.split(16, 1)]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-10)
 
 
@@ -215,7 +215,7 @@ def test_a_second_turn_goes_the_same_in_a_batch_as_alone(far: str) -> None:
 
     def turns(rows: list[int]) -> list[list[int]]:
         with torch.no_grad(), mp.compress(model, "infllm", "40%", **{**SMALL, "together": 6, "far": far}) as cache:
-            common = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+            common = {"max_new_tokens": 5, "do_sample": False, "cache": cache}
             own = mask[rows].any(0)
             first = model.generate(input_ids=ids[rows][:, own], attention_mask=mask[rows][:, own], **common)
             whole = torch.cat([first, more[rows]], 1)
@@ -236,22 +236,22 @@ def test_beams_and_drafts_carry_their_blocks() -> None:
     common = {"max_new_tokens": 24, "do_sample": False}
     mask = torch.ones_like(ids)
     with torch.no_grad(), mp.compress(model, "infllm", 14, **SMALL) as cache:
-        plainly = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **common)
+        plainly = model.generate(input_ids=ids, attention_mask=mask, cache=cache, **common)
         cache.reset()
         drafted = model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, prompt_lookup_num_tokens=3, **common
+            input_ids=ids, attention_mask=mask, cache=cache, prompt_lookup_num_tokens=3, **common
         )
         assert drafted.tolist() == plainly.tolist()
         cache.reset()
-        model(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], cache=cache)
         cache.batch_repeat_interleave(2)
         tokens = torch.stack([ids[0, 40:], ids[0, 40:].flip(0)])
-        both = [model(step, past_key_values=cache).logits for step in tokens.split(1, 1)]
+        both = [model(step, cache=cache).logits for step in tokens.split(1, 1)]
         for row in (0, 1):
             cache.reset()
-            model(ids[:, :40], past_key_values=cache)
+            model(ids[:, :40], cache=cache)
             for step, expected in zip(tokens[row : row + 1].split(1, 1), both, strict=True):
-                assert torch.allclose(model(step, past_key_values=cache).logits[0], expected[row], atol=1e-12)
+                assert torch.allclose(model(step, cache=cache).logits[0], expected[row], atol=1e-12)
         with pytest.raises(CacheMismatchError, match="cannot take back 1 tokens"):
             cache.crop(-1)
 
@@ -264,7 +264,7 @@ def test_sliding_layers_attend_as_ever(name: str) -> None:
         expected = model(ids).logits
         for budget in (60, 14):
             with mp.compress(model, "infllm", budget, **SMALL) as cache:
-                found = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, :30], ids[:, 30:])], 1)
+                found = torch.cat([model(part, cache=cache).logits for part in (ids[:, :30], ids[:, 30:])], 1)
                 assert found.isfinite().all()
                 if budget == 60 or all(core.attention.shape.window for core in cache.layer_caches):
                     assert torch.allclose(found, expected, atol=1e-4)
@@ -277,7 +277,7 @@ def test_bfloat16_and_native_kernels() -> None:
         model, (ids, mask) = llama(dtype=dtype), prompts(2)
         places = (mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad(), mp.compress(model, "infllm", 60, **SMALL) as cache:
-            found[dtype] = model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits[:, -1]
+            found[dtype] = model(ids, attention_mask=mask, position_ids=places, cache=cache).logits[:, -1]
     assert found[torch.bfloat16].dtype is torch.bfloat16
     ratio = (found[torch.bfloat16].float() - found[torch.float32]).norm() / found[torch.float32].norm()
     assert float(ratio) < 0.2

@@ -66,7 +66,7 @@ def test_kept_is_what_the_repetition_looks_at(chunk: int) -> None:
     model, (ids, mask) = llama(), prompts(3)
     with torch.no_grad(), mp.compress(model, "kvzip", 14, chunk=chunk, **SETTINGS) as cache:
         places = (mask.cumsum(1) - 1).clamp(min=0)
-        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=places, cache=cache)
         kept = [[cache.positions(layer, s) for layer in (0, 1)] for s in range(3)]
         assert kept == [expected(model, ids[s, mask[s].bool()][None], chunk, 14, 2) for s in range(3)]
         assert any(len(a) != len(b) for row in kept for a, b in row)
@@ -79,7 +79,7 @@ def test_the_mark_of_a_beginning_is_not_repeated(chunk: int) -> None:
     model, ids = llama(), prompts(1)[0]
     ids[0, 0] = model.config.bos_token_id
     with torch.no_grad(), mp.compress(model, "kvzip", 14, chunk=chunk, **SETTINGS) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         kept = [cache.positions(layer, 0) for layer in (0, 1)]
         assert kept == expected(model, ids, chunk, 14, 2, first=1) != expected(model, ids, chunk, 14, 2)
 
@@ -91,7 +91,7 @@ def test_a_later_turn_is_repeated_too() -> None:
     found = []
     for rows in ([0, 1], [0], [1]):
         with torch.no_grad(), mp.compress(model, "kvzip", 14, **SETTINGS) as cache:
-            common = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+            common = {"max_new_tokens": 5, "do_sample": False, "cache": cache}
             own = mask[rows].any(0)
             first = model.generate(input_ids=ids[rows][:, own], attention_mask=mask[rows][:, own], **common)
             scores = [cache.layer_caches[0].read(s) for s in range(len(rows))]
@@ -130,7 +130,7 @@ def test_assisted_generation_is_refused() -> None:
     ids = ids[:, :8].repeat(1, 5)  # so that drafts are found
     with mp.compress(model, "kvzip", 16, **SETTINGS) as cache, pytest.raises(OptionError, match="assisted generation"):
         model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache,
+            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache=cache,
             prompt_lookup_num_tokens=3,
         )  # fmt: skip
 

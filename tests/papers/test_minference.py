@@ -247,7 +247,7 @@ def test_drafts_can_be_cut_off() -> None:
     found = []
     for drafting in ({}, {"prompt_lookup_num_tokens": 3}):
         with torch.no_grad(), mp.compress(model, "minference", pattern="a_shape", vertical=2, slash=60) as cache:
-            found.append(model.generate(input_ids=ids, past_key_values=cache, **common, **drafting).tolist())
+            found.append(model.generate(input_ids=ids, cache=cache, **common, **drafting).tolist())
             cache.crop(-3)
     assert found[0] == found[1]
 
@@ -260,11 +260,11 @@ def test_windows_and_latents(name: str) -> None:
         expected = model(ids).logits
         for numbers in ((1, 40), (2, 3)):
             with mp.compress(model, "minference", pattern="a_shape", vertical=numbers[0], slash=numbers[1]) as cache:
-                found = model(ids, past_key_values=cache).logits
+                found = model(ids, cache=cache).logits
                 windowed = all(core.attention.shape.window for core in cache.layer_caches)
                 equal = torch.allclose(found, expected, atol=1e-4)
                 assert equal == (numbers == (1, 40) or windowed)
-                assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+                assert model(ids[:, :1], cache=cache).logits.isfinite().all()
 
 
 def shares(model: Any, ids: Tensor, patterns: list[Pattern], after: int) -> list[list[list[float]]]:
@@ -283,7 +283,7 @@ def shares(model: Any, ids: Tensor, patterns: list[Pattern], after: int) -> list
 
     with torch.no_grad(), mp.compress(model, "full") as cache:
         cache.watch(observe)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     return found
 
 
@@ -305,9 +305,9 @@ def test_the_search_writes_what_keeps_most(tmp_path: Path) -> None:
     best = {(layer, h): patterns[kept.index(max(kept))] for layer in (0, 1) for h, kept in enumerate(expected[layer])}
     oracle, stock = Looking(lambda layer, h: best[layer, h]), DynamicCache(config=model.config)
     with torch.no_grad(), mp.compress(model, "minference", patterns=str(path)) as cache:
-        ours = model(ids, past_key_values=cache).logits
+        ours = model(ids, cache=cache).logits
         with running(model, oracle):
-            theirs = model(ids, past_key_values=stock).logits
+            theirs = model(ids, cache=stock).logits
     assert torch.allclose(ours, theirs, atol=1e-9)
 
 

@@ -40,7 +40,7 @@ def test_layers_hold_what_the_line_says(budget: int | str) -> None:
     """Each sequence of a padded batch has the budgets of its own length, and pages follow."""
     model, (ids, mask) = llama(layers=4), prompts(3, length=60)
     with torch.no_grad(), mp.compress(model, "pyramidkv", budget, score=SNAP, page_slots=1) as cache:
-        model(ids, attention_mask=mask, past_key_values=cache, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        model(ids, attention_mask=mask, cache=cache, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
         for s, n in enumerate(mask.sum(1).tolist()):
             average = 14 if budget == 14 else round(0.3 * n)
             expected = split_budget(Pyramid(20), average, 4, [n] * 4)
@@ -55,7 +55,7 @@ def test_a_second_prompt_has_budgets_of_its_own() -> None:
     with torch.no_grad(), mp.compress(model, "pyramidkv", 14, score=SNAP) as cache:
         for length in (18, 60):
             cache.reset()
-            model(prompts(1, length=length)[0], past_key_values=cache)
+            model(prompts(1, length=length)[0], cache=cache)
             held = [int(core.stored[0, 0]) for core in cache.layer_caches]
             assert held == split_budget(Pyramid(20), 14, 4, [length] * 4)
             assert sum(held) == 4 * 14
@@ -65,18 +65,18 @@ def test_a_second_prompt_has_budgets_of_its_own() -> None:
 def test_over_a_score_that_evicts_totals_hold_at_each_step(score: str) -> None:
     model, (ids, _) = llama(layers=3), prompts(1)
     with torch.no_grad(), mp.compress(model, "pyramidkv", 10, score=score, beta=4.0) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         first = cache.stats().stored
         assert sum(layer[0][0] for layer in first) == 3 * 10
         for t in range(8):
-            model(ids[:, t : t + 1], past_key_values=cache)
+            model(ids[:, t : t + 1], cache=cache)
             assert cache.stats().stored == first
 
 
 def test_ada_shares_each_layer_of_the_pyramid() -> None:
     model, (ids, _) = llama(layers=4), prompts(1, length=60)
     with torch.no_grad(), mp.compress(model, "ada", 14, score=f"pyramidkv/beta=10/score={SNAP}") as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         held = [core.stored[0] for core in cache.layer_caches]
         assert [int(h.sum()) for h in held] == [2 * b for b in split_budget(Pyramid(10), 14, 4, [60] * 4)]
         assert any(h[0] != h[1] for h in held)
@@ -86,7 +86,7 @@ def test_sliding_layers_give_what_they_cannot_use_to_the_others() -> None:
     model = family("gemma3").make()  # queries see 12, all and 12 positions; the next query is one of the 12
     ids = torch.randint(3, 96, (1, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), mp.compress(model, "pyramidkv", 16, score="h2o/sinks=1", beta=2.0) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         held = [int(core.stored[0, 0]) for core in cache.layer_caches]
     assert held == split_budget(Pyramid(2), 16, 1, [11, 50, 11])
     assert sum(held) == 3 * 16
@@ -97,7 +97,7 @@ def test_a_budget_in_bytes_is_held(method: str) -> None:
     model, (ids, mask) = llama(dtype=torch.float32, layers=3), prompts(3, length=100)
     options = {"score": "h2o"} | ({"table": "5;1"} if method == "layer_table" else {})
     with torch.no_grad(), mp.compress(model, method, "60kB", page_slots=4, **options) as cache:
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, past_key_values=cache)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache)
         stats = cache.stats()
         page = cache.pools[0].page_bytes
         assert 60_000 - 2 * 3 * 3 * 2 * page <= stats.kv_bytes + stats.metadata_bytes <= 60_000
@@ -112,7 +112,7 @@ def test_budget_below_what_is_protected() -> None:
 def test_a_table_keeps_what_it_says() -> None:
     model, (ids, _) = llama(layers=4), prompts(1, length=60)
     with torch.no_grad(), mp.compress(model, "layer_table", 12, table="24;6;10;8", score="h2o/sinks=1") as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert [core.stored[0].tolist() for core in cache.layer_caches] == [[24, 24], [6, 6], [10, 10], [8, 8]]
 
 

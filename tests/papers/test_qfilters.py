@@ -67,7 +67,7 @@ def test_filters_of_a_file_are_those_of_its_prompts(tmp_path: Path) -> None:
     model, (ids, mask) = llama("gqa"), prompts(3)
     kept, path = [], tmp_path / "filters.safetensors"
     with torch.no_grad(), mp.compress(model, "qfilters", "100%") as cache:
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache)
         save_filters(cache, path)
         total = cache.layer_caches[1].moments(0) + cache.layer_caches[1].moments(1) + cache.layer_caches[1].moments(2)
         assert total.count == int(mask.sum())
@@ -77,7 +77,7 @@ def test_filters_of_a_file_are_those_of_its_prompts(tmp_path: Path) -> None:
     save_file({"any_name": -found}, tmp_path / "turned.safetensors")
     for options in ({"filters": str(path)}, {"filters": str(tmp_path / "turned.safetensors"), "flip": True}):
         with torch.no_grad(), mp.compress(model, "qfilters", 10, **options) as cache:
-            model(ids[:1], past_key_values=cache)
+            model(ids[:1], cache=cache)
             kept.append([cache.positions(layer) for layer in (0, 1)])
             with pytest.raises(CacheMismatchError, match="has summed no queries"):
                 save_filters(cache, path)
@@ -85,7 +85,7 @@ def test_filters_of_a_file_are_those_of_its_prompts(tmp_path: Path) -> None:
     keys: dict[int, torch.Tensor] = {}
     with torch.no_grad(), mp.compress(model, "full") as cache:
         cache.watch(lambda layer, q, k, *rest: keys.update({layer: k[0]}))
-        model(ids[:1], past_key_values=cache)
+        model(ids[:1], cache=cache)
     for layer in (0, 1):
         for g in range(2):
             assert kept[0][layer][g] == best((keys[layer][g] @ found[layer, g].double()).tolist(), 10)
@@ -109,14 +109,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         mp.compress(tiny, "qfilters", 10, filters=str(tmp_path / "short.safetensors")) as cache,
         pytest.raises(CacheMismatchError, match="the filters are of 1 layers with 2 x 8"),
     ):
-        tiny(ids, past_key_values=cache)
+        tiny(ids, cache=cache)
     model = shared_model("deepseek_v3")
     with (
         torch.no_grad(),
         mp.compress(model, "qfilters", 10) as cache,
         pytest.raises(UnsupportedModelError, match=r"stores latents \(MLA\)"),
     ):
-        model(**left_padded([40]), past_key_values=cache)
+        model(**left_padded([40]), cache=cache)
 
 
 def test_nan_queries_are_reported() -> None:

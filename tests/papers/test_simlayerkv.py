@@ -58,7 +58,7 @@ def test_layers_hold_what_was_decided(chunk: int | None) -> None:
         whole = {"between_chunks": chunk is None, "threshold": threshold}
         with mp.compress(model, "simlayerkv", 16, **whole, **SETTINGS) as cache:
             model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False, past_key_values=cache,
+                input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False, cache=cache,
                 prefill_chunk_size=chunk,
             )  # fmt: skip
             kept = [[cache.positions(layer, s) for layer in range(4)] for s in range(3)]
@@ -80,7 +80,7 @@ def test_a_budget_of_everything_equals_full() -> None:
     stock = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     with torch.no_grad(), mp.compress(model, "simlayerkv", 80, threshold=0.0, **SETTINGS) as cache:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, past_key_values=cache
+            input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache=cache
         )
     assert out.tolist() == stock.tolist()
 
@@ -92,7 +92,7 @@ def test_each_turn_is_decided_and_a_reset_forgets() -> None:
         for _ in range(2):
             cache.reset()
             for turn in (ids[:, :30], ids[:, 30:31], ids[:, 31:49], ids[:, 49:]):
-                model(turn, past_key_values=cache)
+                model(turn, cache=cache)
                 if turn.shape[1] == 1:
                     assert sum(int(core.stored[0, 0]) - 1 for core in cache.layer_caches) == 3 * 16
             first.append([cache.positions(layer) for layer in range(3)])
@@ -111,7 +111,7 @@ def test_assisted_generation_equals_plain_decoding(seed: int) -> None:
             hook = model.register_forward_pre_hook(
                 lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
             )
-            out = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, past_key_values=cache, **drafts)
+            out = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, cache=cache, **drafts)
             found.append(out.tolist())
             hook.remove()
     assert found[0] == found[1]

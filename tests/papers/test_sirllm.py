@@ -56,7 +56,7 @@ def test_entropies_of_a_prompt_are_its_cross_entropies() -> None:
             for begin in range(0, 40, chunk):
                 here = slice(begin, begin + chunk)
                 seen = mask[:, : begin + chunk]
-                model(ids[:, here], attention_mask=seen, position_ids=places(seen)[:, here], past_key_values=cache)
+                model(ids[:, here], attention_mask=seen, position_ids=places(seen)[:, here], cache=cache)
             for s in range(3):
                 own = ids[s, mask[s].bool()]
                 expected = torch.nn.functional.cross_entropy(model(own[None]).logits[0, :-1], own[1:], reduction="none")
@@ -74,7 +74,7 @@ def test_the_kept_set_at_every_step(batch: int) -> None:
     entropy: list[dict[int, float]] = [{0: float("inf")} for _ in range(batch)]
     held = [list(range(int(n))) for n in mask.sum(1)]
     with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, page_slots=4, **SETTINGS) as cache:
-        logits = model(ids, attention_mask=mask, position_ids=places(mask), past_key_values=cache).logits
+        logits = model(ids, attention_mask=mask, position_ids=places(mask), cache=cache).logits
         for s in range(batch):
             own, p = ids[s, mask[s].bool()].tolist(), logits[s, mask[s].bool()].log_softmax(-1)
             entropy[s].update({j: -float(p[j - 1, own[j]]) for j in range(1, len(own))})
@@ -82,7 +82,7 @@ def test_the_kept_set_at_every_step(batch: int) -> None:
         for t in range(later.shape[1]):
             last = logits[:, -1].log_softmax(-1)
             mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
-            step = {"attention_mask": mask, "position_ids": places(mask)[:, -1:], "past_key_values": cache}
+            step = {"attention_mask": mask, "position_ids": places(mask)[:, -1:], "cache": cache}
             logits = model(later[:, t : t + 1], **step).logits
             for s in range(batch):
                 new = int(mask[s].sum()) - 1
@@ -101,7 +101,7 @@ def test_what_is_remembered_decays_with_every_round(decay: float) -> None:
     rounds = [0] * 18 + [1] * 8 + [2] * 14  # the round in which each token came
     with torch.no_grad(), mp.compress(model, "sirllm", 100, decay=decay, **SETTINGS) as cache:
         for begin, end in passes:
-            model(tokens[:, begin:end], past_key_values=cache)
+            model(tokens[:, begin:end], cache=cache)
         found = cache.layer_caches[1].read(0).scores[0]
         p = model(tokens).logits[0].log_softmax(-1)
     expected = [-float(p[j - 1, int(tokens[0, j])]) * decay ** (2 - rounds[j]) for j in range(1, 40)]
@@ -113,9 +113,9 @@ def test_decay_decides_what_stays() -> None:
     model, (ids, _) = llama(), prompts(1)
     for decay in (1.0, 0.01):
         with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, decay=decay, **SETTINGS) as cache:
-            model(ids[:, :25], past_key_values=cache)
-            model(ids[:, 25:26], past_key_values=cache)
-            model(ids[:, 26:], past_key_values=cache)
+            model(ids[:, :25], cache=cache)
+            model(ids[:, 25:26], cache=cache)
+            model(ids[:, 26:], cache=cache)
             kept[decay] = cache.positions(0)[0]
     newest = [j for j in range(26, 40) if j in kept[0.01]]
     assert len(newest) == BUDGET - SINKS  # what came before weighs next to nothing
@@ -126,16 +126,16 @@ def test_growing() -> None:
     """Without eviction the cache grows, remembers what the decoded tokens were worth, and the next turn decides."""
     model, (ids, _) = llama(), prompts(1)
     with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, decode="grow", recent=0) as cache:
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], cache=cache)
         logits = model(ids[:, :20]).logits[:, -1]
         for t in range(20, 26):
             assert len(cache.positions(0)[0]) == BUDGET + t - 20
             logits = logits.log_softmax(-1)
-            step = model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1]
+            step = model(ids[:, t : t + 1], cache=cache).logits[:, -1]
             entry = cache.layer_caches[0].read(0)
             assert float(entry.scores[0, -1]) == pytest.approx(-float(logits[0, ids[0, t]]), abs=1e-5)
             logits = step
-        model(ids[:, 26:], past_key_values=cache)
+        model(ids[:, 26:], cache=cache)
         assert [len(h) for h in cache.positions(0)] == [BUDGET] * 2
 
 
@@ -153,7 +153,7 @@ def test_windows_latents_and_scaled_logits(name: str) -> None:
     kept = kept_in_any_chunks(model, ids, 24, "sirllm", budget=9, **SETTINGS)
     assert any(len(head) < 24 for layer in kept for head in layer)
     with torch.no_grad(), mp.compress(model, "sirllm", 100, **SETTINGS) as cache:
-        p = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+        p = model(ids, cache=cache).logits[0].log_softmax(-1)
         dense = cache.layer_caches[1].read(0)
     for j, found in zip(dense.positions[0].tolist(), dense.scores[0].tolist(), strict=True):
         assert j == 0 or found == pytest.approx(-float(p[j - 1, ids[0, j]]), abs=1e-4)
@@ -164,16 +164,16 @@ def test_beams_carry_their_predictions_along() -> None:
     beams = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": 3}
     expected = model.generate(input_ids=ids, **beams)
     with torch.no_grad(), mp.compress(model, "sirllm", 100, **SETTINGS) as cache:
-        assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **beams), expected)
+        assert torch.equal(model.generate(input_ids=ids, cache=cache, **beams), expected)
     follows = torch.randint(2, 96, (2, 3), generator=torch.Generator().manual_seed(4))
     kept = []
     for rows in ([0, 1], [0], [1]):
         with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, recent=0) as cache:
-            model(ids[:1], past_key_values=cache)
+            model(ids[:1], cache=cache)
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([0, 1][: len(rows)]))
             for t in range(3):
-                model(follows[rows, t : t + 1], past_key_values=cache)
+                model(follows[rows, t : t + 1], cache=cache)
             kept.append([cache.layer_caches[0].read(s).scores.tolist() for s in range(len(rows))])
     assert kept[0] == [*kept[1], *kept[2]]
 
@@ -186,12 +186,12 @@ def test_copies_in_the_middle_of_what_waits() -> None:
     kept = []
     for rows in ([0, 1], [0], [1]):
         with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, sinks=2, recent=6) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
             for t in range(7):
-                model(later[:1, t : t + 1], past_key_values=cache)
+                model(later[:1, t : t + 1], cache=cache)
             cache.batch_repeat_interleave(len(rows))
             for t in range(7, 21):
-                model(later[rows, t : t + 1], past_key_values=cache)
+                model(later[rows, t : t + 1], cache=cache)
             kept.append([cache.positions(0, s) for s in range(len(rows))])
     assert kept[0] == [*kept[1], *kept[2]]
     assert kept[1] != kept[2]
@@ -205,13 +205,13 @@ def test_a_sequence_that_pauses() -> None:
     kept = []
     for rows in ([0, 1], [0], [1]):
         with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, sinks=2, recent=5) as cache:
-            model(ids.repeat(len(rows), 1), past_key_values=cache)
+            model(ids.repeat(len(rows), 1), cache=cache)
             mask = torch.ones(len(rows), 40, dtype=torch.long)
             for t in range(20):
                 if comes[rows, t].any():
                     mask = torch.cat([mask, comes[rows, t : t + 1].long()], 1)
                     at = (mask.cumsum(1) - 1)[:, -1:]
-                    model(later[rows, t : t + 1], attention_mask=mask, position_ids=at, past_key_values=cache)
+                    model(later[rows, t : t + 1], attention_mask=mask, position_ids=at, cache=cache)
             kept.append([cache.positions(0, s) for s in range(len(rows))])
     assert kept[0] == [*kept[1], *kept[2]]
 
@@ -224,7 +224,7 @@ def test_the_caller_gets_the_logits_that_it_asked_for(asked: Any, as_tuple: bool
         expected = model(ids, logits_to_keep=asked).logits
         with mp.compress(model, "sirllm", 100, **SETTINGS) as cache:
             options = {"logits_to_keep": asked, "return_dict": not as_tuple}
-            out = model(ids, past_key_values=cache, **options)
+            out = model(ids, cache=cache, **options)
             assert (cache.layer_caches[0].read(0).scores > 0).all()
         assert model(ids).logits.shape[1] == 40  # the hooks are gone
     torch.testing.assert_close(out[0] if as_tuple else out.logits, expected, atol=1e-12, rtol=0)
@@ -234,16 +234,16 @@ def test_what_it_cannot_do_is_refused() -> None:
     model, (ids, mask) = llama(), prompts(1)
     with torch.no_grad(), mp.compress(model, "sirllm", BUDGET, **SETTINGS) as cache:
         with pytest.raises(CacheMismatchError, match="only its decoder was called; call the model itself"):
-            model.model(ids, past_key_values=cache)
+            model.model(ids, cache=cache)
         with pytest.raises(CacheMismatchError, match="pass input_ids"):
-            model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
-        model(ids, past_key_values=cache)
+            model(inputs_embeds=model.model.embed_tokens(ids), cache=cache)
+        model(ids, cache=cache)
         assert len(cache.positions(0)[0]) == BUDGET
         cache.reset()
         with pytest.raises(OptionError, match="assisted generation"):
             model.generate(
                 input_ids=ids[:, :8].repeat(1, 5), attention_mask=mask, max_new_tokens=12, do_sample=False,
-                past_key_values=cache, prompt_lookup_num_tokens=3,
+                cache=cache, prompt_lookup_num_tokens=3,
             )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="LlamaModel predicts no tokens"):
         mp.compress(LlamaModel(model.config).eval(), "sirllm")

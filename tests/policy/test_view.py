@@ -58,7 +58,7 @@ def test_keys_and_values_of_each_position_at_every_plan() -> None:
             step = ids if t == 0 else later[:, t - 1 : t]
             seen = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
             places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            model(step, past_key_values=cache, attention_mask=seen, position_ids=places)
+            model(step, cache=cache, attention_mask=seen, position_ids=places)
     assert len(spy.seen) == 2 * 2 * 9
     for view, keys, values in spy.seen:
         k, v = (torch.cat(parts, 1) for parts in zip(*full[view.layer, view.sequence], strict=True))
@@ -88,7 +88,7 @@ def test_no_copy_where_no_score_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.clear()
         options = {"lag": 8} if method == "lagkv" else {}
         with torch.no_grad(), mp.compress(model, method, 20, **options) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         assert asked == expected, method
 
 
@@ -118,13 +118,13 @@ def test_latents_are_refused_with_the_reason(method: str) -> None:
             UnsupportedModelError, match=r"layer 0 stores latents \(MLA\).*use a method that scores by attent"
         ),
     ):
-        model(**left_padded([40]), past_key_values=cache)
+        model(**left_padded([40]), cache=cache)
 
 
 def test_chunks_over_attention_work_with_latents() -> None:
     model = shared_model("deepseek_v3")
     with torch.no_grad(), mp.compress(model, "chunkkv", 14, score="tova", chunk=4) as cache:
-        model(**left_padded([40]), past_key_values=cache)
+        model(**left_padded([40]), cache=cache)
         assert [len(row) for row in cache.positions(0)] == [14]
 
 
@@ -133,7 +133,7 @@ def test_every_score_composes_with_head_budgets(method: str) -> None:
     assert METHODS.get("ada")(score=method).score is not None
     model, (ids, _) = llama(), prompts(1)
     with torch.no_grad(), mp.compress(model, "ada", 16, score=method) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert [sum(len(head) for head in cache.positions(layer)) for layer in (0, 1)] == [32, 32]
 
 

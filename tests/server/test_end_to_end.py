@@ -56,7 +56,7 @@ def test_answers_are_those_of_generate(server: Live, method: str) -> None:
     for prompt, choice in zip(prompts, choices, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         with mp.compress(model, method, kept.get("budget")) as cache:
-            out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+            out = model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False)
         assert choice["text"].split() == tokenizer.decode(out[0, ids.shape[1] :]).split()
         if method == "h2o":
             assert choice["millpond"]["held"] == 16

@@ -85,6 +85,6 @@ def test_answers_of_an_evicting_method_are_those_of_generate(server: Live, folde
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         with mp.compress(model, "h2o", 16) as cache:
-            out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+            out = model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False)
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert answer.split() == said.partition("w5")[0].split()

@@ -116,7 +116,7 @@ def test_logits_at_supervised_places_are_those_of_the_whole_model(positions: int
     assert (batch.positions.diff(dim=1) > 1).any() == (positions is not None)
     with torch.inference_mode():
         few = supervised_logits(model, batch)
-        whole = model(batch.tokens, position_ids=batch.positions, past_key_values=DynamicCache()).logits
+        whole = model(batch.tokens, position_ids=batch.positions, cache=DynamicCache()).logits
     torch.testing.assert_close(few, whole[batch.supervised])
 
 

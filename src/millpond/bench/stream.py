@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.common.memory import resident_bytes
 from millpond.hf.compress import compress
+from millpond.models.cache_argument import cache_argument
 
 PROMPT = 64  #: tokens of the first pass
 STAGES = 10  #: rows of the report
@@ -55,14 +56,14 @@ def _stream(
     stages: list[Stage] = []
     vocabulary = int(model.config.vocab_size)
     with compress(model, method, budget) as cache:
-        model(torch.randint(vocabulary, (1, PROMPT), generator=draw), past_key_values=cache, logits_to_keep=1)
+        model(torch.randint(vocabulary, (1, PROMPT), generator=draw), **cache_argument(cache), logits_to_keep=1)
         length = -(-(tokens - PROMPT) // STAGES)
         for begin in range(PROMPT, tokens, length):
             text = torch.randint(vocabulary, (1, min(length, tokens - begin)), generator=draw)
             times = []
             for t in range(text.shape[1]):
                 before = time.perf_counter()
-                model(text[:, t : t + 1], past_key_values=cache)
+                model(text[:, t : t + 1], **cache_argument(cache))
                 times.append(time.perf_counter() - before)
                 if t % 1000 == 0:
                     progress(f"{method}: {begin + t:,} of {tokens:,} tokens")

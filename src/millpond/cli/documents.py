@@ -15,6 +15,7 @@ from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import DeviceName, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
+from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +94,7 @@ def ask(
             output().print(f"[bold]{escape(question)}[/]", soft_wrap=True, highlight=False)
             whole = torch.cat([ids, ending(tokenizer, question, made.chat).to(ids)], 1)
             loaded.generate(
-                whole, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=max_new_tokens,
+                whole, attention_mask=torch.ones_like(whole), **cache_argument(cache), max_new_tokens=max_new_tokens,
                 do_sample=False, streamer=TextStopwatch(tokenizer), **ended,
             )  # fmt: skip
 

@@ -16,6 +16,7 @@ from millpond.cli.options import Chat, Temperature, TopP, TypicalP, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ def generate(
     ) as held:  # fmt: skip
         watch = TextStopwatch(tokenizer)
         loaded.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=held, streamer=watch,
+            ids, attention_mask=torch.ones_like(ids), **cache_argument(held), streamer=watch,
             max_new_tokens=max_new_tokens, **sampling.kwargs(), **extra,
         )  # fmt: skip
         stats = held.stats()

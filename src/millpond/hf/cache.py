@@ -42,7 +42,7 @@ from millpond.policy.policy import Policy
 
 
 class MillpondCache(Cache):
-    """A KV cache inside a budget. Make one with `millpond.compress`; pass it as `past_key_values`.
+    """A KV cache inside a budget. Make one with `millpond.compress`; pass it as `cache`, or as `past_key_values`.
 
     Safe for one batch of prompts and their later turns; `reset` before an unrelated prompt. Inside its `with` block
     `generate` of the model uses it, a new prompt at each call, where no other cache is passed.
@@ -246,7 +246,7 @@ class MillpondCache(Cache):
         """
         if not self._used and not self._closed:
             warnings.warn(
-                "this cache was never used: pass it as past_key_values, or call generate() inside its `with` block, in "
+                "this cache was never used: pass it as cache=, or call generate() inside its `with` block, in "
                 "the thread that entered it",
                 UnusedCacheWarning,
                 stacklevel=2,

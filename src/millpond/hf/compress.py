@@ -69,15 +69,15 @@ def compress(
             torch. Their results agree up to rounding.
         tokenizer: the model's; methods that read what tokens are (`fastgen`, `kvzip`) know from it.
         calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
-        attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a
-            `past_key_values` uses the cache, a new prompt at each call (a text that the cache was given otherwise, by
-            a pass, a document or a fork, is continued where the prompt begins with it); and a prompt that does not
-            continue where a cache that is passed has ended is refused. False leaves `generate` alone.
+        attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a cache
+            uses this one, a new prompt at each call (a text that the cache was given otherwise, by a pass, a document
+            or a fork, is continued where the prompt begins with it); and a prompt that does not continue where a cache
+            that is passed has ended is refused. False leaves `generate` alone.
         **options: of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
-        A cache to pass as `past_key_values`. Its `close`, or the end of a `with` block, gives the model its own
-        attention back.
+        A cache to pass as `cache` (or as `past_key_values`, its name before transformers 5.24; both work with any
+        version). Its `close`, or the end of a `with` block, gives the model its own attention back.
 
     Raises:
         UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid or

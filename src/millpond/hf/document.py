@@ -22,6 +22,7 @@ from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_tensors import restore_states, state_tensors
+from millpond.models.cache_argument import cache_argument
 
 #: First bytes of a file, so that another file is refused at once.
 FORMAT = "millpond-document-2"
@@ -91,7 +92,7 @@ def restore_document(
 ) -> tuple[MillpondCache, Tensor]:
     """A cache that stands after the text of a file, and the text's ids (1, n).
 
-    Pass both on: `model.generate(torch.cat([ids, question], 1), past_key_values=cache)`. The cache is one of its own;
+    Pass both on: `model.generate(torch.cat([ids, question], 1), cache=cache)`. The cache is one of its own;
     for another question restore again, or take the answer back with `crop` where the method allows.
 
     Args:
@@ -185,4 +186,4 @@ def read_document(model: PreTrainedModel, cache: MillpondCache, ids: Tensor, chu
     step = chunk or parts or n_tokens
     with nullcontext() if parts is None else cache.parts.reading(cache.timeline.columns + n_tokens):
         for begin in range(0, n_tokens, step):
-            model(ids[:, begin : begin + step], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, begin : begin + step], **cache_argument(cache), logits_to_keep=1)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.attention import begin_pass, break_off, end_pass
+from millpond.models.cache_argument import CACHE_ARGUMENT, cache_among, with_cache
 
 
 class ForwardHooks:
     """Hooks on a model and its decoder. Knows the cache only weakly, so that a forgotten cache can be collected.
 
     Args:
-        cache: the `past_key_values` to look for.
+        cache: what to look for among the arguments.
         modules: whose calls begin or belong to a pass: the model and the decoders inside it.
     """
 
@@ -62,11 +63,14 @@ class ForwardHooks:
 
     def _carries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         cache = self._cache()
-        return cache is not None and (kwargs.get("past_key_values") is cache or any(a is cache for a in args))
+        return cache is not None and (cache_among(kwargs) is cache or any(a is cache for a in args))
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin the pass, or go on in it; and let the cache have the name that the model knows."""
         if not self._carries(args, kwargs):
-            return
+            return None
         self.check_free()
         if self._thread is not threading.current_thread() or module in self._running:
             self._running.clear()  # a pass that was interrupted from outside
@@ -75,6 +79,8 @@ class ForwardHooks:
             self._begin(module, args, kwargs)
             begin_pass()
         self._running.append(module)
+        cache = cache_among(kwargs)
+        return None if cache is None or CACHE_ARGUMENT in kwargs else (args, with_cache(kwargs, cache))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_attentions")

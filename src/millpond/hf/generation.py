@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.drafts import begin_behind_prompt
 from millpond.hf.prompt_parts import part_of_generate
+from millpond.models.cache_argument import cache_among, with_cache
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
@@ -53,7 +54,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if switched is None or thread in switched.running:  # a copy of the model, or a draft by the model itself
         return own(*args, **kwargs)
     own = switched.before or own
-    given = kwargs.get("past_key_values")
+    given = cache_among(kwargs)
     cache = given if given is not None else _innermost(switched, thread)
     if cache not in switched.caches:
         return own(*args, **kwargs)
@@ -67,7 +68,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     elif cache.filled_inside or not _goes_on(cache, ids, kwargs):
         cache.reset()
         cache.filled_inside = True
-    kwargs["past_key_values"] = cache
+    kwargs = with_cache(kwargs, cache)
     parts = part_of_generate(self, cache.parts, cache.timeline.columns, ids, config, kwargs)
     if parts is not None:
         kwargs["prefill_chunk_size"] = parts.size
@@ -146,8 +147,8 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]:
         return  # only what is new, as the mask tells
     way_out = (
-        "; for an unrelated prompt call cache.reset() first, make a cache for each prompt, or leave past_key_values "
-        "out inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "
+        "; for an unrelated prompt call cache.reset() first, make a cache for each prompt, or leave the cache out "
+        "inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "
         "follows with an attention_mask over all of it"
     )
     if len(ids) == cache.timeline.n_seq:

@@ -15,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.hf.model_profile import ModelProfile, named
 from millpond.hf.signals.rotary import changes_with_length
+from millpond.models.cache_argument import CACHE_ARGUMENTS
 from millpond.policy.policy import Policy
 
 #: Tokens of a part, at the most.
@@ -22,7 +23,7 @@ PART = 512
 #: Prompts up to this length are read as a whole: parts of 1,536 tokens took 5 % longer (bf16, a CPU), of 4,096 none.
 WHOLE = 2048
 #: Tensor arguments of generate() that can be cut where the ids are.
-_CUT = {"input_ids", "inputs", "attention_mask", "past_key_values"}
+_CUT = {"input_ids", "inputs", "attention_mask", *CACHE_ARGUMENTS}
 #: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
 _OWN = ("generate", "_prefill")
 #: Settings of generate() under which a prompt is read otherwise, or its pass is observed.

@@ -119,7 +119,7 @@ def attention(
             "close() the cache first"
         )
     if softcap is None and s_aux is None:
-        sdpa = AttentionInterface._global_mapping["sdpa"]
+        sdpa: Any = AttentionInterface._global_mapping["sdpa"]
         out: tuple[Tensor, Tensor | None] = sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return out
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

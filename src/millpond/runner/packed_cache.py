@@ -225,7 +225,7 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
 
 
 class PackedPass(Cache):
-    """The `past_key_values` of one packed pass.
+    """The cache of one packed pass.
 
     Args:
         readers: numbers of the layers with attention -> of those that read their keys. depth: layers of all kinds.

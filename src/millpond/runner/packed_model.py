@@ -26,6 +26,7 @@ from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
+from millpond.models.cache_argument import cache_argument
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.carried_states import CarriedStates, StateShape
 from millpond.runner.native_forward import NativeForward
@@ -168,7 +169,7 @@ class PackedModel:
         options: dict[str, Any] = {"logits_to_keep": rows} if self._picks_rows and len(rows) != len(ids) else {}
         with nullcontext() if self._streamed is None else self._streamed.in_modules():
             out = self.model(
-                input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
+                input_ids=ids[None], position_ids=positions[None], **cache_argument(cache), use_cache=True, **options
             )
         end_pass()
         if isinstance(served, SegmentedAttention):

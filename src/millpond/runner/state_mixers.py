@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from millpond.errors import UnsupportedModelError
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.native_layers.forward_override import ForwardOverride
+from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.watch import own_forward
 from millpond.runner.carried_states import StateShape
 from millpond.runner.packed_cache import PackedPass, Segment
@@ -80,7 +81,7 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
     ]
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=token, position_ids=token, **cache_argument(cache), use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()

@@ -30,7 +30,7 @@ def alone(kind: str, method: str, length: int) -> tuple[list[int], Tensor]:
     model, ids = model_of(kind), torch.tensor([prompt(length)])
     with torch.no_grad(), mp.compress(model, method, BUDGETS[method]) as kept:
         out = model.generate(  # type: ignore[operator]
-            ids, past_key_values=kept, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
+            ids, cache=kept, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     new = out.sequences[0, length:]

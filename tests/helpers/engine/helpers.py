@@ -40,7 +40,7 @@ def alone(method: str, length: int, new: int = NEW, family: str = "llama") -> li
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)  # a share of a few tokens
         with mp.compress(model, method, budget_of(method), **METHODS[method]) as kept:
-            out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, past_key_values=kept)
+            out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, cache=kept)
     return [int(i) for i in out[0, length:]]
 
 

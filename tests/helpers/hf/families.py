@@ -169,7 +169,7 @@ def teacher_forced(model: PreTrainedModel, prompt: dict[str, Tensor], tokens: Te
     ids, positions = prompt["input_ids"], (mask.cumsum(1) - 1).clamp(min=0)
     logits = []
     for column in range(tokens.shape[1] + 1):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
         logits.append(out.logits[:, -1])
         if column < tokens.shape[1]:
             ids = tokens[:, column : column + 1]

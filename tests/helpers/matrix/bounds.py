@@ -42,7 +42,7 @@ def held(
             if found:
                 mask = torch.cat([mask, torch.ones(batch, n, dtype=torch.long)], 1)
             places = (mask.cumsum(1) - 1).clamp(min=0)[:, -n:]
-            model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+            model(ids, attention_mask=mask, position_ids=places, cache=cache)
             found.append(cache.stats().kv_bytes)
         cache.check_integrity()
     return found

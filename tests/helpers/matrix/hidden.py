@@ -41,9 +41,9 @@ def passes(
         seen = torch.cat([seen, mask if number == 0 else torch.ones_like(step)], 1)
         places = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
         inputs = {"attention_mask": seen, "position_ids": places}
-        ours = model(step, past_key_values=cache, **inputs).logits
+        ours = model(step, cache=cache, **inputs).logits
         with running(model, oracle):
-            theirs = model(step, past_key_values=stock, **inputs).logits
+            theirs = model(step, cache=stock, **inputs).logits
         real = seen[:, -step.shape[1] :].bool()
         yield float((ours - theirs)[real].abs().max()), float(theirs.abs().max())
 
@@ -73,9 +73,9 @@ def kept_in_any_chunks(model: PreTrainedModel, ids: Tensor, prompt: int, method:
     for chunk in (prompt, 7):
         with torch.no_grad(), mp.compress(model, method, between_chunks=False, **options) as cache:
             for begin in range(0, prompt, chunk):
-                model(ids[:, begin : min(begin + chunk, prompt)], past_key_values=cache)
+                model(ids[:, begin : min(begin + chunk, prompt)], cache=cache)
             for t in range(prompt, ids.shape[1]):
-                model(ids[:, t : t + 1], past_key_values=cache)
+                model(ids[:, t : t + 1], cache=cache)
             found.append([cache.positions(layer) for layer in range(len(cache.layers))])
             cache.check_integrity()
     assert found[0] == found[1]

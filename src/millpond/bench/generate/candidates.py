@@ -20,6 +20,7 @@ from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.generate.saved_model import SavedModel
 from millpond.hf.compress import compress
 from millpond.hf.native_layers.enable import use_native_layers
+from millpond.models.cache_argument import cache_argument
 
 _GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 
@@ -138,7 +139,7 @@ def timed(
     """Greedy generate() with a cache, and what else it is `given`; `kv_bytes` tells at the end what the cache holds."""
     peak, watch = PeakMemory(), Stopwatch()
     model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, streamer=watch, do_sample=False,
+        prompts, attention_mask=torch.ones_like(prompts), **cache_argument(cache), streamer=watch, do_sample=False,
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True, **given,
     )  # fmt: skip
     return GenerateTiming(watch.prefill_s, 1e3 * watch.decode_s, kv_bytes(), peak.growth())

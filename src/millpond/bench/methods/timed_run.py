@@ -18,6 +18,7 @@ from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.methods.candidate import MethodTiming
 from millpond.bench.methods.plan_clock import PlanClock
 from millpond.hf.compress import compress
+from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
 
 
@@ -78,7 +79,7 @@ class TimedRun:
     @torch.inference_mode()
     def _generate(self, watch: Stopwatch, new_tokens: int) -> None:
         self._ids = self._model.generate(
-            self._ids, attention_mask=torch.ones_like(self._ids), past_key_values=self._cache, streamer=watch,
+            self._ids, attention_mask=torch.ones_like(self._ids), **cache_argument(self._cache), streamer=watch,
             do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from millpond import MillpondCache
 from millpond.bench.model_types.masked import Held, Masked, attending
 from millpond.bench.model_types.pictures import picture_inputs
+from millpond.models.cache_argument import cache_argument
 
 LENGTHS = [24, 17]  #: of the prompts; padded on the left
 NEW = 6  #: tokens that are generated
@@ -44,7 +45,7 @@ def generated(
             held.append({n: [cache.positions(n, s) for s in range(len(ids))] for n in cache.entry_layers})
         return scores if follow is None else follow(ids, scores)
 
-    given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    given: dict[str, Any] = {} if cache is None else cache_argument(cache)
     picture = picture_inputs(model.config.model_type, mask)
     # that of the model, where it takes a picture in; else not, as one may pass no processors on (Janus)
     generate: Any = type(model).generate if picture else GenerationMixin.generate  # type: ignore[attr-defined]

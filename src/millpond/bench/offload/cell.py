@@ -27,6 +27,7 @@ from millpond.engine.offload.planner import constants_for
 from millpond.engine.offload.workload import Workload
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond.models.cache_argument import cache_argument, cache_of
 from millpond.models.load import resolve
 from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
@@ -152,7 +153,7 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
         for _ in range(settings.steps):
             times.append(time.perf_counter())
             newest = out.logits[:, -1:].argmax(-1)
-            out = model(newest, past_key_values=out.past_key_values, use_cache=True)
+            out = model(newest, **cache_argument(cache_of(out)), use_cache=True)
     times.append(time.perf_counter())
     parts = [after - before for before, after in pairwise(times)]
     step_s = statistics.median(parts[1:])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.cli.console import notes, output, size
 from millpond.errors import DataError
 from millpond.hf.compress import compress
+from millpond.models.cache_argument import cache_argument
 from millpond.models.chat_template import around_user, end_ids, has_template
 
 #: Tokens of the text that are predicted, and tokens of an answer.
@@ -121,17 +122,17 @@ def read_text(
     """The numbers of one setting."""
     runs: Any = model
     with compress(model, setting.method, setting.budget, setting.codec, tokenizer=tokenizer) as cache:
-        logits = runs(task.ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = runs(task.ids, **cache_argument(cache), logits_to_keep=1).logits
         loss, steps = 0.0, []
         for token in task.following[0].tolist():
             loss -= float(logits[0, -1].float().log_softmax(-1)[token])
             begin = time.perf_counter()
-            logits = runs(torch.tensor([[token]]), past_key_values=cache).logits
+            logits = runs(torch.tensor([[token]]), **cache_argument(cache)).logits
             steps.append(time.perf_counter() - begin)
         stats = cache.stats()
         cache.reset()
         out = runs.generate(
-            task.prompt, attention_mask=torch.ones_like(task.prompt), past_key_values=cache, max_new_tokens=ANSWER,
+            task.prompt, attention_mask=torch.ones_like(task.prompt), **cache_argument(cache), max_new_tokens=ANSWER,
             do_sample=False, eos_token_id=end_ids(model, tokenizer), pad_token_id=0,
         )  # fmt: skip
     answer = tokenizer.decode(out[0, task.prompt.shape[1] :], skip_special_tokens=True)

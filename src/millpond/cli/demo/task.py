@@ -16,6 +16,7 @@ from millpond.bench.common.stopwatch import Stopwatch
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
+from millpond.models.cache_argument import cache_argument
 from millpond.models.load import load_tokenizer
 from millpond.models.pond import words as w
 from millpond.models.pond.exam import draw_paper
@@ -92,7 +93,7 @@ def run_method(
     """
     chosen = budget if METHODS.get(method)().takes_budget else None
     with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
-        model(task.context, past_key_values=cache, logits_to_keep=1)
+        model(task.context, **cache_argument(cache), logits_to_keep=1)
         held = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))
         watch = Stopwatch()
@@ -103,7 +104,7 @@ def run_method(
 
 def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatch) -> Tensor:
     out: Tensor = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, streamer=watch, do_sample=False,
+        prompts, attention_mask=torch.ones_like(prompts), **cache_argument(cache), streamer=watch, do_sample=False,
         max_new_tokens=STEPS, min_new_tokens=STEPS,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from millpond.budget import Budget
 from millpond.errors import NumericsError
 from millpond.hf.cache import MillpondCache
+from millpond.models.cache_argument import cache_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class BatchReader:
         self._mask = torch.cat([self._mask, valid.to(device)], 1)
         out = self._model(
             input_ids=ids.to(device), attention_mask=self._mask, position_ids=positions.to(device),
-            past_key_values=self.cache, use_cache=True, **self._options,
+            **cache_argument(self.cache), use_cache=True, **self._options,
         )  # fmt: skip
         fresh = out.logits[:, -1].to(torch.promote_types(out.logits.dtype, torch.float32))
         self.logits = fresh if all(tokens) else _chosen(tokens, fresh, self.logits)

@@ -17,6 +17,7 @@ from millpond.evals.harness.output_projection import output_matrices
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink
+from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
 
 #: Positions kept: [layer][KV head], as `MillpondCache.positions` tells them.
@@ -72,7 +73,7 @@ def method_losses(
     Evicted entries are lost; entries that are stored but not selected by a lookup count as kept.
     """
     with torch.inference_mode(), compress(model, method, budget, codec, **options) as cache:
-        model(tokens[None, :opening], past_key_values=cache, logits_to_keep=1)
+        model(tokens[None, :opening], **cache_argument(cache), logits_to_keep=1)
         kept = kept_positions(cache)
     return attention_losses(model, tokens, opening, kept)
 
@@ -101,9 +102,9 @@ def attention_losses(model: PreTrainedModel, tokens: Tensor, opening: int, kept:
     matrices = output_matrices(model)
     with torch.inference_mode(), compress(model, "full") as cache:
         tap = AttentionRecorder(cache, asking=False)
-        model(tokens[None, :opening], past_key_values=cache, logits_to_keep=1)
+        model(tokens[None, :opening], **cache_argument(cache), logits_to_keep=1)
         tap.asking = True
-        model(tokens[None, opening:], past_key_values=cache, logits_to_keep=1)
+        model(tokens[None, opening:], **cache_argument(cache), logits_to_keep=1)
         if len(kept) != len(tap.layers):
             raise OptionError(f"kept tells of {len(kept)} layers, the model has {len(tap.layers)}")
         layers = [

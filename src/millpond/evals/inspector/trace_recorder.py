@@ -14,6 +14,7 @@ from millpond.errors import OptionError
 from millpond.evals.inspector.token_text import Encoded, continuation
 from millpond.evals.inspector.trace import Change, HeadTrace, Trace, change_between, levels_of
 from millpond.hf.cache import MillpondCache
+from millpond.models.cache_argument import cache_argument
 
 #: Bytes that the scores of a trace may take; beyond them only every second, fourth, ... step keeps its own.
 SCORE_BYTES = 3 * 2**20
@@ -51,7 +52,7 @@ def record_trace(
     recorder = Recorder(cache, score_bytes)
     generate: Any = model.generate
     out = generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=recorder, do_sample=False,
+        ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), streamer=recorder, do_sample=False,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
     tail = continuation(tokenizer, out[0].tolist(), len(prompt.ids))

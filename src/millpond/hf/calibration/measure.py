@@ -23,6 +23,7 @@ from millpond.hf.calibration.load import model_mark, rotations_before_rope
 from millpond.hf.model_support import supported
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.single_pass_layer import PassLayer
+from millpond.models.cache_argument import cache_argument
 
 #: Called with the number of steps done and of all steps.
 Progress = Callable[[int, int], None]
@@ -131,7 +132,7 @@ def _read(
     undo = model.get_input_embeddings().register_forward_hook(_begin_gradients)
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(fisher):
-            logits = model(run.to(model.device), past_key_values=watch, use_cache=True).logits[0]
+            logits = model(run.to(model.device), **cache_argument(watch), use_cache=True).logits[0]
             loss = F.cross_entropy(logits[:-1].float(), run[0, 1:].to(logits.device), reduction="sum")
             seen = watch.seen(type(model).__name__)
             grads = torch.autograd.grad(loss, [t for pair in seen for t in pair]) if fisher else ()
@@ -208,7 +209,7 @@ class _WatchedLayer(PassLayer):  # type: ignore[no-untyped-call]
 
 
 class _Watch(Cache):
-    """The `past_key_values` of a pass whose keys and values are observed."""
+    """The cache of a pass whose keys and values are observed."""
 
     def __init__(self, n_layers: int) -> None:
         self._watched = [_WatchedLayer() for _ in range(n_layers)]

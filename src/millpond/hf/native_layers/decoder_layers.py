@@ -20,6 +20,7 @@ from millpond.hf.attention import attention
 from millpond.hf.native_layers.forward_override import ForwardOverride
 from millpond.kernels import decoder_rows
 from millpond.kernels.decoder_ops import TOLERANCE, choose
+from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.block import Block
 from millpond.models.lean.fuse import apart
 from millpond.models.lean.layers import block_of
@@ -64,22 +65,24 @@ def forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Stands in for the forward of a decoder layer."""
     parts = None
-    if position_embeddings is not None and past_key_values is not None and decoder_rows.fits(hidden_states, ()):
+    if cache is None:
+        cache = kwargs.pop("past_key_values", None)
+    if position_embeddings is not None and cache is not None and decoder_rows.fits(hidden_states, ()):
         parts = _parts_of(self, hidden_states.dtype)
     if parts is None:
         return type(self).forward(
             self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+            **cache_argument(cache), use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
         )  # fmt: skip
     assert position_embeddings is not None, "checked above"
-    return _run(parts, hidden_states, attention_mask, past_key_values, position_embeddings)
+    return _run(parts, hidden_states, attention_mask, cache, position_embeddings)
 
 
 STAND_IN = ForwardOverride(forward)
@@ -115,7 +118,7 @@ def _run(
     """The layer: (B, Q, width) -> (B, Q, width)."""
     module = parts.attention
     batch, length = x.shape[:2]
-    together = AttentionInterface._global_mapping[module.config._attn_implementation]
+    together: Any = AttentionInterface._global_mapping[module.config._attn_implementation]
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))

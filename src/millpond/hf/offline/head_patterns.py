@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from millpond.errors import OptionError
 from millpond.hf.compress import compress
 from millpond.kernels.args import AttentionShape
+from millpond.models.cache_argument import cache_argument
 from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern
 from millpond.policy.variants.minference_patterns import make_pattern
 
@@ -63,7 +64,7 @@ def find_patterns(
 
     with torch.no_grad(), compress(model, "full") as cache:
         cache.watch(observe)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **cache_argument(cache), logits_to_keep=1)
     Path(path).write_text(json.dumps([layers[layer] for layer in sorted(layers)]), encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.errors import OptionError
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
+from millpond.models.cache_argument import cache_argument
 from millpond.policy.needs.declared import PromptRepeat
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class PromptReconstruction:
             mask[row, width - int(lengths[row]) :] = 1
         start = torch.from_numpy(timeline.seen).to(self._device)[:, None]
         self._decoder(
-            input_ids=ids, past_key_values=cache, attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
+            input_ids=ids, **cache_argument(cache), attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
             position_ids=(start + mask.cumsum(1) - 1).clamp(min=0),
         )  # fmt: skip
 

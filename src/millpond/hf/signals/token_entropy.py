@@ -16,6 +16,7 @@ from millpond.cache.state.positions import ForwardSpan
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.signals.predictions import Predictions
+from millpond.models.cache_argument import cache_among
 from millpond.policy.needs.declared import Entropies
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class TokenEntropyHook:
     @staticmethod
     def _carries(cache: LayerCaches | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a pass is one of this cache; others may run in other threads."""
-        return cache is not None and (kwargs.get("past_key_values") is cache or any(a is cache for a in args))
+        return cache is not None and (cache_among(kwargs) is cache or any(a is cache for a in args))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = self._cache()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from millpond.models.cache_argument import cache_argument
 from millpond.models.pond.exam import Paper, draw_paper
 from millpond.models.pond.facts import FactQuestion
 
@@ -38,7 +39,7 @@ def evaluate_task(model: PreTrainedModel, task: str, *, length: int, papers: int
 def _answer(model: PreTrainedModel, paper: Paper) -> list[float]:
     """The share of right words of each question of one paper."""
     cache = DynamicCache(config=model.config)
-    model(torch.from_numpy(paper.text)[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+    model(torch.from_numpy(paper.text)[None].to(model.device), **cache_argument(cache), logits_to_keep=1)
     seen = cache.get_seq_length()
     shares = []
     for asked in paper.asked:
@@ -51,7 +52,7 @@ def _share(model: PreTrainedModel, cache: DynamicCache, asked: FactQuestion) -> 
     """Decode one answer; the share of the words that count which stand where they should."""
     ids, answer, right = torch.tensor([asked.question]), list[int](), 0
     for place, counts in enumerate(asked.scored[:-1]):
-        logits = model(ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        logits = model(ids.to(model.device), **cache_argument(cache), logits_to_keep=1).logits[0, -1]
         ids = logits.argmax()[None, None]
         right += counts and int(ids) in asked.accepted(place, answer)
         answer.append(int(ids))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
 from millpond.errors import DataError
+from millpond.models.cache_argument import cache_argument, cache_of
 from millpond.train.text.corpus import read_document
 from millpond.train.text.data import Ids, encode_document
 from millpond.train.text.recall import FORMS, Fact, draw_facts
@@ -124,7 +125,7 @@ def recall(
         rng = random.Random(f"{EVAL_STREAM} {seed} {length} {index}")
         drawn = draw_facts(rng, facts, form=index % FORMS)
         context = torch.tensor([_context(rng, tokenizer, text, drawn, length)], device=model.device)
-        read = model(context, use_cache=True, logits_to_keep=1).past_key_values
+        read = cache_of(model(context, use_cache=True, logits_to_keep=1))
         for fact in drawn:
             right[fact.is_number].append(_answers(model, tokenizer, copy.deepcopy(read), fact))
     return Recall(length, _share(right[True]), _share(right[False]), contexts * facts)
@@ -147,7 +148,7 @@ def _answers(model: PreTrainedModel, tokenizer: Tokenizer, read: Cache, fact: Fa
     """Whether the model, having read the context into `read`, gives the answer of `fact`."""
     question, answer = plain_ids(tokenizer, f" {fact.question}"), plain_ids(tokenizer, fact.answer)
     ids = torch.tensor([[*question, *answer]], device=model.device)
-    logits = model(ids[:, :-1], past_key_values=read, logits_to_keep=len(answer)).logits
+    logits = model(ids[:, :-1], **cache_argument(read), logits_to_keep=len(answer)).logits
     return bool((logits.argmax(-1) == ids[:, -len(answer) :]).all())
 
 

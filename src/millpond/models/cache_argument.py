@@ -1,0 +1,33 @@
+"""The argument by which models of transformers take their cache: `cache` since 5.24, `past_key_values` before."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+#: The name that the installed transformers uses, for arguments and in outputs.
+CACHE_ARGUMENT = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+#: Both names. Models with a Millpond cache take either, whatever the version.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The keyword argument that hands a cache to a model or to `generate`."""
+    return {CACHE_ARGUMENT: cache}
+
+
+def cache_among(arguments: dict[str, Any]) -> Any:
+    """The cache among keyword arguments, under either name; None where there is none."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
+def with_cache(arguments: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """The keyword arguments with this cache under the name that the installed transformers uses, and no other."""
+    return {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS} | cache_argument(cache)
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model's output carries."""
+    return getattr(output, CACHE_ARGUMENT)
