@@ -282,8 +282,8 @@ class MillpondCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can take any tokens back without a recording."""
-        return self.journal.truncatable and not self.states.layers
+        """Whether `crop` can take tokens back: any where none is evicted, else those of a pass that is recorded."""
+        return (self.journal.truncatable or self.journal.recording) and not self.states.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx.tolist()])
