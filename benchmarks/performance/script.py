@@ -31,7 +31,7 @@ def keep(args: argparse.Namespace, results: Sequence[object], **more: object) ->
     """Write the results to the file of --json, where there is one, with the options and the machine."""
     if args.json:
         told = {name: value for name, value in vars(args).items() if name != "json"}
-        if "model" in told:  # a path says where it lies on this machine
+        if told.get("model") is not None:  # a path says where it lies on this machine
             told["model"] = Path(told["model"]).name
         machine = describe_machine()
         found = {"load": told, **more, "hardware": machine.hardware, "software": machine.software, "results": results}

@@ -111,9 +111,11 @@ def test_assisted_generation_equals_plain_decoding(seed: int) -> None:
             hook = model.register_forward_pre_hook(
                 lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
             )
-            out = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, cache=cache, **drafts)
+            try:
+                out = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, cache=cache, **drafts)
+            finally:
+                hook.remove()
             found.append(out.tolist())
-            hook.remove()
     assert found[0] == found[1]
     assert 4 in lengths  # a draft of three was verified
 
