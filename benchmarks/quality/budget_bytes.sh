@@ -23,7 +23,7 @@ evaluate() {
 at_1024() {
   evaluate "$@" --method full
   evaluate "$@" --codec rotated4 --method h2o --budget 704,352,160
-  evaluate "$@" --codec rotated4 --method ada,h2o --budget 512
+  evaluate "$@" --codec rotated4 --method ada,h2o,snapkv:pool=avg --budget 512
   evaluate "$@" --codec rotated4+rotated3 --method h2o --budget 800,416,192
   evaluate "$@" --codec rotated3 --method h2o --budget 928
 }

@@ -94,6 +94,11 @@ h2o:recent=0:sinks=0,h2o:recent=0"
         --protocol agnostic --tasks "$facts:questions=3"
       answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,window,oracle \
         --protocol aware --tasks "$facts"
+      # about an eighth of the bytes, for the preset of the smallest cache
+      evaluate r-aware --protocol aware --tasks "$facts" --dtype bf16 --budget 512 --codec rotated4 \
+        --method ada,h2o,snapkv:pool=avg
+      evaluate r-agnostic --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --budget 512 --codec rotated4 \
+        --method ada,h2o,kvzip
       most=60
       ;;
     turns)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
+from millpond.kernels import native
+from millpond.models.lean.decoder import Decoder
 from tests.helpers.engine.helpers import finish, greedy, tokens
 
 LENGTHS = (210, 150, 90)
@@ -74,6 +77,30 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
     done = finish(engine)
     engine.close()
     assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(case, n) for n in LENGTHS}
+
+
+@pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
+@pytest.mark.parametrize("case", CASES)
+def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step runs all layers in one native call, but for entries that are rotated, which nothing there turns."""
+    calls: list[int] = []
+    real = Decoder.step
+
+    def step(self: Decoder, ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        calls.append(len(ids))
+        return real(self, ids, *rest)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    found = []
+    for _ in range(2):
+        engine = engine_for(case)
+        for n in LENGTHS:
+            engine.add(ask(n))
+        found.append({name: tokens(output) for name, output in finish(engine).items()})
+        engine.close()
+        monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
+    assert found[0] == found[1]
+    assert bool(calls) == (case != "full rotated4")
 
 
 @pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4"])

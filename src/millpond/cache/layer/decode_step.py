@@ -97,8 +97,8 @@ class DecodeStep:
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
-        besides = (table.sealed, self._companions.rolling, self._companions.focus)
-        if type(self._attention) is not PagedAttention or self._policy.plans_each_step:
+        besides = (self._companions.rolling, self._companions.focus)
+        if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.is_hadamard_rotated:
             return False
         return all(part is None for part in besides) and self._attention.runs(table, self._rule, shape) is None
 
@@ -127,7 +127,7 @@ class DecodeStep:
         keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
-        return self.plain(table, self._attention.shape)
+        return table.sealed is None and self.plain(table, self._attention.shape)
 
     def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
         """A few tokens per sequence, each with the bits of a `step` of its own, where `takes_rows`.

@@ -11,8 +11,11 @@ from torch import Tensor
 from millpond.kernels.args import StepRegions
 from millpond.kernels.native.abi import INT32, decode_struct, entry_point, pool_numbers, rule_numbers
 from millpond.kernels.native.decoder_rows import Behind, Linears
+from millpond.kernels.native.packed import PACKED_BYTES, regions_struct
 
 COUNT = Struct("=q").pack
+#: in place of the struct of packed regions, where there are none
+NOT_PACKED = bytes(PACKED_BYTES)
 
 
 class Layers:
@@ -45,6 +48,8 @@ class Layers:
         structs, kept = [COUNT(len(regions))], []
         for (into, rest), r, sums in zip(self._parts, regions, lse, strict=True):
             shape, plain = r.shape, r.plain
+            if r.packed is not None:
+                r.packed.check(len(plain.table), plain.pages.key_dim)
             sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
             kept.append(sinks)  # a struct keeps no tensor
             decoding = decode_struct(
@@ -52,7 +57,8 @@ class Layers:
                 pool_numbers(plain.pages), rule_numbers(r.rule), shape.window, shape.scale, shape.softcap,
                 r.rule.decay, seen, sums, evicted,
             )  # fmt: skip
-            structs += (before, into.same, turn, decoding, behind, rest.same)
+            packed = NOT_PACKED if r.packed is None else regions_struct(r.packed)
+            structs += (before, into.same, turn, decoding, packed, behind, rest.same)
         if self._call(b"".join(structs)):
             raise MemoryError("no memory for the work space of a layer")
         return lse

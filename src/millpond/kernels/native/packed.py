@@ -19,7 +19,8 @@ from millpond.kernels.thread_count import thread_count
 #: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
-PACKED = Struct("=50q").pack
+_PACKED = Struct("=50q")
+PACKED, PACKED_BYTES = _PACKED.pack, _PACKED.size
 WRITE = Struct("=25q").pack
 INT32 = torch.int32
 

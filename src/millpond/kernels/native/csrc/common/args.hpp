@@ -185,19 +185,6 @@ struct BehindArgs {
   LinearArgs steps[3];   // of which only what is the same for all rows is read
 };
 
-// A layer for rows that decode, one of each sequence.
-struct LayerArgs {
-  HeadsArgs heads;
-  DecodeArgs decode;
-  BehindArgs behind;
-};
-
-// Layers, each behind the one before it.
-struct LayersArgs {
-  int64_t n;
-  LayerArgs layers[1];  // n of them
-};
-
 // RMSNorm, or LayerNorm where `centred`.
 struct NormArgs {
   const void *x, *weight, *bias;  // (m, heads, n); (n,); (n,) or null
