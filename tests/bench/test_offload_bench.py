@@ -93,14 +93,17 @@ def test_the_table_compares_with_the_best_of_the_others() -> None:
         "settings": asdict(OffloadSettings()), "model_bytes": 2_080_000_000, "slack_bytes": MiB, "hardware": "a CPU",
         "software": "torch", "command": "millpond bench offload", "packing_bytes_per_s": 3e8,
         "rows": [
-            {"cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0},
+            {
+                "cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0, "prefill_s": 2.0,
+                "predicted_prefill_s": 1.0, "decode_s": 9.0, "predicted_decode_s": 10.0,
+            },
             {"cell": "accelerate-1", **row, "tokens_per_s": 1.0, "projected": True},
             {"cell": "accelerate-4", **row, "tokens_per_s": 3.0, "projected": True},
             {"cell": "accelerate-8", "failed": "taken, and allowed"},
         ],
     }  # fmt: skip
     text = markdown(json.loads(json.dumps(data)))
-    assert "| Millpond, H2O 20 % | 4 | 12.00 | 4.0 | 15.00 | +25% | 1.00 | 1.00 to 1.10 |" in text
+    assert "| Millpond, H2O 20 % | 4 | 12.00 | 4.0 | 15.00 | 1.25 | 2.00 | 0.90 | 1.00 | 1.00 to 1.10 |" in text
     assert "| Accelerate, disk offload, batch 4* | 4 | 3.00 | 1.0 |" in text
     assert "| Accelerate, disk offload, batch 8 |  | taken, and allowed |" in text
     assert "Packing to int4: 300 MB/s" in text

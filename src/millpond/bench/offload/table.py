@@ -6,7 +6,10 @@ from typing import Any
 
 from millpond.bench.common.report import markdown_table
 
-_NAMES = {
+#: Parts of a block whose time is predicted: while prompts are read, and after that.
+PARTS = ("prefill", "decode")
+#: Cells of ours, as tables and pictures name them.
+NAMES = {
     "full": "Millpond, full cache", "h2o": "Millpond, H2O 20 %", "h2o-int4-kv": "Millpond, H2O 20 %, int4 KV",
     "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights", "full-int4-weights": "Millpond, full cache, int4 weights",
     "full-no-overlap": "Millpond, full cache, no overlap",
@@ -19,8 +22,8 @@ def markdown(data: dict[str, Any]) -> str:
     others = [row for row in data["rows"] if row["cell"].startswith("accelerate") and "failed" not in row]
     best = max((row["tokens_per_s"] for row in others), default=0)
     head = (
-        "engine", "requests at a time", "tok/s", "x Accelerate", "predicted tok/s", "error", "decode step, s",
-        "disk, GB/s",
+        "engine", "requests at a time", "tok/s", "x Accelerate", "predicted tok/s", "measured / predicted time",
+        "of prompts", "of decoding", "decode step, s", "disk, GB/s",
     )  # fmt: skip
     lines = [
         "# Offloading",
@@ -41,14 +44,19 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], best: float) -> list[str]:
-    batch = row["cell"].rpartition("-")[2]
-    name = _NAMES.get(row["cell"], f"Accelerate, disk offload, batch {batch}")
+    name = name_of(row["cell"])
     if "failed" in row:
-        return [name, "", row["failed"], *[""] * 5]
+        return [name, "", row["failed"], *[""] * 7]
     rate, predicted = row["tokens_per_s"], row.get("predicted_tokens_per_s")
+    parts = [f"{row[f'{part}_s'] / row[f'predicted_{part}_s']:.2f}" if predicted else "" for part in PARTS]
     return [
         name + ("*" if row.get("projected") else ""), str(row["requests"]), f"{rate:.2f}",
         f"{rate / best:.1f}" if best else "",
-        f"{predicted:.2f}" if predicted else "", f"{predicted / rate - 1:+.0%}" if predicted else "",
+        *([f"{predicted:.2f}", f"{predicted / rate:.2f}"] if predicted else ["", ""]), *parts,
         f"{row['decode_step_s']:.2f}", " to ".join(f"{one:.2f}" for one in row["bandwidth_gb_per_s"]),
     ]  # fmt: skip
+
+
+def name_of(cell: str) -> str:
+    """What ran in a cell."""
+    return NAMES.get(cell, f"Accelerate, disk offload, batch {cell.rpartition('-')[2]}")

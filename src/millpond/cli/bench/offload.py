@@ -29,7 +29,7 @@ def offload(
     accelerate: Annotated[
         Path, typer.Option(help="Folder with the package: pip install --no-deps --target FOLDER accelerate psutil.")
     ] = Path("build/accelerate"),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 20 s.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 25 s.")] = False,
     out: Report = None,
 ) -> None:
     """Time our sweep and Accelerate's disk offload, all in one cap on memory, and compare ours with its plan."""
@@ -39,6 +39,7 @@ def offload(
     from millpond.bench.offload.shapes import SHAPES
     from millpond.bench.offload.table import markdown
     from millpond.budget import parse_bytes
+    from millpond.cli.bench.offload_picture import draw
 
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
@@ -66,3 +67,5 @@ def offload(
     with errors().status("measuring"):
         data = run(folder, accelerate, settings, chosen, before=before, measure=measure, keep=keep)
     deliver("offload", data, markdown(data), out)
+    if out is not None:
+        typer.echo(f"wrote {draw(data, out / 'offload.svg')}")
