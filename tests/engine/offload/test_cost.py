@@ -271,6 +271,11 @@ def test_what_is_besides_the_products_is_counted(recall: ModelSize) -> None:
     ):
         after = compute(replace(EXAMPLE, calls=replace(EXAMPLE.calls, **{name: getattr(EXAMPLE.calls, name) + 1.0})))
         assert [late - early for late, early in zip(after, before, strict=True)] == pytest.approx([prefill, decode])
+    assert compute(replace(EXAMPLE, disk_calls=EXAMPLE.calls)) == before, "no KV is on the disk"
+    far = {**far, "kv host": 0.0, "kv disk": 1.0}
+    near, doubled = compute(EXAMPLE), replace(EXAMPLE.disk_calls, piece_s=2 * EXAMPLE.disk_calls.piece_s)
+    assert compute(replace(EXAMPLE, disk_calls=doubled))[0] - near[0] == pytest.approx(n * course.pieces * 5e-3)
+    far = {**far, "kv host": 1.0, "kv disk": 0.0}
     slower = compute(replace(EXAMPLE, attention=EXAMPLE.attention / 2))
     assert slower[0] - before[0] == pytest.approx(
         course.prompt_rows * cost.kv.prompt_flops / cost.kv.prompt / EXAMPLE.attention

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from millpond.engine.offload import call_times as calls
 from millpond.engine.offload import measure as measuring
 from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants, path_of, read, write
@@ -28,7 +29,9 @@ def constants(folder: Path) -> MachineConstants:
     return MachineConstants(
         read_per_s=1e9, write_per_s=2e9, burst_per_s=3e9, memory_per_s=1e10, attention=5e10, read_cpu_s=1e-10,
         flops=dict.fromkeys(WEIGHTS, table),
-        calls=CallTimes(step_s=1e-3, layer_s=2e-4, sequence_s=0.0, piece_s=1e-3, prompt_s=1e-3), cores=2, folder=str(folder.resolve()), hardware=hardware(), threads=1, date="2026-01-01T00:00:00+00:00",
+        calls=CallTimes(step_s=1e-3, layer_s=2e-4, sequence_s=0.0, piece_s=1e-3, prompt_s=1e-3),
+        disk_calls=CallTimes(step_s=0.0, layer_s=2e-3, sequence_s=0.0, piece_s=1e-3, prompt_s=0.0), cores=2,
+        folder=str(folder.resolve()), hardware=hardware(), threads=1, date="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
 
 
@@ -59,7 +62,8 @@ DAMAGE: list[Any] = [
     {"format": 1}, {"read_per_s": 0}, {"read_per_s": float("inf")}, {"read_per_s": "1"}, {"memory_per_s": True},
     {"flops": {}}, {"flops": {"bf16": {"1": 1.0}, "f32": {}}}, {"flops": 3}, {"threads": 0}, {"hardware": 7},
     {"accelerator": {}}, {"settled": 1}, {"date": None}, {"attention": 0}, {"cores": 0}, {"read_cpu_s": -1.0},
-    {"calls": {}}, {"calls": {"step_s": 1.0}}, {"calls": 3}, {"flops": {"bf16": {}, "f32": {}, "int8": {}}},
+    {"calls": {}}, {"disk_calls": {}}, {"calls": {"step_s": 1.0}}, {"calls": 3},
+    {"flops": {"bf16": {}, "f32": {}, "int8": {}}},
 ]  # fmt: skip
 
 
@@ -127,6 +131,23 @@ def test_a_burst_is_read_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = read_speed(tmp_path, file_bytes=measuring.REQUEST)
     assert found.settled
     assert found.burst == pytest.approx(3 * found.sustained, rel=0.1)
+
+
+def test_calls_of_a_small_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_LAYERS", (1, 3))
+    monkeypatch.setattr(calls, "_PROMPTS", 2)
+    found, more = calls.call_times()
+    assert 0 < found.piece_s < 1
+    assert 0 <= found.layer_s < 1
+    assert 0 < more.piece_s + more.layer_s + more.prompt_s < 1
+
+
+def test_rates_of_products_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "PRODUCT_S", 0.01)
+    monkeypatch.setattr(measuring, "SIDE", 256)
+    for name in WEIGHTS:
+        assert 1e6 < measuring._product_rate(16, name) < 1e14
+    assert 1e6 < measuring._attention_rate() < 1e14
 
 
 def test_a_folder_that_cannot_be_measured(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def offload(
     accelerate: Annotated[
         Path, typer.Option(help="Folder with the package: pip install --no-deps --target FOLDER accelerate psutil.")
     ] = Path("build/accelerate"),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 25 s.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 30 s.")] = False,
     out: Report = None,
 ) -> None:
     """Time our sweep and Accelerate's disk offload, all in one cap on memory, and compare ours with its plan."""

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload.clock import computing_clock
 from millpond.engine.offload.machine import CallTimes
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
@@ -47,61 +50,88 @@ class _Steps(NamedTuple):
     many: float
 
 
-def call_times() -> CallTimes:
-    """Measure, in about 3 s, with the threads that torch has now.
+class _Time(NamedTuple):
+    """Seconds of a step: of `computing_clock`, and of the wall."""
+
+    computed: float
+    passed: float
+
+
+class _Measured(NamedTuple):
+    """Steps by `computing_clock`, and by the wall."""
+
+    computed: _Steps
+    passed: _Steps
+
+
+def call_times() -> tuple[CallTimes, CallTimes]:
+    """Measure, in about 6 s, with the threads that torch has now.
 
     The cache evicts (`h2o`): a method that keeps everything plans faster.
+
+    Returns:
+        What a step takes, and what it takes more where KV lies on a disk: the way of pages, waited for.
     """
-    shallow, deep = (_steps(n) for n in _LAYERS)
+    here = [_steps(n, on_disk=False) for n in _LAYERS]
+    away = [_steps(n, on_disk=True) for n in _LAYERS]
+    computed = _per_layer(*(steps.computed for steps in here))
+    near, far = (_per_layer(*(steps.passed for steps in steps_of)) for steps_of in (here, away))
+    more = {field.name: max(getattr(far, field.name) - getattr(near, field.name), 0.0) for field in fields(CallTimes)}
+    return computed, CallTimes(**more)
+
+
+def _per_layer(shallow: _Steps, deep: _Steps) -> CallTimes:
+    """What grows with the layers is of a layer."""
     layers = _LAYERS[1] - _LAYERS[0]
-
-    def of_layer(one: float, other: float) -> float:
-        return max(other - one, 0.0) / layers
-
-    few, many = of_layer(shallow.few, deep.few), of_layer(shallow.many, deep.many)
+    piece, end, few, many = (max(more - less, 0.0) / layers for less, more in zip(shallow, deep, strict=True))
     sequence = max(many - few, 0.0) / (_MANY - _FEW)
-    piece = of_layer(shallow.piece, deep.piece)
     return CallTimes(
         step_s=max(shallow.few - _LAYERS[0] * few, 0.0), layer_s=max(few - _FEW * sequence, 0.0), sequence_s=sequence,
-        piece_s=piece, prompt_s=max(of_layer(shallow.end, deep.end) - piece, 0.0),
+        piece_s=piece, prompt_s=max(end - piece, 0.0),
     )  # fmt: skip
 
 
-def _steps(n_layers: int) -> _Steps:
-    """Steps of a model with as many layers."""
-    ends: list[float] = []
-    pieces: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="millpond-calls-") as folder, _engine(Path(folder), n_layers) as engine:
+def _steps(n_layers: int, on_disk: bool) -> _Measured:
+    """Steps of a model with as many layers, and KV in memory or on a disk."""
+    ends: list[_Time] = []
+    pieces: list[_Time] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="millpond-calls-") as folder,
+        _engine(Path(folder), n_layers, on_disk) as engine,
+    ):
         for _ in range(_PROMPTS):
             times = _timed(engine, sequences=1, new=2)  # with one token nothing is kept, so nothing is planned
             pieces += times[: _PIECES - 1]
             ends.append(times[_PIECES - 1])
-        few, many = (statistics.median(_timed(engine, sequences=n, new=_STEPS)[-_STEPS // 2 :]) for n in (_FEW, _MANY))
-    return _Steps(statistics.median(pieces), statistics.median(ends), few, many)
+        few, many = (_timed(engine, sequences=n, new=_STEPS)[-_STEPS // 2 :] for n in (_FEW, _MANY))
+    kinds = (pieces, ends, few, many)
+    computed, passed = (_Steps(*(statistics.median(time[n] for time in kind) for kind in kinds)) for n in (0, 1))
+    return _Measured(computed, passed)
 
 
-def _timed(engine: Engine, sequences: int, new: int) -> list[float]:
-    """Seconds of the steps that prompts and answers of some sequences take."""
+def _timed(engine: Engine, sequences: int, new: int) -> list[_Time]:
+    """The steps that prompts and answers of some sequences take."""
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     for n in range(sequences):
         prompt = tuple((7 * place + n) % _VOCABULARY for place in range(_PIECE * _PIECES))
         engine.add(Request(request_id=str(n), prompt=prompt, params=params))
-    times = []
+    times, clock = [], computing_clock()
     while engine.busy:
-        began = time.perf_counter()
+        began, at = clock(), time.perf_counter()
         engine.step()
-        times.append(time.perf_counter() - began)
+        times.append(_Time(clock() - began, time.perf_counter() - at))
     return times
 
 
 @contextmanager
-def _engine(folder: Path, n_layers: int) -> Iterator[Engine]:
+def _engine(folder: Path, n_layers: int, on_disk: bool) -> Iterator[Engine]:
     """An engine whose layers are all read in every step."""
     _write_model(folder, n_layers)
     skeleton, ledger = Skeleton.of(folder), Ledger([Tier("host", "host")])
     streamed = StreamedLayers(skeleton, WeightSizes(skeleton), ledger)
+    tier = DiskTier(folder, range(n_layers), micro_batch=_MANY) if on_disk else None
     config = EngineConfig(method="h2o", budget=_BUDGET, max_step_tokens=_PIECE)
-    engine = Engine(streamed.model, None, config, streamed=streamed)
+    engine = Engine(streamed.model, None, config, streamed=streamed, tier=tier)
     try:
         yield engine
     finally:

@@ -13,7 +13,7 @@ from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
 from millpond.engine.offload.block_course import BlockCourse, block_course
 from millpond.engine.offload.kv_size import KVSize
-from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Schedule
 from millpond.engine.offload.step_memory import StepMemory
@@ -22,8 +22,6 @@ from millpond.engine.offload.step_memory import StepMemory
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
 #: Bytes per second of KV between a slot and its pages: checksum and copies, in the threads that read. An estimate.
 CARRY_PER_S = 1e9
-#: Seconds besides that KV on a disk takes in a layer for each micro-batch. An estimate from one model of 30 layers.
-CARRY_S = 5e-3
 #: Prompts are read one after another; while the last tokens of one are read the next begins.
 _READ_AT_A_TIME = 1
 
@@ -98,10 +96,13 @@ class CostModel:
         ended = course.ends if reading else 0.0
         head = (decoding + ended) * 2 * self.model.head_parameters / self._product_rate(decoding + ended)
         prompts = rows * kv.prompt_flops / kv.prompt
-        calls, layer_calls = machine.calls, batches * machine.calls.layer_s + decoding * machine.calls.sequence_s
-        if reading:
-            layer_calls += course.pieces * calls.piece_s + ended * calls.prompt_s * kv.evicts
-        outside = head + calls.step_s
+        pieces = course.pieces if reading else 0.0
+
+        def of_layer(calls: CallTimes) -> float:
+            ends = ended * calls.prompt_s * kv.evicts
+            return batches * calls.layer_s + decoding * calls.sequence_s + pieces * calls.piece_s + ends
+
+        outside = head + machine.calls.step_s
         read = weights / machine.read_per_s
         ahead = outside - min(block.slots, n_layers) * read / n_layers  # slots are full before all of it has passed
         terms = [
@@ -109,10 +110,10 @@ class CostModel:
             Term("disk writes", (0, 0, 0, 0, 0, write), 0),
         ]
         device = machine.accelerator
-        beside = n_layers * layer_calls + outside
+        beside = n_layers * of_layer(machine.calls) + outside
         if device is None:
             busy = self._reading_cpu * machine.read_cpu_s
-            carried = attend + entries * busy + self._carry(batches, entries)
+            carried = attend + entries * (busy + 1 / CARRY_PER_S) + n_layers * of_layer(machine.disk_calls)
             here = products + beside + prompts / machine.attention
             return [*terms, Term("compute", (0, 0, weights * busy, attend, attend, carried), here)]
         hidden = 2 * (decoding + rows) * self.model.width * self._item * n_layers / device.link_per_s
@@ -132,10 +133,6 @@ class CostModel:
     def _reading_cpu(self) -> float:
         """Share of what reading takes of a core that is lost to computing: none where a core is left."""
         return 1 / self.machine.threads if self.machine.threads >= self.machine.cores else 0.0
-
-    def _carry(self, batches: int, entries: float) -> float:
-        """Seconds in which KV of a disk goes to its pages and leaves them."""
-        return entries / CARRY_PER_S + batches * len(self.model.layers) * CARRY_S
 
     def _product_rate(self, rows: float) -> float:
         device = self.machine.accelerator

@@ -55,6 +55,7 @@ class MachineConstants:
         flops: FLOP per second by `WEIGHTS`, then by rows of the product: see `rate`.
         attention: FLOP per second of the attention of a prompt.
         read_cpu_s: seconds of a core for each byte that is read. calls: what a step takes besides.
+        disk_calls: what it takes in addition where KV lies on a disk.
         settled: whether two spans of reads agreed within 5 %.
         accelerator: None where there is none.
         folder, hardware, date: where, on what, and when it was measured. threads, cores: of torch, and those that this
@@ -69,6 +70,7 @@ class MachineConstants:
     attention: float
     read_cpu_s: float
     calls: CallTimes
+    disk_calls: CallTimes
     settled: bool = True
     accelerator: Accelerator | None = None
     folder: str = ""

@@ -108,8 +108,9 @@ def _checked(found: Mapping[str, Any]) -> MachineConstants:
         raise ValueError("no number of threads or cores")
     rest: dict[str, Any] = texts | counts | {name: _rate(found[name]) for name in _RATES}
     rest |= {name: _rate_or_0(found[name]) for name in ("write_per_s", "read_cpu_s")}
-    calls = CallTimes(**{name: _rate_or_0(seconds) for name, seconds in found["calls"].items()})
-    return MachineConstants(flops=flops, settled=found["settled"], calls=calls, **rest)
+    for name in ("calls", "disk_calls"):
+        rest[name] = CallTimes(**{part: _rate_or_0(seconds) for part, seconds in found[name].items()})
+    return MachineConstants(flops=flops, settled=found["settled"], **rest)
 
 
 def _rate_or_0(value: Any) -> float:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from millpond.engine.offload.call_times import call_times
+from millpond.engine.offload.clock import computing_clock
 from millpond.engine.offload.machine import ROWS, WEIGHTS, MachineConstants
 from millpond.errors import OptionError
 from millpond.kernels import ops
@@ -53,7 +54,7 @@ class Reads(NamedTuple):
 
 
 def measure(folder: Path, report: Report | None = None, file: Path | None = None) -> MachineConstants:
-    """Measure the machine, in about 25 s.
+    """Measure the machine, in about 30 s.
 
     Args:
         folder: where the disk is read; a file of at most 1 GiB is written there and removed. report: shown what is
@@ -80,13 +81,13 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
     say("attention", 0.9)
     attention = _attention_rate()
     say("calls", 0.92)
-    calls = call_times()
+    calls, disk_calls = call_times()
     say("done", 1.0)
     return MachineConstants(
         read_per_s=reads.sustained, write_per_s=reads.written, burst_per_s=reads.burst, settled=reads.settled,
-        memory_per_s=memory, flops=flops, attention=attention, read_cpu_s=reads.cpu_s, calls=calls, folder=str(folder.resolve()), hardware=hardware(),
-        threads=torch.get_num_threads(), cores=_cores(),
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        memory_per_s=memory, flops=flops, attention=attention, read_cpu_s=reads.cpu_s, calls=calls,
+        disk_calls=disk_calls, folder=str(folder.resolve()), hardware=hardware(), threads=torch.get_num_threads(),
+        cores=_cores(), date=datetime.now().astimezone().isoformat(timespec="seconds"),
     )  # fmt: skip
 
 
@@ -220,14 +221,20 @@ def _product_rate(rows: int, name: str) -> float:
     if name in FORMATS:
         weights = [QuantizedWeight.quantize(one, FORMATS[name]) for one in weights if isinstance(one, torch.Tensor)]
     x = torch.randn(rows, SIDE).to(dtype)
+    median = _median_s(lambda n: linear(x, weights[n % MATRICES]))
+    return 2 * rows * SIDE * SIDE / median
+
+
+def _median_s(compute: Callable[[int], object]) -> float:
+    """Median seconds of calls with 0, 1, ..., of at least `MATRICES` after the first one, in about `PRODUCT_S`."""
     times: list[float] = []
-    linear(x, weights[-1])
-    began = time.perf_counter()
+    clock, began = computing_clock(), time.perf_counter()
+    compute(MATRICES - 1)
     while time.perf_counter() - began < PRODUCT_S or len(times) < MATRICES:
-        start = time.perf_counter()
-        linear(x, weights[len(times) % MATRICES])
-        times.append(time.perf_counter() - start)
-    return 2 * rows * SIDE * SIDE / statistics.median(times)
+        start = clock()
+        compute(len(times))
+        times.append(clock() - start)
+    return statistics.median(times)
 
 
 @torch.no_grad()
@@ -237,12 +244,5 @@ def _attention_rate() -> float:
     q, k, v = (torch.randn(h, rows, dim).bfloat16() for h, rows in ((heads, n), (kv_heads, 2 * n), (kv_heads, 2 * n)))
     places = torch.arange(2 * n, dtype=torch.int32)
     args = PrefillArgs(q, k, v, places[n:], AttentionShape(dim**-0.5), places[:n].expand(kv_heads, -1).contiguous())
-    times: list[float] = []
-    ops.prefill(args)
-    began = time.perf_counter()
-    while time.perf_counter() - began < PRODUCT_S:
-        start = time.perf_counter()
-        ops.prefill(args)
-        times.append(time.perf_counter() - start)
     pairs = n * n + n * (n + 1) // 2
-    return 4 * dim * heads * pairs / statistics.median(times)
+    return 4 * dim * heads * pairs / _median_s(lambda _: ops.prefill(args))
