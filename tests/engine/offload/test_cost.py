@@ -292,3 +292,10 @@ def test_products_of_codes_have_a_rate_of_their_own(recall: ModelSize) -> None:
         for weights in (None, "int4")
     )
     assert codes > 5 * plain
+
+
+def test_answers_of_one_token_end_with_their_prompts(recall: ModelSize) -> None:
+    cost = CostModel(recall, kv_size(recall, 64, 1, method="h2o", budget=32), EXAMPLE)
+    found = search(cost, Limits(memory=32 * MiB)).prediction
+    assert found is not None
+    assert found.decode_s == 0 < found.prefill_s

@@ -138,10 +138,10 @@ class CostModel:
         device = self.machine.accelerator
         if device is not None:
             return device.flops
-        return self.machine.rate(self.model.weights or self._dtype, rows)
+        return self.machine.rate(self.model.weights or self._dtype, max(rows, 1))
 
     def _plain_rate(self, rows: float) -> float:
-        return self.machine.rate(self._dtype, rows)
+        return self.machine.rate(self._dtype, max(rows, 1))
 
     @property
     def _dtype(self) -> str:
