@@ -36,6 +36,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{settings['steps']} decoding steps.",
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
+        "Reads go on while it waits, so the rest of a part that reading bounds is too short.",
         "",
         markdown_table(head, [_row(row, best) for row in data["rows"]]),
     ]

@@ -60,7 +60,7 @@ def offload(
 
     def keep(data: dict[str, Any]) -> None:
         """A long run that is broken off leaves the cells that it has measured."""
-        data["command"] = command_line()
+        data["command"] = command_line(but="--cells")  # the report may hold cells of several runs
         if out is not None:
             write_report(out, "offload", data, markdown(data))
 

@@ -98,9 +98,9 @@ class CostModel:
         prompts = rows * kv.prompt_flops / kv.prompt
         pieces = course.pieces if reading else 0.0
 
-        def of_layer(calls: CallTimes) -> float:
-            ends = ended * calls.prompt_s * kv.evicts
-            return batches * calls.layer_s + decoding * calls.sequence_s + pieces * calls.piece_s + ends
+        def of_layer(calls: CallTimes, planned: float) -> float:
+            decoded = batches * calls.layer_s + decoding * calls.sequence_s
+            return decoded + pieces * calls.piece_s + planned * calls.prompt_s
 
         outside = head + machine.calls.step_s
         read = weights / machine.read_per_s
@@ -110,10 +110,10 @@ class CostModel:
             Term("disk writes", (0, 0, 0, 0, 0, write), 0),
         ]
         device = machine.accelerator
-        beside = n_layers * of_layer(machine.calls) + outside
+        beside = n_layers * of_layer(machine.calls, ended * kv.evicts) + outside
         if device is None:
             busy = self._reading_cpu * machine.read_cpu_s
-            carried = attend + entries * (busy + 1 / CARRY_PER_S) + n_layers * of_layer(machine.disk_calls)
+            carried = attend + entries * (busy + 1 / CARRY_PER_S) + n_layers * of_layer(machine.disk_calls, ended)
             here = products + beside + prompts / machine.attention
             return [*terms, Term("compute", (0, 0, weights * busy, attend, attend, carried), here)]
         hidden = 2 * (decoding + rows) * self.model.width * self._item * n_layers / device.link_per_s
