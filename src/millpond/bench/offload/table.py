@@ -73,7 +73,7 @@ def waited_share(row: dict[str, Any]) -> float:
         share: float = row["waited_s"] / row["timed_s"]
         return share
     waited: float = sum(row[f"{part}_waited_s"] for part in PARTS)
-    return waited / row["seconds"]
+    return waited / float(row["seconds"])
 
 
 def name_of(cell: str) -> str:

@@ -143,7 +143,7 @@ def _write_model(folder: Path, n_layers: int) -> None:
     draw = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=draw) * columns**-0.5).bfloat16()
+        return torch.randn(rows, columns, generator=draw).div_(columns**0.5).bfloat16()
 
     one = torch.ones(_WIDTH, dtype=torch.bfloat16)
     tensors = {"model.embed_tokens.weight": matrix(_VOCABULARY, _WIDTH), "model.norm.weight": one.clone()}
