@@ -32,7 +32,7 @@ def test_the_engine_takes_as_many_sweeps(sequences: int, prompt: int, new: int, 
     course = block_course(sequences, prompt, new, step_tokens)
     assert (course.prefill, course.decode) == (len(reading), len(decoding))
     assert course.prompt_rows == pytest.approx(sequences * prompt / len(reading))
-    assert course.beside + course.ends == pytest.approx(sum(n for _, n in reading) / len(reading))
+    assert course.meanwhile + course.ends == pytest.approx(sum(n for _, n in reading) / len(reading))
     if decoding:
         assert course.decoding == pytest.approx(sum(n for _, n in decoding) / len(decoding))
 
@@ -41,4 +41,4 @@ def test_prompts_that_wait_for_those_that_decode_take_more_sweeps() -> None:
     """With more sequences than rows in a sweep an eighth is left for prompts."""
     course = block_course(64, 64, 1000, 32)
     assert course.prefill > 64 * 64 / 32 * 2
-    assert course.beside > 32
+    assert course.meanwhile > 32

@@ -265,7 +265,7 @@ def test_what_is_besides_the_products_is_counted(recall: ModelSize) -> None:
     for name, prefill, decode in (
         ("step_s", 1.0, 1.0),
         ("layer_s", n, n),
-        ("sequence_s", n * course.beside, n * course.decoding),
+        ("sequence_s", n * course.meanwhile, n * course.decoding),
         ("piece_s", n * course.pieces, 0.0),
         ("prompt_s", n * course.ends, 0.0),
     ):

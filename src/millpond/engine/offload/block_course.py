@@ -15,7 +15,7 @@ class BlockCourse(NamedTuple):
     Attributes:
         prefill: sweeps that read prompts; sequences whose prompts have ended decode in them. decode: sweeps after them.
         prompt_rows, pieces, ends: of a sweep that reads prompts: tokens, pieces of different prompts, and prompts that
-            end. beside: sequences that decode in it. decoding: in a sweep after them.
+            end. meanwhile: sequences that decode in it. decoding: in a sweep after them.
     """
 
     prefill: int
@@ -23,7 +23,7 @@ class BlockCourse(NamedTuple):
     prompt_rows: float
     pieces: float
     ends: float
-    beside: float
+    meanwhile: float
     decoding: float
 
 
@@ -37,19 +37,19 @@ def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> Blo
     """
     few, total = max(step_tokens // READING_SHARE, 1), sequences * prompt
     ends: deque[int] = deque()  # the sweep in which a sequence decodes no more
-    sweep = read = pieces = beside = 0
+    sweep = read = pieces = meanwhile = 0
     while read < total:
         while ends and ends[0] <= sweep:
             ends.popleft()
         first = read // prompt
         read = min(read + max(step_tokens - len(ends), few), (first + MOST_PIECES) * prompt, total)
         pieces += (read - 1) // prompt - first + 1
-        beside += len(ends)
+        meanwhile += len(ends)
         ends.extend([sweep + new] * (read // prompt - first))
         sweep += 1
     rest = sum(end - sweep for end in ends)
     decode = new - 1
     return BlockCourse(
         prefill=sweep, decode=decode, prompt_rows=total / sweep, pieces=pieces / sweep, ends=sequences / sweep,
-        beside=beside / sweep, decoding=rest / decode if decode else 0.0,
+        meanwhile=meanwhile / sweep, decoding=rest / decode if decode else 0.0,
     )  # fmt: skip

@@ -11,6 +11,6 @@ import torch
 def computing_clock() -> Callable[[], float]:
     """Seconds: of this thread where it computes alone, so that other processes do not lengthen them; else of the wall.
 
-    What several threads compute is waited for by the one that asked, so its own time says nothing then.
+    What several threads compute is waited for by the calling one, whose own time says nothing then.
     """
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

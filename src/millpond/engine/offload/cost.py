@@ -76,7 +76,7 @@ class CostModel:
     def prefill(self, block: BlockShape) -> list[Term]:
         """Seconds of one sweep that reads prompts, while those before decode; the longest counts."""
         course = self.course(block)
-        return self._sweep(block, course.beside, course, reading=True)
+        return self._sweep(block, course.meanwhile, course, reading=True)
 
     def decode(self, block: BlockShape) -> list[Term]:
         """Seconds of one sweep that decodes; where the schedule is diagonal prompts are read in it too."""
