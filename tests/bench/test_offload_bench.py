@@ -16,6 +16,7 @@ from millpond.bench.offload import cell, shapes
 from millpond.bench.offload.settings import OffloadSettings
 from millpond.bench.offload.table import markdown
 from millpond.cli.app import app
+from millpond.cli.bench.offload_picture import draw
 from millpond.engine.offload.planner import EXAMPLE
 
 MiB = 2**20
@@ -66,6 +67,7 @@ def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: p
         assert row["ledger_peak_bytes"] <= settings.memory
         assert row["tokens_per_s"] > 0 < row["predicted_tokens_per_s"]
         assert row["prefill_s"] + row["decode_s"] == pytest.approx(row["seconds"])
+        assert 0 <= row["prefill_waited_s"] < row["prefill_s"]
     assert list((folder / "packed").glob("*.int4.weights"))
 
 
@@ -87,20 +89,32 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert message in " ".join(shown.output.split())
 
 
-def test_the_table_compares_with_the_best_of_the_others() -> None:
+def test_the_table_compares_with_the_best_of_the_others(tmp_path: Path) -> None:
     row: dict[str, Any] = {"requests": 4, "decode_step_s": 1.0, "bandwidth_gb_per_s": [1.0, 1.1]}
+    waited = {"waited_s": 1.0, "timed_s": 4.0}
     data = {
         "settings": asdict(OffloadSettings()), "model_bytes": 2_080_000_000, "slack_bytes": MiB, "hardware": "a CPU",
         "software": "torch", "command": "millpond bench offload", "packing_bytes_per_s": 3e8,
         "rows": [
-            {"cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0},
-            {"cell": "accelerate-1", **row, "tokens_per_s": 1.0, "projected": True},
-            {"cell": "accelerate-4", **row, "tokens_per_s": 3.0, "projected": True},
+            {
+                "cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0, "prefill_s": 2.0,
+                "predicted_prefill_s": 1.0, "decode_s": 10.0, "predicted_decode_s": 10.0, "seconds": 12.0,
+                "prefill_waited_s": 1.0, "decode_waited_s": 2.0,
+            },
+            {"cell": "accelerate-1", **row, **waited, "tokens_per_s": 1.0, "projected": True},
+            {"cell": "accelerate-4", **row, **waited, "tokens_per_s": 3.0, "projected": True},
             {"cell": "accelerate-8", "failed": "taken, and allowed"},
         ],
     }  # fmt: skip
     text = markdown(json.loads(json.dumps(data)))
-    assert "| Millpond, H2O 20 % | 4 | 12.00 | 4.0 | 15.00 | +25% | 1.00 | 1.00 to 1.10 |" in text
-    assert "| Accelerate, disk offload, batch 4* | 4 | 3.00 | 1.0 |" in text
+    assert (
+        "| Millpond, H2O 20 % | 4 | 12.00 | 25% | 16.00 | 4.0 | 15.00 | 0.94 | 1.00 | 0.80 | 1.00 | 1.00 to 1.10 |"
+        in text
+    )
+    assert "| Accelerate, disk offload, batch 4* | 4 | 3.00 | 25% | 4.00 | 1.0 |" in text
     assert "| Accelerate, disk offload, batch 8 |  | taken, and allowed |" in text
     assert "Packing to int4: 300 MB/s" in text
+    picture = draw(data, tmp_path / "offload.svg").read_text(encoding="utf-8")
+    assert "Millpond, H2O 20 %" in picture
+    assert "batch 4*" in picture
+    assert "batch 8" not in picture

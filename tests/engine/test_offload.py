@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import random
@@ -27,6 +28,7 @@ from millpond.engine.offload.plan_file import save_plan
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError, UnsupportedModelError
+from millpond.models.load import load_model
 from tests.helpers.hf.families import VOCABULARY, family
 from tests.helpers.tiers.backends import FaultyFile, ShuffledBackend
 
@@ -49,8 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @cache
-def model(name: str) -> Any:
-    size = {"hidden_size": 128, "word_embed_proj_dim": 128} if name == "opt" else {"hidden_size": 128}
+def model(name: str, width: int = 128) -> Any:
+    size = {"hidden_size": width, "word_embed_proj_dim": width} if name == "opt" else {"hidden_size": width}
     return family(name).make(num_hidden_layers=N_LAYERS, **size, **({"head_dim": 32} if name == "qwen3" else {}))
 
 
@@ -66,14 +68,18 @@ def options(method: str, codec: str = "auto", name: str = "llama") -> dict[str, 
     }  # fmt: skip
 
 
-def answers(engine: Engine, new: int = 10) -> list[Any]:
-    params = mp.SamplingParams(max_tokens=new, temperature=0)
+def outputs(engine: Engine, **params: Any) -> list[Any]:
+    chosen = mp.SamplingParams(temperature=0, **params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in LENGTHS:
-            engine.add(Request(request_id=str(length), prompt=prompt(length), params=params))
+            engine.add(Request(request_id=str(length), prompt=prompt(length), params=chosen))
         found = {output.request_id: output for output in engine.drain()}
-    return [found[str(length)].error or found[str(length)].completions[0].token_ids for length in LENGTHS]
+    return [found[str(length)] for length in LENGTHS]
+
+
+def answers(engine: Engine, new: int = 10) -> list[Any]:
+    return [one.error or one.completions[0].token_ids for one in outputs(engine, max_tokens=new)]
 
 
 @cache
@@ -317,6 +323,21 @@ def test_weights_of_16_bits_and_a_tied_head(dtype: torch.dtype, tmp_path: Path) 
     engine = engine_of(found)
     expected = Engine(made, **options("full"))
     assert answers(engine) == answers(expected)
+    engine.close()
+    expected.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_bf16_log_probabilities_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    """With the same chunks of prompts, bit by bit: sums do not depend on whether weights of a layer lie together."""
+    made = copy.deepcopy(model(name, 512))  # sums of fewer numbers have one order
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    engine = engine_of(opened(tmp_path / "m", config=options("full", "auto", name), memory="128MiB"))
+    expected = Engine(load_model(tmp_path / "m", "auto"), **options("full", "auto", name))
+    found, right = (outputs(each, max_tokens=10, logprobs=1, prompt_logprobs=1) for each in (engine, expected))
+    for one, other in zip(found, right, strict=True):
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert one.completions[0].logprobs == other.completions[0].logprobs is not None
     engine.close()
     expected.close()
 

@@ -119,3 +119,18 @@ def test_a_layer_is_what_torch_makes_of_it(act: GatedActivation) -> None:
     rows = draw(MANY_ROWS + 5, inner)
     found, expected = ours.added(rows, out, x), theirs.added(rows, out, x)
     assert (found - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+
+
+@each_library
+@pytest.mark.parametrize("act", [None, GatedActivation.SILU, GatedActivation.GELU])
+def test_weights_that_lie_apart_give_the_bits_of_those_together(isa: str, act: GatedActivation | None) -> None:
+    """A layer that is read from a file has its matrices where they are; one in memory has them one after another."""
+    x, ours, weight = draw(MANY_ROWS + 5, 512), NativeDense(few=False), draw(2 * 160, 512)
+    norm = Norm(draw(512), None, 1e-6, centred=False)
+    parts = tuple((part.clone(), None) for part in weight.split(160))
+    apart, together = (Projection(parts, whole, norm, act) for whole in (None, (weight, None)))
+    with running(isa):
+        if act is not None:
+            assert torch.equal(ours.activated(x, apart), ours.activated(x, together))
+        for found, expected in zip(ours.apart(x, apart), ours.apart(x, together), strict=True):
+            assert torch.equal(found, expected)

@@ -41,7 +41,7 @@ def plan(
     latency: Annotated[
         float | None, optional(help="Most seconds from the first prompt to the last token of a block. Default: any.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again, about 20 s.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again, about 30 s.")] = False,
     out: Annotated[Path | None, optional(help="Write the plan here too, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:

@@ -45,7 +45,7 @@ class LLM:
             fastest that fits in `memory`.
         prompt_tokens: of the prompts that a plan is made for; None: 512, or fewer where no such sequence fits.
         new_tokens: of their answers; None: 128, or fewer.
-        machine: constants of this machine for a plan; None: measured once, in about 20 s, and kept.
+        machine: constants of this machine for a plan; None: measured once, in about 30 s, and kept.
         verify: compare packed weights with their checksums at the "first" read, or "always".
         **options: fields of `EngineConfig`, in place of those of `config`.
 

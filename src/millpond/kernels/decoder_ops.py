@@ -164,7 +164,13 @@ class NativeDense(DecoderOps):
         if self.few:
             return projection.few(x)
         whole = projection.whole
-        if whole is None or not _gemm_serves(whole[0], x):
+        if whole is None:  # weights that lie apart: the same sums, matrix by matrix
+            x = x if projection.norm is None else self.norm(x, projection.norm)
+            return [
+                native.gemm(x, weight, bias) if _gemm_serves(weight, x) else multiply_rows(x, weight, bias)
+                for weight, bias in projection.parts
+            ]
+        if not _gemm_serves(whole[0], x):
             return super().apart(x, projection)
         together = native.gemm(x, whole[0], whole[1], norm=projection.norm)
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))

@@ -14,8 +14,9 @@ from millpond.errors import DataError
 from millpond.tiers.files import ReadableFile, WritableFile
 from millpond.tiers.slots import Slot, SlotState
 
-#: Bytes of one request: above 256 KiB a disk's bandwidth no longer grows.
-REQUEST_BYTES = 4 << 20
+#: Bytes of one request. Above 256 KiB a disk's bandwidth no longer grows, but after each the reading thread waits for
+#: Python's lock, up to 5 ms where the model's thread has it. A request that is cancelled ends first.
+REQUEST_BYTES = 32 << 20
 #: How often a request is made before its ticket fails.
 _TRIES = 2
 

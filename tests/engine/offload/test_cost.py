@@ -13,7 +13,7 @@ from millpond.engine.memory_estimate import estimate
 from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
 from millpond.engine.offload.kv_size import cache_layout, kv_size
-from millpond.engine.offload.machine import Accelerator
+from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve, solve_linear
@@ -188,8 +188,9 @@ def test_the_bottleneck_is_named(recall: ModelSize) -> None:
     found = predicted(slow, block, far).prediction
     assert found is not None
     assert found.decode_s == pytest.approx(63 * recall.layer_bytes / 1e6)
-    assert found.prefill_s == pytest.approx(8 * recall.layer_bytes / 1e6)
-    assert found.tokens_per_s == pytest.approx(2 * 64 / (71 * recall.layer_bytes / 1e6))
+    sweeps = 9  # of the second prompt 63 tokens, since the first answer has a row in each of its sweeps
+    assert found.prefill_s == pytest.approx(sweeps * recall.layer_bytes / 1e6)
+    assert found.tokens_per_s == pytest.approx(2 * 64 / ((63 + sweeps) * recall.layer_bytes / 1e6))
 
 
 def test_a_latency_bound_gives_smaller_blocks(recall: ModelSize) -> None:
@@ -239,8 +240,62 @@ def test_the_engine_counts_what_stays_in_memory_of_kv_on_a_disk(recall: ModelSiz
         name: {term.name: term.at(far) for term in CostModel(deep, kv, EXAMPLE).decode(block)}
         for name, kv in (("full", full), ("h2o", h2o))
     }
-    assert seconds["full"]["disk reads"] == pytest.approx(4 * full.step_bytes / EXAMPLE.read_per_s)
-    assert seconds["full"]["disk writes"] == pytest.approx(4 * full.new_bytes / EXAMPLE.write_per_s)
+    decoding = CostModel(deep, full, EXAMPLE).course(block).decoding  # 4 at first, fewer once the first have ended
+    assert 2 < decoding < 4
+    assert seconds["full"]["disk reads"] == pytest.approx(decoding * full.step_bytes / EXAMPLE.read_per_s)
+    assert seconds["full"]["disk writes"] == pytest.approx(decoding * full.new_bytes / EXAMPLE.write_per_s)
     assert seconds["h2o"]["disk writes"] == pytest.approx(
-        4 * (h2o.new_bytes + h2o.step_bytes / MOST_PATCHES) / EXAMPLE.write_per_s
+        decoding * (h2o.new_bytes + h2o.step_bytes / MOST_PATCHES) / EXAMPLE.write_per_s
     )
+
+
+def test_what_is_besides_the_products_is_counted(recall: ModelSize) -> None:
+    """Each constant of the machine makes a sweep longer, by as much as it is called for."""
+    cost, far = cost_of(recall), {"weights disk": 1.0, "kv host": 1.0}
+    block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)
+    course, n = cost.course(block), len(recall.layers)
+
+    def compute(machine: MachineConstants) -> tuple[float, float]:
+        changed = replace(cost, machine=machine)
+        found = [changed.prefill(block), changed.decode(block)]
+        prefill, decode = (next(term for term in terms if term.name == "compute").at(far) for terms in found)
+        return prefill, decode
+
+    before = compute(EXAMPLE)
+    for name, prefill, decode in (
+        ("step_s", 1.0, 1.0),
+        ("layer_s", n, n),
+        ("sequence_s", n * course.meanwhile, n * course.decoding),
+        ("piece_s", n * course.pieces, 0.0),
+        ("prompt_s", n * course.ends, 0.0),
+    ):
+        after = compute(replace(EXAMPLE, calls=replace(EXAMPLE.calls, **{name: getattr(EXAMPLE.calls, name) + 1.0})))
+        assert [late - early for late, early in zip(after, before, strict=True)] == pytest.approx([prefill, decode])
+    assert compute(replace(EXAMPLE, disk_calls=EXAMPLE.calls)) == before, "no KV is on the disk"
+    far = {**far, "kv host": 0.0, "kv disk": 1.0}
+    near, doubled = compute(EXAMPLE), replace(EXAMPLE.disk_calls, piece_s=2 * EXAMPLE.disk_calls.piece_s)
+    assert compute(replace(EXAMPLE, disk_calls=doubled))[0] - near[0] == pytest.approx(n * course.pieces * 5e-3)
+    far = {**far, "kv host": 1.0, "kv disk": 0.0}
+    slower = compute(replace(EXAMPLE, attention=EXAMPLE.attention / 2))
+    assert slower[0] - before[0] == pytest.approx(
+        course.prompt_rows * cost.kv.prompt_flops / cost.kv.prompt / EXAMPLE.attention
+    )
+    idle, busy = (compute(replace(EXAMPLE, read_cpu_s=1e-9, threads=2, cores=cores)) for cores in (3, 2))
+    assert busy[1] - idle[1] == pytest.approx(recall.layer_bytes * 1e-9 / 2)
+
+
+def test_products_of_codes_have_a_rate_of_their_own(recall: ModelSize) -> None:
+    slow = replace(EXAMPLE, flops={**EXAMPLE.flops, "int4": {1: 1e9, 1024: 1e9}})
+    block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)
+    plain, codes = (
+        CostModel(replace(recall, weights=weights), cost_of(recall).kv, slow).prefill(block)[-1].constant
+        for weights in (None, "int4")
+    )
+    assert codes > 5 * plain
+
+
+def test_answers_of_one_token_end_with_their_prompts(recall: ModelSize) -> None:
+    cost = CostModel(recall, kv_size(recall, 64, 1, method="h2o", budget=32), EXAMPLE)
+    found = search(cost, Limits(memory=32 * MiB)).prediction
+    assert found is not None
+    assert found.decode_s == 0 < found.prefill_s

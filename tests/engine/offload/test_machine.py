@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millpond.engine.offload import call_times as calls
 from millpond.engine.offload import measure as measuring
-from millpond.engine.offload.machine import ROWS, MachineConstants
+from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants, path_of, read, write
 from millpond.engine.offload.measure import hardware, read_speed
 from millpond.errors import OptionError
@@ -25,7 +27,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def constants(folder: Path) -> MachineConstants:
     table = {rows: 1e9 * rows**0.5 for rows in ROWS}
     return MachineConstants(
-        read_per_s=1e9, write_per_s=2e9, burst_per_s=3e9, memory_per_s=1e10, flops={"bf16": table, "f32": table},
+        read_per_s=1e9, write_per_s=2e9, burst_per_s=3e9, memory_per_s=1e10, attention=5e10, read_cpu_s=1e-10,
+        flops=dict.fromkeys(WEIGHTS, table),
+        calls=CallTimes(step_s=1e-3, layer_s=2e-4, sequence_s=0.0, piece_s=1e-3, prompt_s=1e-3),
+        disk_calls=CallTimes(step_s=0.0, layer_s=2e-3, sequence_s=0.0, piece_s=1e-3, prompt_s=0.0), cores=2,
         folder=str(folder.resolve()), hardware=hardware(), threads=1, date="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
 
@@ -54,9 +59,11 @@ def test_constants_are_measured_once_and_again_on_demand(tmp_path: Path) -> None
 
 
 DAMAGE: list[Any] = [
-    {"format": 2}, {"read_per_s": 0}, {"read_per_s": float("inf")}, {"read_per_s": "1"}, {"memory_per_s": True},
+    {"format": 1}, {"read_per_s": 0}, {"read_per_s": float("inf")}, {"read_per_s": "1"}, {"memory_per_s": True},
     {"flops": {}}, {"flops": {"bf16": {"1": 1.0}, "f32": {}}}, {"flops": 3}, {"threads": 0}, {"hardware": 7},
-    {"accelerator": {}}, {"settled": 1}, {"date": None},
+    {"accelerator": {}}, {"settled": 1}, {"date": None}, {"attention": 0}, {"cores": 0}, {"read_cpu_s": -1.0},
+    {"calls": {}}, {"disk_calls": {}}, {"calls": {"step_s": 1.0}}, {"calls": 3},
+    {"flops": {"bf16": {}, "f32": {}, "int8": {}}},
 ]  # fmt: skip
 
 
@@ -91,8 +98,7 @@ def test_constants_of_another_machine_are_not_used(tmp_path: Path) -> None:
 
 
 def _fields(found: MachineConstants) -> dict[str, Any]:
-    names = ("read_per_s", "write_per_s", "burst_per_s", "memory_per_s", "flops", "folder", "threads", "date")
-    return {name: getattr(found, name) for name in names}
+    return {field.name: getattr(found, field.name) for field in fields(found) if field.init}
 
 
 def test_reads_go_on_until_two_spans_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +109,7 @@ def test_reads_go_on_until_two_spans_agree(tmp_path: Path, monkeypatch: pytest.M
     assert found.settled or len(shares) == measuring.SPANS
     assert 0 < found.sustained <= found.burst
     assert found.written > 0
+    assert 0 < found.cpu_s < 1e-6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,6 +131,23 @@ def test_a_burst_is_read_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = read_speed(tmp_path, file_bytes=measuring.REQUEST)
     assert found.settled
     assert found.burst == pytest.approx(3 * found.sustained, rel=0.1)
+
+
+def test_calls_of_a_small_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_LAYERS", (1, 3))
+    monkeypatch.setattr(calls, "_PROMPTS", 2)
+    found, more = calls.call_times()
+    assert 0 < found.piece_s < 1
+    assert 0 <= found.layer_s < 1
+    assert 0 < more.piece_s + more.layer_s + more.prompt_s < 1
+
+
+def test_rates_of_products_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "PRODUCT_S", 0.01)
+    monkeypatch.setattr(measuring, "SIDE", 256)
+    for name in WEIGHTS:
+        assert 1e6 < measuring._product_rate(16, name) < 1e14
+    assert 1e6 < measuring._attention_rate() < 1e14
 
 
 def test_a_folder_that_cannot_be_measured(tmp_path: Path) -> None:

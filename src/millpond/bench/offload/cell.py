@@ -60,17 +60,38 @@ def bandwidth(folder: Path) -> float:
     return size * (len(late) - 1) / (late[-1] - late[0]) / 1e9
 
 
-class TimedFile(DirectFile):
-    """A file that counts the seconds of its reads and their bytes, of all files together."""
+def waited_s() -> float:
+    """Seconds in which this thread could have run, and other processes had the cores; 0 where the system does not say.
 
-    seconds, nbytes = 0.0, 0
+    With one thread of torch that is what was lost to them; with more, a part of it.
+    """
+    try:
+        _, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(waited) / 1e9
+
+
+class TimedFile(DirectFile):
+    """A file that counts the seconds of its reads, those in which the reading thread waited for a core, and bytes.
+
+    Of all files together, read by one thread.
+    """
+
+    seconds, waited, nbytes = 0.0, 0.0, 0
 
     def read_into(self, offset: int, room: memoryview) -> int:
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), waited_s()
         n = super().read_into(offset, room)
         TimedFile.seconds += time.perf_counter() - began
+        TimedFile.waited += waited_s() - waited
         TimedFile.nbytes += n
         return n
+
+    @classmethod
+    def so_far(cls) -> tuple[float, float, int]:
+        """Seconds, seconds waited, and bytes."""
+        return cls.seconds, cls.waited, cls.nbytes
 
 
 def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, Any]:
@@ -93,13 +114,14 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     assert opened.streamed is not None, "the model does not fit"
     assert plan.prediction is not None, "it was searched for"
     assert plan.block is not None, "it was searched for"
-    engine = Engine(opened.model, None, opened.config, streamed=opened.streamed)
+    engine = Engine(opened.model, None, opened.config, streamed=opened.streamed, tier=opened.tier)
     open_s = time.perf_counter() - at
     params = SamplingParams(max_tokens=settings.new, temperature=0, ignore_eos=True)
     for n, prompt in enumerate(prompts_of(plan.block, settings.prompt, settings.shape)):
         engine.add(Request(request_id=str(n), prompt=prompt, params=params))
     began, steps, prefill_s, running = time.perf_counter(), [], 0.0, 0
-    before_reads = prefill_reads = TimedFile.seconds, TimedFile.nbytes
+    waited = prefill_waited = waited_s()
+    before_reads = prefill_reads = TimedFile.so_far()
     while engine.busy:
         before, at, n_bytes = engine.stats(), time.perf_counter(), opened.streamed.bytes_read
         for output in engine.step():
@@ -110,20 +132,23 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
             steps.append((time.perf_counter() - at, opened.streamed.bytes_read - n_bytes))
         else:
             prefill_s = time.perf_counter() - began
-            prefill_reads = TimedFile.seconds, TimedFile.nbytes
+            prefill_waited = waited_s()
+            prefill_reads = TimedFile.so_far()
         running = max(running, now.running)
-    seconds = time.perf_counter() - began
-    all_reads = TimedFile.seconds, TimedFile.nbytes
+    seconds, end_waited = time.perf_counter() - began, waited_s()
+    all_reads = TimedFile.so_far()
     stats, found = engine.stats(), plan.prediction
     assert stats.generated_tokens == plan.block * settings.new, "one block to its end"
     result = {
         "requests": plan.block, "running": running, "preempted": stats.preemptions,
         "new_tokens": stats.generated_tokens, "seconds": seconds, "tokens_per_s": stats.generated_tokens / seconds,
         "predicted_tokens_per_s": found.tokens_per_s, "prefill_s": prefill_s, "predicted_prefill_s": found.prefill_s,
+        "prefill_waited_s": prefill_waited - waited, "decode_waited_s": end_waited - prefill_waited,
         "decode_s": seconds - prefill_s, "predicted_decode_s": found.decode_s, "decode_bound": found.decode_bound,
         "prefill_bound": found.prefill_bound, "decode_step_s": statistics.median(s for s, _ in steps),
         "decode_steps": len(steps), "decode_read_gb_per_s": sum(n for _, n in steps) / sum(s for s, _ in steps) / 1e9,
-        "weights_on_disk": plan.share("weights", "disk"), "slots": plan.slots, "prompt_rows": plan.prompt_rows,
+        "weights_on_disk": plan.share("weights", "disk"), "kv_on_disk": plan.share("kv", "disk"), "slots": plan.slots,
+        "prompt_rows": plan.prompt_rows,
         "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
         "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
         "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":
@@ -147,7 +172,7 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
         folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate"
     )
     ids = torch.tensor(prompts_of(batch, settings.prompt, settings.shape))
-    times = [time.perf_counter()]
+    times, waited = [time.perf_counter()], waited_s()
     with torch.no_grad():
         out = model(ids, use_cache=True, logits_to_keep=1)
         for _ in range(settings.steps):
@@ -161,7 +186,7 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     return {
         "requests": batch, "new_tokens": batch * settings.new, "seconds": seconds, "projected": True,
         "tokens_per_s": batch * settings.new / seconds, "prefill_s": parts[0], "decode_step_s": step_s,
-        "decode_steps": settings.steps, **cap.end(),
+        "decode_steps": settings.steps, "waited_s": waited_s() - waited, "timed_s": times[-1] - times[0], **cap.end(),
     }  # fmt: skip
 
 

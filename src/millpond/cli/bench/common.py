@@ -63,9 +63,12 @@ def saved_model(name: str | None) -> SavedModel | None:
     return None if name is None else SavedModel.of(name)
 
 
-def command_line() -> str:
-    """What the user typed, without the path of the program."""
-    return shlex.join(["millpond", *sys.argv[1:]])
+def command_line(but: str | None = None) -> str:
+    """What the user typed, without the path of the program, and without an option and its value."""
+    words = sys.argv[1:]
+    if but in words:
+        words = [*words[: words.index(but)], *words[words.index(but) + 2 :]]
+    return shlex.join(["millpond", *words])
 
 
 def deliver(name: str, data: dict[str, Any], text: str, out: Path | None) -> None:

@@ -29,7 +29,7 @@ def offload(
     accelerate: Annotated[
         Path, typer.Option(help="Folder with the package: pip install --no-deps --target FOLDER accelerate psutil.")
     ] = Path("build/accelerate"),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 20 s.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 30 s.")] = False,
     out: Report = None,
 ) -> None:
     """Time our sweep and Accelerate's disk offload, all in one cap on memory, and compare ours with its plan."""
@@ -39,6 +39,7 @@ def offload(
     from millpond.bench.offload.shapes import SHAPES
     from millpond.bench.offload.table import markdown
     from millpond.budget import parse_bytes
+    from millpond.cli.bench.offload_picture import draw
 
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
@@ -59,10 +60,12 @@ def offload(
 
     def keep(data: dict[str, Any]) -> None:
         """A long run that is broken off leaves the cells that it has measured."""
-        data["command"] = command_line()
+        data["command"] = command_line(but="--cells")  # the report may hold cells of several runs
         if out is not None:
             write_report(out, "offload", data, markdown(data))
 
     with errors().status("measuring"):
         data = run(folder, accelerate, settings, chosen, before=before, measure=measure, keep=keep)
     deliver("offload", data, markdown(data), out)
+    if out is not None:
+        typer.echo(f"wrote {draw(data, out / 'offload.svg')}")

@@ -11,8 +11,9 @@ import torch
 
 from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
+from millpond.engine.offload.block_course import BlockCourse, block_course
 from millpond.engine.offload.kv_size import KVSize
-from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Schedule
 from millpond.engine.offload.step_memory import StepMemory
@@ -21,10 +22,6 @@ from millpond.engine.offload.step_memory import StepMemory
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
 #: Bytes per second of KV between a slot and its pages: checksum and copies, in the threads that read. An estimate.
 CARRY_PER_S = 1e9
-#: Seconds besides that KV on a disk takes in a layer for each micro-batch. An estimate from one model of 30 layers.
-CARRY_S = 5e-3
-#: Seconds besides the products that a micro-batch takes in a layer: calls and small operations. An estimate.
-CALL_S = 150e-6
 #: Prompts are read one after another; while the last tokens of one are read the next begins.
 _READ_AT_A_TIME = 1
 
@@ -68,69 +65,87 @@ class CostModel:
 
     # ------------------------------------------------------------------ times
 
-    def prefill_sweeps(self, block: BlockShape) -> int:
-        """Sweeps that read the prompts of a block."""
-        return ceil(block.sequences * self.kv.prompt / block.prompt_rows)
-
-    def decode_sweeps(self) -> int:
-        """Sweeps that decode; the first new token comes from the prompt's last row."""
-        return self.kv.new - 1
+    def course(self, block: BlockShape) -> BlockCourse:
+        """The sweeps of a block; where the schedule is diagonal all of them read prompts and decode."""
+        prompt, new, sequences = self.kv.prompt, self.kv.new, block.sequences
+        if block.schedule == "diagonal":
+            rows = sequences * prompt / new
+            return BlockCourse(0, new, rows, max(sequences / new, 1.0), sequences / new, 0.0, float(sequences))
+        return block_course(sequences, prompt, new, block.prompt_rows)
 
     def prefill(self, block: BlockShape) -> list[Term]:
-        """Seconds of one sweep that reads prompts; the longest counts."""
-        rows = block.sequences * self.kv.prompt / self.prefill_sweeps(block)
-        return self._sweep(block, decoding=0, rows=rows)
+        """Seconds of one sweep that reads prompts, while those before decode; the longest counts."""
+        course = self.course(block)
+        return self._sweep(block, course.meanwhile, course, reading=True)
 
     def decode(self, block: BlockShape) -> list[Term]:
         """Seconds of one sweep that decodes; where the schedule is diagonal prompts are read in it too."""
-        rows = block.sequences * self.kv.prompt / self.kv.new if block.schedule == "diagonal" else 0.0
-        return self._sweep(block, decoding=block.sequences, rows=rows)
+        course = self.course(block)
+        return self._sweep(block, course.decoding, course, reading=block.schedule == "diagonal")
 
-    def _sweep(self, block: BlockShape, *, decoding: int, rows: float) -> list[Term]:
-        machine, kv, weights = self.machine, self.kv, float(self.model.layer_bytes)
+    def _sweep(self, block: BlockShape, decoding: float, course: BlockCourse, *, reading: bool) -> list[Term]:
+        """A sweep of sequences that decode, and of a course's prompts if some are read."""
+        machine, kv, weights, n_layers = self.machine, self.kv, float(self.model.layer_bytes), len(self.model.layers)
+        rows = course.prompt_rows if reading else 0.0
         entries, added = decoding * kv.step_bytes, (decoding + rows) * kv.new_bytes
         written = added + entries / MOST_PATCHES * kv.overwrites  # which waits in memory until it is worth a write
         write = written / machine.write_per_s if machine.write_per_s else 0.0
-        read = Term("disk reads", (0, 0, weights / machine.read_per_s, 0, 0, entries / machine.read_per_s), 0)
-        terms = [read, Term("disk writes", (0, 0, 0, 0, 0, write), 0)]
-        attend = decoding * kv.step_flops / self._rate(kv.group)
-        products = self._products(block, decoding, rows)
+        attend = decoding * kv.step_flops / self._plain_rate(kv.group)
+        batches = ceil(decoding / min(block.micro_batch, block.sequences))
+        products = (decoding + rows) * 2 * self._parameters / self._product_rate((decoding + rows) / max(batches, 1))
+        ended = course.ends if reading else 0.0
+        head = (decoding + ended) * 2 * self.model.head_parameters / self._product_rate(decoding + ended)
+        prompts = rows * kv.prompt_flops / kv.prompt
+        pieces = course.pieces if reading else 0.0
+
+        def of_layer(calls: CallTimes, planned: float) -> float:
+            decoded = batches * calls.layer_s + decoding * calls.sequence_s
+            return decoded + pieces * calls.piece_s + planned * calls.prompt_s
+
+        outside = head + machine.calls.step_s
+        read = weights / machine.read_per_s
+        ahead = outside - min(block.slots, n_layers) * read / n_layers  # slots are full before all of it has passed
+        terms = [
+            Term("disk reads", (0, 0, read, 0, 0, entries / machine.read_per_s), max(ahead, 0.0)),
+            Term("disk writes", (0, 0, 0, 0, 0, write), 0),
+        ]
         device = machine.accelerator
+        beside = n_layers * of_layer(machine.calls, ended * kv.evicts) + outside
         if device is None:
-            both = products + rows * kv.prompt_flops / kv.prompt / self._rate(max(rows, 1))
-            carried = attend + self._carry(block, decoding, entries)
-            return [*terms, Term("compute", (0, 0, 0, attend, attend, carried), both)]
-        hidden = 2 * (decoding + rows) * self.model.width * self._item * len(self.model.layers) / device.link_per_s
+            busy = self._reading_cpu * machine.read_cpu_s
+            carried = attend + entries * (busy + 1 / CARRY_PER_S) + n_layers * of_layer(machine.disk_calls, ended)
+            here = products + beside + prompts / machine.attention
+            return [*terms, Term("compute", (0, 0, weights * busy, attend, attend, carried), here)]
+        hidden = 2 * (decoding + rows) * self.model.width * self._item * n_layers / device.link_per_s
         link = weights / device.link_per_s
-        there = rows * kv.prompt_flops / kv.prompt / device.flops + products
+        there = prompts / device.flops + products + beside
         return [
             *terms, Term("attention", (0, 0, 0, 0, attend, attend), 0), Term("link", (0, link, link, 0, 0, 0), hidden),
             Term("compute", (0, 0, 0, entries / device.memory_per_s, 0, 0), there),
         ]  # fmt: skip
 
-    def _carry(self, block: BlockShape, decoding: int, entries: float) -> float:
-        """Seconds in which KV of a disk goes to its pages and leaves them."""
-        batches = ceil(decoding / min(decoding, block.micro_batch)) if decoding else 0
-        return entries / CARRY_PER_S + batches * len(self.model.layers) * CARRY_S
+    @property
+    def _parameters(self) -> int:
+        """Of all layers."""
+        return sum(layer.parameters for layer in self.model.layers)
 
-    def _products(self, block: BlockShape, decoding: int, rows: float) -> float:
-        """Seconds of all products of a sweep, and of what is called between them."""
-        layers = 2 * sum(layer.parameters for layer in self.model.layers)
-        head = 2 * self.model.head_parameters
-        at_a_time = min(decoding, block.micro_batch)
-        seconds = rows * layers / self._product_rate(rows) if rows else 0.0
-        if decoding:
-            seconds += decoding * layers / self._product_rate(at_a_time)
-            seconds += decoding * head / self._product_rate(decoding)
-        calls = (ceil(decoding / at_a_time) if decoding else 0) + (1 if rows else 0)
-        return seconds + calls * len(self.model.layers) * CALL_S
+    @property
+    def _reading_cpu(self) -> float:
+        """Share of what reading takes of a core that is lost to computing: none where a core is left."""
+        return 1 / self.machine.threads if self.machine.threads >= self.machine.cores else 0.0
 
     def _product_rate(self, rows: float) -> float:
         device = self.machine.accelerator
-        return self._rate(rows) if device is None else device.flops
+        if device is not None:
+            return device.flops
+        return self.machine.rate(self.model.weights or self._dtype, max(rows, 1))
 
-    def _rate(self, rows: float) -> float:
-        return self.machine.rate("f32" if self.model.dtype is torch.float32 else "bf16", rows)
+    def _plain_rate(self, rows: float) -> float:
+        return self.machine.rate(self._dtype, max(rows, 1))
+
+    @property
+    def _dtype(self) -> str:
+        return "f32" if self.model.dtype is torch.float32 else "bf16"
 
     # ------------------------------------------------------------------ bytes
 

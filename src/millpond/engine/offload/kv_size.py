@@ -34,6 +34,7 @@ class KVSize:
         far_reading, far_held: bytes in memory of a sequence whose layers all lie on a disk (positions, scores, a page
             of each head, two layers at a time): while the prompt is read, and while it decodes.
         step_bytes: of keys and values that a decoding step reads on average. new_bytes: of those that a token adds.
+        evicts: of a prompt that has ended less stays than was read.
         overwrites: entries take the places of others, so that pages on a disk are written again now and then.
         step_flops, prompt_flops: of attention in a decoding step, and while the prompt is read.
         group: query heads that read one KV head. pools: kinds of pages. arena_bytes: grain in which pools take memory.
@@ -48,6 +49,7 @@ class KVSize:
     far_held: int
     step_bytes: float
     new_bytes: float
+    evicts: bool
     overwrites: bool
     step_flops: float
     prompt_flops: float
@@ -98,7 +100,7 @@ def kv_size(
         far_reading=far.reading, far_held=far.each,
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
-        overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
+        evicts=need.each < need.reading, overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
         step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),

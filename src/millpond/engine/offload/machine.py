@@ -9,6 +9,8 @@ from math import exp, log
 
 #: Rows that products are timed with.
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+#: Numbers of the matrices that products are timed with; rows of codes are bf16.
+WEIGHTS = ("bf16", "f32", "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,23 @@ class Accelerator:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallTimes:
+    """Seconds that a step takes besides products, attention and reads: calls, small operations, plans of a cache.
+
+    Attributes:
+        step_s: of a step. layer_s: of each layer that decodes. sequence_s: of each layer for a sequence that decodes.
+        piece_s: of each layer for a piece of a prompt. prompt_s: of each layer for a prompt of which only a budget
+            stays, when it ends.
+    """
+
+    step_s: float
+    layer_s: float
+    sequence_s: float
+    piece_s: float
+    prompt_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MachineConstants:
     """What a machine does in a second.
 
@@ -33,10 +52,14 @@ class MachineConstants:
         read_per_s, write_per_s: bytes of sequential direct reads and writes in the folder, sustained; 0: not measured.
         burst_per_s: the best span of `SPAN_S` of the reads.
         memory_per_s: bytes that one pass over memory reads.
-        flops: FLOP per second by dtype ("bf16", "f32"), then by rows of the product: see `rate`.
+        flops: FLOP per second by `WEIGHTS`, then by rows of the product: see `rate`.
+        attention: FLOP per second of the attention of a prompt.
+        read_cpu_s: seconds of a core for each byte that is read. calls: what a step takes besides.
+        disk_calls: what it takes in addition where KV lies on a disk.
         settled: whether two spans of reads agreed within 5 %.
         accelerator: None where there is none.
-        folder, hardware, threads, date: where, on what, with how many threads of torch, and when it was measured.
+        folder, hardware, date: where, on what, and when it was measured. threads, cores: of torch, and those that this
+            process may use.
     """
 
     read_per_s: float
@@ -44,11 +67,16 @@ class MachineConstants:
     burst_per_s: float
     memory_per_s: float
     flops: Mapping[str, Mapping[int, float]]
+    attention: float
+    read_cpu_s: float
+    calls: CallTimes
+    disk_calls: CallTimes
     settled: bool = True
     accelerator: Accelerator | None = None
     folder: str = ""
     hardware: str = ""
     threads: int = 1
+    cores: int = 1
     date: str = ""
     _sorted: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

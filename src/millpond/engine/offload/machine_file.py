@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from millpond.engine.offload.machine import ROWS, MachineConstants
+from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.measure import hardware, measure
 from millpond.models.cache_folder import cache_folder
 from millpond.models.weights.packed_file import Report
 from millpond.option_files import read_file
 
 #: Changes when the meaning of a field does.
-FORMAT = 1
+FORMAT = 2
 _MOST_BYTES = 65536
-_RATES = ("read_per_s", "burst_per_s", "memory_per_s")
-_DTYPES = ("bf16", "f32")
+_RATES = ("read_per_s", "burst_per_s", "memory_per_s", "attention")
 
 
 def machine_constants(
@@ -94,22 +93,28 @@ def _checked(found: Mapping[str, Any]) -> MachineConstants:
     Raises:
         ValueError, TypeError, KeyError, AttributeError: it is none.
     """
-    if found["format"] != FORMAT or found["accelerator"] is not None or set(found["flops"]) != set(_DTYPES):
+    if found["format"] != FORMAT or found["accelerator"] is not None or set(found["flops"]) != set(WEIGHTS):
         raise ValueError("another format")
     flops = {
-        dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in _DTYPES
+        dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in WEIGHTS
     }  # fmt: skip
     if any(tuple(sorted(table)) != ROWS for table in flops.values()):
         raise ValueError("other rows")
     texts = {name: found[name] for name in ("folder", "hardware", "date")}
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(found["settled"], bool):
         raise ValueError("no texts")
-    threads = found["threads"]
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError("no number of threads")
-    rest: dict[str, Any] = texts | {name: _rate(found[name]) for name in _RATES}
-    rest["write_per_s"] = 0.0 if found["write_per_s"] == 0 else _rate(found["write_per_s"])
-    return MachineConstants(flops=flops, settled=found["settled"], threads=threads, **rest)
+    counts = {name: found[name] for name in ("threads", "cores")}
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts.values()):
+        raise ValueError("no number of threads or cores")
+    rest: dict[str, Any] = texts | counts | {name: _rate(found[name]) for name in _RATES}
+    rest |= {name: _rate_or_0(found[name]) for name in ("write_per_s", "read_cpu_s")}
+    for name in ("calls", "disk_calls"):
+        rest[name] = CallTimes(**{part: _rate_or_0(seconds) for part, seconds in found[name].items()})
+    return MachineConstants(flops=flops, settled=found["settled"], **rest)
+
+
+def _rate_or_0(value: Any) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _rate(value)
 
 
 def _rate(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Measurement of a machine's constants: direct reads until they settle, memory, and products of our own kernels."""
+"""Measurement of a machine's constants: direct reads until they settle, memory, our own products, attention, calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from millpond.engine.offload.machine import ROWS, MachineConstants
+from millpond.engine.offload.call_times import call_times
+from millpond.engine.offload.clock import computing_clock
+from millpond.engine.offload.machine import ROWS, WEIGHTS, MachineConstants
 from millpond.errors import OptionError
+from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.linear import linear
+from millpond.kernels.quantized_weight import FORMATS, QuantizedWeight, Weight
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_file import Report
 
@@ -34,20 +39,22 @@ SPAN_S, SPANS = 2.0, 6
 #: Two spans that differ by less are a sustained speed.
 AGREE = 0.05
 #: Seconds in which a product is repeated, and side of its square matrices: together more than caches hold.
-PRODUCT_S, SIDE, MATRICES = 0.25, 2048, 4
+PRODUCT_S, SIDE, MATRICES = 0.15, 2048, 4
 
 
 class Reads(NamedTuple):
-    """Bytes per second: sustained, in the best span, and of writes; and whether two spans agreed."""
+    """Bytes per second: sustained, in the best span, and of writes; whether two spans agreed; seconds of a core for
+    each byte that is read."""
 
     sustained: float
     burst: float
     written: float
     settled: bool
+    cpu_s: float
 
 
 def measure(folder: Path, report: Report | None = None, file: Path | None = None) -> MachineConstants:
-    """Measure the machine, in about 20 s.
+    """Measure the machine, in about 30 s.
 
     Args:
         folder: where the disk is read; a file of at most 1 GiB is written there and removed. report: shown what is
@@ -66,23 +73,31 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
     say("memory", 0.6)
     memory = _memory_speed()
     flops: dict[str, dict[int, float]] = {}
-    for n, (name, dtype) in enumerate((("bf16", torch.bfloat16), ("f32", torch.float32))):
+    for n, name in enumerate(WEIGHTS):
         flops[name] = {}
         for at, rows in enumerate(ROWS):
-            say(f"products in {name}", 0.65 + 0.35 * (n * len(ROWS) + at) / (2 * len(ROWS)))
-            flops[name][rows] = _product_rate(rows, dtype)
+            say(f"products in {name}", 0.6 + 0.3 * (n * len(ROWS) + at) / (len(WEIGHTS) * len(ROWS)))
+            flops[name][rows] = _product_rate(rows, name)
+    say("attention", 0.9)
+    attention = _attention_rate()
+    say("calls", 0.92)
+    calls, disk_calls = call_times()
     say("done", 1.0)
     return MachineConstants(
         read_per_s=reads.sustained, write_per_s=reads.written, burst_per_s=reads.burst, settled=reads.settled,
-        memory_per_s=memory, flops=flops, folder=str(folder.resolve()), hardware=hardware(),
-        threads=torch.get_num_threads(), date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        memory_per_s=memory, flops=flops, attention=attention, read_cpu_s=reads.cpu_s, calls=calls,
+        disk_calls=disk_calls, folder=str(folder.resolve()), hardware=hardware(), threads=torch.get_num_threads(),
+        cores=_cores(), date=datetime.now().astimezone().isoformat(timespec="seconds"),
     )  # fmt: skip
 
 
 def hardware() -> str:
     """What the machine is, as far as it says: processor, its cores that this process may use, and system."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_processor()}, {cores} cores, {platform.system()}"
+    return f"{_processor()}, {_cores()} cores, {platform.system()}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:
@@ -112,7 +127,7 @@ def read_speed(
         place = _file_in(folder, file_bytes)
     with place as (handle, written):
         spans: list[float] = []
-        at = 0
+        at, cpu, total = 0, time.thread_time(), 0
         with mmap.mmap(-1, ROOM) as pages, memoryview(pages) as room:  # pages of its own, so it is aligned
             while len(spans) < 2 or (abs(spans[-1] / spans[-2] - 1) > AGREE and len(spans) < SPANS):
                 began, n = time.perf_counter(), 0
@@ -121,10 +136,12 @@ def read_speed(
                     n += _read(handle, room[begin : begin + REQUEST], at)
                     at = (at + REQUEST) % file_bytes
                 spans.append(n / passed)
+                total += n
                 if report is not None:
                     report(len(spans) / SPANS)
+        cpu_s = (time.thread_time() - cpu) / total
     settled = abs(spans[-1] / spans[-2] - 1) <= AGREE
-    return Reads(statistics.fmean(spans[-2:]), max(spans), written, settled)
+    return Reads(statistics.fmean(spans[-2:]), max(spans), written, settled, cpu_s)
 
 
 def _read(handle: int, buffer: memoryview, at: int) -> int:
@@ -193,15 +210,39 @@ def _memory_speed() -> float:
 
 
 @torch.no_grad()
-def _product_rate(rows: int, dtype: torch.dtype) -> float:
-    """FLOP per second of products by our own linear layers, each with another matrix than the one before."""
-    weights = [torch.randn(SIDE, SIDE).to(dtype) for _ in range(MATRICES)]
+def _product_rate(rows: int, name: str) -> float:
+    """FLOP per second of products by our own linear layers, each with another matrix than the one before.
+
+    Args:
+        name: one of `WEIGHTS`.
+    """
+    dtype = torch.float32 if name == "f32" else torch.bfloat16
+    weights: list[Weight] = [torch.randn(SIDE, SIDE).to(dtype) for _ in range(MATRICES)]
+    if name in FORMATS:
+        weights = [QuantizedWeight.quantize(one, FORMATS[name]) for one in weights if isinstance(one, torch.Tensor)]
     x = torch.randn(rows, SIDE).to(dtype)
+    median = _median_s(lambda n: linear(x, weights[n % MATRICES]))
+    return 2 * rows * SIDE * SIDE / median
+
+
+def _median_s(compute: Callable[[int], object]) -> float:
+    """Median seconds of calls with 0, 1, ..., of at least `MATRICES` after the first one, in about `PRODUCT_S`."""
     times: list[float] = []
-    linear(x, weights[-1])
-    began = time.perf_counter()
+    clock, began = computing_clock(), time.perf_counter()
+    compute(MATRICES - 1)
     while time.perf_counter() - began < PRODUCT_S or len(times) < MATRICES:
-        start = time.perf_counter()
-        linear(x, weights[len(times) % MATRICES])
-        times.append(time.perf_counter() - start)
-    return 2 * rows * SIDE * SIDE / statistics.median(times)
+        start = clock()
+        compute(len(times))
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def _attention_rate() -> float:
+    """FLOP per second of the attention of a piece of a prompt, half of which is new."""
+    heads, kv_heads, dim, n = 8, 4, 64, 256
+    q, k, v = (torch.randn(h, rows, dim).bfloat16() for h, rows in ((heads, n), (kv_heads, 2 * n), (kv_heads, 2 * n)))
+    places = torch.arange(2 * n, dtype=torch.int32)
+    args = PrefillArgs(q, k, v, places[n:], AttentionShape(dim**-0.5), places[:n].expand(kv_heads, -1).contiguous())
+    pairs = n * n + n * (n + 1) // 2
+    return 4 * dim * heads * pairs / _median_s(lambda _: ops.prefill(args))

@@ -48,7 +48,8 @@ class ModelSize:
     """A model on disk.
 
     Attributes:
-        folder: where its files are. name: of its class. dtype: of its weights. fingerprint: of shapes and places of all
+        folder: where its files are. name: of its class. dtype: of its weights as they were saved. weights: format of
+            matrices in codes; None: as they were saved. fingerprint: of shapes and places of all
             tensors.
         layers: in their order. end_bytes: of embeddings, head and all that is in no layer; always in memory.
         slot_bytes: of a slot that any layer fits in. widening_bytes: scratch of products in 16 bits.
@@ -59,6 +60,7 @@ class ModelSize:
     folder: Path
     name: str
     dtype: torch.dtype
+    weights: str | None
     fingerprint: str
     layers: tuple[LayerSize, ...]
     end_bytes: int
@@ -117,7 +119,8 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
     head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
     return ModelSize(
-        folder=folder, name=profile.name, dtype=skeleton.dtype, fingerprint=fingerprint(skeleton, weights),
+        folder=folder, name=profile.name, dtype=skeleton.dtype, weights=weights,
+        fingerprint=fingerprint(skeleton, weights),
         layers=tuple(
             _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
             for index, (layer, window, layout) in enumerate(

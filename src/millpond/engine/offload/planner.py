@@ -12,7 +12,7 @@ from millpond.budget import Budget, parse_bytes
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import CostModel
 from millpond.engine.offload.kv_size import KVSize, kv_size
-from millpond.engine.offload.machine import MachineConstants
+from millpond.engine.offload.machine import WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import DISK, HOST, Plan
@@ -59,7 +59,7 @@ def plan(
         codec: number format of the entries, see `compress`.
         weights: "int8" or "int4", matrices that are packed in a file in `disk`; None: as they were saved.
         latency_s: most seconds from the first prompt to the last token of a block; None: any.
-        machine: its constants; None: measured once for the folder, in about 20 s, and kept in the user's cache folder.
+        machine: its constants; None: measured once for the folder, in about 30 s, and kept in the user's cache folder.
         measure: measure even where constants are kept. report: called with what is being measured and the share done.
         capabilities: placements and schedules that may be chosen.
 
@@ -171,6 +171,8 @@ def _positive(latency_s: float | None) -> float | None:
 
 #: Round figures of a small machine, for examples: 1 GB/s, 10 GB/s, 20 to 100 GFLOP/s.
 EXAMPLE = MachineConstants(
-    read_per_s=1e9, write_per_s=1e9, burst_per_s=1e9, memory_per_s=1e10,
-    flops={dtype: {1: 2e10, 16: 5e10, 1024: 1e11} for dtype in ("bf16", "f32")},
+    read_per_s=1e9, write_per_s=1e9, burst_per_s=1e9, memory_per_s=1e10, attention=5e10, read_cpu_s=1e-10,
+    flops={name: {1: 2e10, 16: 5e10, 1024: 1e11} for name in WEIGHTS},
+    calls=CallTimes(step_s=2e-3, layer_s=2e-4, sequence_s=2e-5, piece_s=1e-3, prompt_s=1e-3),
+    disk_calls=CallTimes(step_s=0.0, layer_s=5e-3, sequence_s=0.0, piece_s=5e-3, prompt_s=5e-3),
 )  # fmt: skip

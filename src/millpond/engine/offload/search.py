@@ -190,10 +190,9 @@ def _bytes(cost: CostModel, block: BlockShape, shares: Shares, plan: Plan) -> di
 
 
 def _sweeps(cost: CostModel, block: BlockShape) -> tuple[int, int]:
-    """Sweeps of a block that only read prompts, and those that decode."""
-    if block.schedule == "diagonal":  # prompts are read in the sweeps that decode
-        return 0, cost.kv.new
-    return cost.prefill_sweeps(block), cost.decode_sweeps()
+    """Sweeps of a block that read prompts, and those that only decode."""
+    course = cost.course(block)
+    return course.prefill, course.decode
 
 
 def _longest(terms: Iterable[Term], shares: Shares) -> tuple[float, str]:

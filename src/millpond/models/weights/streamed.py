@@ -29,13 +29,13 @@ from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.device_loader import Arrival, DeviceLoader
 from millpond.tiers.files import DirectFile
 from millpond.tiers.ledger import Ledger
-from millpond.tiers.loader import REQUEST_BYTES, Backend, Extent, Loader, Ticket
+from millpond.tiers.loader import Backend, Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
 
 #: When packed parts are compared with their checksums.
 Verify = Literal["first", "always"]
-#: Slots of the host that weights pass on their way from a disk to a device.
-_N_THROUGH = 2
+#: Slots of the host that weights pass on their way from a disk to a device, and bytes of each.
+_N_THROUGH, _THROUGH_BYTES = 2, 4 << 20
 
 
 class StreamedLayers:
@@ -95,7 +95,7 @@ class StreamedLayers:
         if device is not None:
             host = sizes.kept_bytes(kept) - sizes.kept_bytes(())
             self._holdings.append(ledger.take("host", "weights", host))
-            self._holdings.append(ledger.take("host", "slots", _N_THROUGH * REQUEST_BYTES))
+            self._holdings.append(ledger.take("host", "slots", _N_THROUGH * _THROUGH_BYTES))
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
         self._loader = Loader(backend or ThreadBackend())
@@ -107,7 +107,7 @@ class StreamedLayers:
         self._sources: dict[int, Slot] = {}
         self._device, self._to_device = device, None
         if device is not None:
-            through = [Slot(aligned_buffer(REQUEST_BYTES)) for _ in range(_N_THROUGH)]
+            through = [Slot(aligned_buffer(_THROUGH_BYTES)) for _ in range(_N_THROUGH)]
             self._to_device = DeviceLoader(self._loader, device, through)
         try:
             self._read_ends(skeleton, sizes.ends)
