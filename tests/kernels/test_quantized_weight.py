@@ -68,7 +68,8 @@ def test_a_number_that_is_not_finite_is_seen(bits: int, dtype: torch.dtype, bad:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", [0, 1])
 def test_matrices_of_4_and_of_8_bits_meet_rows_together(dtype: torch.dtype, gate: int) -> None:
-    parts = [(QuantizedWeight.quantize(draw(70, 160, dtype=dtype, seed=i), bits), None) for i, bits in enumerate((4, 8))]
+    weights = [draw(70, 160, dtype=dtype, seed=seed) for seed in (0, 1)]
+    parts = [(QuantizedWeight.quantize(weight, bits), None) for weight, bits in zip(weights, (4, 8), strict=True)]
     x, norm = draw(5, 160, dtype=dtype, seed=3), 1 + 0.1 * draw(160, dtype=dtype, seed=4)
     together = native.Linears(parts, norm=norm, eps=1e-5, gate=gate)(x)
     alone = [native.Linears([part], norm=norm, eps=1e-5)(x)[0] for part in parts]

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from millpond.errors import DataError, OptionError, UnsupportedModelError
+from millpond.models.gguf.blocks import Blocks, blocks_of
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace, tensors_of_folder
@@ -26,9 +27,10 @@ class Skeleton:
     """A model whose parameters hold nothing.
 
     Attributes:
-        model: all parameters on "meta". layers: its layers. dtype: of its weights as they were saved.
+        model: all parameters on "meta". layers: its layers. dtype: of its weights, as they were saved or as wanted.
         ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
             in the layer. tied: the head is the embedding.
+        blocks: of the GGUF file that the folder was converted from, by the names of tensors in the folder.
     """
 
     model: PreTrainedModel
@@ -37,10 +39,14 @@ class Skeleton:
     ends: dict[str, TensorPlace]
     by_layer: tuple[dict[str, TensorPlace], ...]
     tied: bool
+    blocks: dict[str, Blocks]
 
     @classmethod
-    def of(cls, folder: Path) -> Skeleton:
-        """Read configuration and headers; nothing else is read, and no weight allocated.
+    def of(cls, folder: Path, dtype: torch.dtype | None = None) -> Skeleton:
+        """Read configuration and headers, and a few rows of matrices that a GGUF file has too; no weight is allocated.
+
+        Args:
+            dtype: that the model computes in; None: the one in which all weights were saved.
 
         Raises:
             OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
@@ -53,7 +59,7 @@ class Skeleton:
         tensors = tensors_of_folder(folder)
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read layer by layer yet")
-        dtype = _dtype_of(folder, tensors)
+        dtype = _dtype_of(folder, tensors) if dtype is None else dtype
         model = _on_meta(config, dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -64,9 +70,10 @@ class Skeleton:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {error}; layers are read one by one only in models built as Llama, Mistral, "
-                "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory="
+                "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory= and weights="
             ) from error
-        return cls(model, layers, dtype, *_sorted_out(model, folder, tensors, prefix, len(layers)))
+        ends, by_layer, tied = _sorted_out(model, folder, tensors, prefix, len(layers))
+        return cls(model, layers, dtype, ends, by_layer, tied, blocks_of(folder, tensors, config))
 
 
 def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
@@ -79,7 +86,7 @@ def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
         raise UnsupportedModelError(
             f"the weights in {folder} are of several dtypes, or none ({shown}); save the model in one with "
-            "save_pretrained"
+            "save_pretrained, or name one with dtype= where weights= packs them in memory"
         )
     return found.pop()
 
@@ -104,7 +111,7 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         if name.split(".")[-1] != "rotary_emb":
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name or 'the model'} has buffers, which are not made without its "
-                "weights; load it without memory="
+                "weights; load it without memory= and weights="
             )
         parent = model.get_submodule(name.rpartition(".")[0])
         kind: Any = type(module)
@@ -125,7 +132,7 @@ def _layers_of(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
     if not isinstance(layers, nn.ModuleList) or name is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of layers where Llama, Mistral, Qwen2, Qwen3, OPT and GPT-NeoX have "
-            "it, so they cannot be read one by one; load it without memory="
+            "it, so they cannot be read one by one; load it without memory= and weights="
         )
     return name + ".", tuple(layers)
 
