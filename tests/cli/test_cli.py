@@ -173,7 +173,7 @@ def test_generate_with_packed_weights_is_what_python_gives(weights: str, tmp_pat
     common = ["generate", "--model", model, "--prompt", prompt, "--max-new-tokens", "4", "--budget", "50%"]
     result = right(*common, "--weights", weights, "--page-slots", "16", "--memory-limit", "64MiB")
     assert result.stdout.strip() == said.strip() != ""
-    for part in ("prompt ", " tokens", "4 new tokens at", " held, "):
+    for part in ("prompt ", " tokens", " new tokens at", " held, "):
         assert part in result.stderr.strip().splitlines()[-1]
     limited = right(*common, "--weights", weights, "--memory", "1GiB", "--disk", str(tmp_path))
     assert limited.stdout == result.stdout
@@ -227,7 +227,7 @@ def test_notes_are_one_sentence(folder: str) -> None:
         (["--prompt", "x", "--device", "gpu"], "--device gpu: torch cannot use it here"),
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt", "x", "--weights", "int5"], "unknown format of weights 'int5'; did you mean 'int"),
-        (["--prompt", "x", "--weights", "int4", "--chunk", "8"], "--chunk 8: with --weights the engine cuts"),
+        (["--prompt", "x", "--weights", "int4", "--chunk", "8"], "--chunk 8: with --weights prompts are read"),
         (["--prompt", "x", "--weights", "int4", "--device", "cuda"], "--device cuda: --weights runs on a CPU"),
         (["--prompt", "x", "--disk", "."], "disk= belongs to memory= or plan="),
         (["--prompt-file", "no-such-file"], "cannot be read"),

@@ -94,8 +94,7 @@ class LocalBackend:
 
         engine, name = self._llm.engine, f"chat-{next(self._numbers)}"
         clock = self._clock = Clock(time.monotonic(), prompt_tokens=len(ids))
-        params = replace(self._params, **self._turn) if turn else self._params
-        engine.add(Request(request_id=name, prompt=ids, params=params))
+        engine.add(Request(request_id=name, prompt=ids, params=self._params if turn else self._alone))
         try:
             with _held_back() as interrupts:
                 yield from self._pieces(clock, interrupts)

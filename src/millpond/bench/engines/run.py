@@ -23,7 +23,7 @@ from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import TINY, BenchModel, ModelShape, draw_prompts
 from millpond.peer_process import PeerError
 
-#: Milliseconds to read so many bytes once; None where nothing can measure it.
+#: Milliseconds to read a number of bytes once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]
 
 WARM_UP, WARM_UP_TOKENS = 256, 4  #: tokens of the prompts and of the answers before the clock runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,38 @@ from millpond.models.weights.headers import TensorPlace, tensors_of_folder
 _OLD_HEAD = "embed_out.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Skeleton:
     """A model whose parameters hold nothing.
 
     Attributes:
+        folder: where its files are.
         model: all parameters on "meta". layers: its layers. dtype: of its weights, as they were saved or as wanted.
         ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
             in the layer. tied: the head is the embedding.
-        blocks: of the GGUF file that the folder was converted from, by the names of tensors in the folder.
     """
 
+    folder: Path
     model: PreTrainedModel
     layers: tuple[nn.Module, ...]
     dtype: torch.dtype
     ends: dict[str, TensorPlace]
     by_layer: tuple[dict[str, TensorPlace], ...]
     tied: bool
-    blocks: dict[str, Blocks]
+
+    @cached_property
+    def blocks(self) -> dict[str, Blocks]:
+        """Matrices of the GGUF file that the folder was converted from, by the names of the folder's tensors.
+
+        Raises:
+            DataError: one of the files cannot be read.
+        """
+        tensors = {place.name: place for part in (self.ends, *self.by_layer) for place in part.values()}
+        return blocks_of(self.folder, tensors, self.model.config)
 
     @classmethod
     def of(cls, folder: Path, dtype: torch.dtype | None = None) -> Skeleton:
-        """Read configuration and headers, and a few rows of matrices that a GGUF file has too; no weight is allocated.
+        """Read configuration and headers; nothing else is read, and no weight allocated.
 
         Args:
             dtype: that the model computes in; None: the one in which all weights were saved.
@@ -72,8 +83,7 @@ class Skeleton:
                 f"{type(model).__name__}: {error}; layers are read one by one only in models built as Llama, Mistral, "
                 "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory= and weights="
             ) from error
-        ends, by_layer, tied = _sorted_out(model, folder, tensors, prefix, len(layers))
-        return cls(model, layers, dtype, ends, by_layer, tied, blocks_of(folder, tensors, config))
+        return cls(folder, model, layers, dtype, *_sorted_out(model, folder, tensors, prefix, len(layers)))
 
 
 def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:

@@ -34,7 +34,7 @@ class TensorSource:
             file.close()
 
     def each(self, tensors: Mapping[str, TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        """Name and numbers of each tensor, which are there until the next one is asked for.
+        """Name and numbers of each tensor, which are there until the iterator is advanced.
 
         Raises:
             DataError: a file cannot be read.
