@@ -76,10 +76,8 @@ class LocalBackend:
         self.name = name
         self._llm = llm
         self._has_template = has_template(llm.tokenizer)
-        self._turn = (
-            {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
-        )
-        self._params = params
+        ends = {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
+        self._alone, self._params = params, replace(params, **ends)
         self._clock: Clock | None = None
         self._kv: KVStats | None = None
         self._numbers = count()
