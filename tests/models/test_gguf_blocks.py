@@ -162,10 +162,10 @@ def test_any_block_is_the_numbers_that_the_package_makes_of_it(kind: str) -> Non
     if kind == "Q4_1":
         raw[..., 2:4] = scales[..., 1:].copy().view(np.uint8)
     data = raw.reshape(40, -1)
-    found = blocks.Blocks(kind, bits).codes(torch.from_numpy(data), torch.float32)
+    found = blocks.GGUFBlocks(kind, bits).codes(torch.from_numpy(data), torch.float32)
     assert found.bits == bits
     assert np.array_equal(found.widen().numpy(), dequantize(data, GGMLQuantizationType[kind]))
-    halves = blocks.Blocks(kind, bits, heads=HEADS).codes(torch.from_numpy(data), torch.float32)
+    halves = blocks.GGUFBlocks(kind, bits, heads=HEADS).codes(torch.from_numpy(data), torch.float32)
     assert np.array_equal(halves.widen().numpy(), in_order(found.widen().numpy(), HEADS))
 
 

@@ -30,7 +30,7 @@ _COMPARED = (0.0, 0.31, 0.5, 0.77, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class GGUFBlocks:
     """The matrix of a GGUF file that a tensor of the converted folder was made of.
 
     Attributes:
@@ -81,7 +81,7 @@ def source_of(folder: Path) -> Path | None:
         return None
 
 
-def blocks_of(folder: Path, tensors: Mapping[str, TensorPlace], config: Any) -> dict[str, Blocks]:
+def blocks_of(folder: Path, tensors: Mapping[str, TensorPlace], config: Any) -> dict[str, GGUFBlocks]:
     """What the matrices of a folder were converted from, by their names; empty where it is not converted.
 
     Blocks are taken over where some of their rows are those of the folder, in the order of the model or in that in
@@ -123,21 +123,21 @@ def _pairs(header: GGUFHeader, tensors: Mapping[str, TensorPlace]) -> Iterator[t
             yield name, place, tensor
 
 
-def _of_kind(header: GGUFHeader, path: Path, tensor: GGUFTensor) -> Blocks | None:
+def _of_kind(header: GGUFHeader, path: Path, tensor: GGUFTensor) -> GGUFBlocks | None:
     """A matrix by the type of its blocks; None of one that has plain numbers."""
     if tensor.type in TAKEN:
         bits, nbytes = TAKEN[tensor.type]
         row = tensor.shape[0] // GROUP * nbytes
         raw = TensorPlace(tensor.name, path, tensor.begin, row * tensor.shape[1], torch.uint8, (tensor.shape[1], row))
-        return Blocks(tensor.type, bits, raw)
+        return GGUFBlocks(tensor.type, bits, raw)
     gguf = require("gguf", "gguf", "a GGUF file")
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]]
     if block == 1:
         return None
-    return Blocks(tensor.type, 8 if 8 * nbytes / block > MOST_IN_4 else 4)
+    return GGUFBlocks(tensor.type, 8 if 8 * nbytes / block > MOST_IN_4 else 4)
 
 
-def _in_order(blocks: Blocks, place: TensorPlace, heads: list[int], source: TensorSource) -> Blocks:
+def _in_order(blocks: GGUFBlocks, place: TensorPlace, heads: list[int], source: TensorSource) -> GGUFBlocks:
     """Blocks with the order of their rows, found by comparing some; not taken over where none fits."""
     assert blocks.raw is not None, "of blocks that are taken over"
     n = place.shape[0]
@@ -149,8 +149,8 @@ def _in_order(blocks: Blocks, place: TensorPlace, heads: list[int], source: Tens
         numbers = _codes(raw, blocks.kind, place.dtype).widen(torch.float32)
         close = (numbers - there).abs() <= 2 * torch.finfo(place.dtype).eps * there.abs().amax(1, keepdim=True)
         if bool(close.all()):
-            return Blocks(blocks.kind, blocks.bits, blocks.raw, count)
-    return Blocks(blocks.kind, blocks.bits)
+            return GGUFBlocks(blocks.kind, blocks.bits, blocks.raw, count)
+    return GGUFBlocks(blocks.kind, blocks.bits)
 
 
 def _codes(raw: Tensor, kind: str, dtype: torch.dtype) -> QuantizedWeight:

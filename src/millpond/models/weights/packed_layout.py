@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
 from millpond.kernels.quantized_weight import FORMATS, GROUP, QuantizedWeight
-from millpond.models.gguf.blocks import Blocks
+from millpond.models.gguf.blocks import GGUFBlocks
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace
@@ -67,7 +67,7 @@ class CodedLayout:
     plain: Mapping[str, tuple[TensorPlace, int]]
     needed: int
     sources: Mapping[str, TensorPlace]
-    blocks: Mapping[str, Blocks]
+    blocks: Mapping[str, GGUFBlocks]
     path: Path | None = None
     offset: int = 0
     checksum: int | None = None
@@ -79,7 +79,7 @@ class CodedLayout:
         groups: Iterable[Sequence[str]],
         bits: int,
         dtype: torch.dtype,
-        of_file: Mapping[str, Blocks],
+        of_file: Mapping[str, GGUFBlocks],
     ) -> CodedLayout:
         """
         Args:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from millpond.errors import DataError, OptionError, UnsupportedModelError
-from millpond.models.gguf.blocks import Blocks, blocks_of
+from millpond.models.gguf.blocks import GGUFBlocks, blocks_of
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace, tensors_of_folder
@@ -43,7 +43,7 @@ class Skeleton:
     tied: bool
 
     @cached_property
-    def blocks(self) -> dict[str, Blocks]:
+    def blocks(self) -> dict[str, GGUFBlocks]:
         """Matrices of the GGUF file that the folder was converted from, by the names of the folder's tensors.
 
         Raises:
