@@ -38,7 +38,7 @@ class LlamaCpp:
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
             raise RuntimeError("no context: see the size of its cache")
-        self._most = params.n_batch
+        self._most, self._weight_bytes = params.n_batch, int(lib.llama_model_size(model))
         self._batch = lib.llama_batch_init(self._most, 0, 1)
         self._greedy = lib.llama_sampler_init_greedy()
 
@@ -55,7 +55,9 @@ class LlamaCpp:
             ticks.append(time.perf_counter())
         held = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in range(len(prompts)))
         steps = [1e3 * (after - before) for before, after in itertools.pairwise(ticks)]
-        return {"prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": held}
+        return {
+            "prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": held, "weight_bytes": self._weight_bytes
+        }  # fmt: skip
 
     def _read(self, sequence: int, prompt: list[int]) -> int:
         """Read a prompt; its first token."""

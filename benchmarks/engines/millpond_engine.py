@@ -17,17 +17,21 @@ from millpond.models.load import load_model
 
 
 class Millpond:
-    """An engine over a model in bfloat16.
+    """An engine over a model in bfloat16, or with its matrices in codes.
 
-    Settings: model, threads; method, budget, codec as `millpond.LLM` takes them; step_tokens: of prompts in one step.
+    Settings: model, threads; method, budget, codec, weights as `millpond.LLM` takes them; step_tokens: of prompts in
+    one step.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        self._engine = Engine(
-            load_model(settings["model"], "bf16"), method=settings["method"], budget=settings["budget"],
-            codec=settings["codec"], max_step_tokens=settings["step_tokens"],
-        )  # fmt: skip
+        model, weights = settings["model"], settings["weights"]
+        options = {"method": settings["method"], "budget": settings["budget"], "codec": settings["codec"]}
+        options["max_step_tokens"] = settings["step_tokens"]
+        if weights is None:
+            self._engine = Engine(load_model(model, "bf16"), **options)
+        else:
+            self._engine = millpond.LLM(model, dtype="bf16", weights=weights, **options).engine
         self._names = itertools.count()
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -45,12 +49,15 @@ class Millpond:
         for _ in range(new_tokens):
             self._step()
             ticks.append(time.perf_counter())
-        held = self._engine.stats().kv_bytes
+        stats = self._engine.stats()
         for name in names:
             self._engine.cancel(name)
         self._engine.drain()
         steps = [1e3 * (after - before) for before, after in itertools.pairwise(ticks)]
-        return {"prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": held}
+        return {
+            "prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": stats.kv_bytes,
+            "weight_bytes": stats.weight_bytes,
+        }  # fmt: skip
 
     def _step(self) -> list[Any]:
         outputs = self._engine.step()

@@ -160,6 +160,26 @@ def test_generate_never_writes_a_bad_word(folder: str) -> None:
     assert not set(free) & set(right(*common, *words).stdout.split())
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_generate_with_packed_weights_is_what_python_gives(weights: str, tmp_path: Path) -> None:
+    import millpond as mp
+
+    model = "pond-recall"
+    prompt = "anna kettle " + FILLER + "<ask> anna <is>"
+    cache: dict[str, Any] = {"method": "h2o", "budget": "50%"}
+    with mp.LLM(model, weights=weights, **cache) as llm:
+        params = mp.SamplingParams(max_tokens=4, temperature=0, seed=0)
+        said = llm.generate([prompt], params)[0].completions[0].text
+    common = ["generate", "--model", model, "--prompt", prompt, "--max-new-tokens", "4", "--budget", "50%"]
+    result = right(*common, "--weights", weights, "--page-slots", "16", "--memory-limit", "64MiB")
+    assert result.stdout.strip() == said.strip() != ""
+    for part in ("prompt ", " tokens", " new tokens at", " held, "):
+        assert part in result.stderr.strip().splitlines()[-1]
+    limited = right(*common, "--weights", weights, "--memory", "1GiB", "--disk", str(tmp_path))
+    assert limited.stdout == result.stdout
+    assert [path.suffix for path in tmp_path.iterdir()] == [".weights"]
+
+
 def test_generate_reads_files_and_standard_input(folder: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(FILLER, encoding="utf-8")
@@ -206,6 +226,10 @@ def test_notes_are_one_sentence(folder: str) -> None:
         (["--prompt", FILLER, "--memory-limit", "8KiB", "--method", "full"], "the page pool is full"),
         (["--prompt", "x", "--device", "gpu"], "--device gpu: torch cannot use it here"),
         (["--prompt", " "], "the prompt is empty"),
+        (["--prompt", "x", "--weights", "int5"], "unknown format of weights 'int5'; did you mean 'int"),
+        (["--prompt", "x", "--weights", "int4", "--chunk", "8"], "--chunk 8: with --weights prompts are read"),
+        (["--prompt", "x", "--weights", "int4", "--device", "cuda"], "--device cuda: --weights runs on a CPU"),
+        (["--prompt", "x", "--disk", "."], "disk= belongs to memory= or plan="),
         (["--prompt-file", "no-such-file"], "cannot be read"),
         (["--prompt", "x", "--prompt-file", "y"], "either as --prompt"),
         ([], "either as --prompt"),

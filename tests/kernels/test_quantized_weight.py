@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels import native
 from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
 
@@ -40,9 +41,49 @@ def test_a_product_is_that_of_the_numbers(bits: int, dtype: torch.dtype, shape: 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [32, 96, 224, 256, 288, 576])
+def test_rows_of_16_bits_lose_less_than_their_rounding(bits: int, dtype: torch.dtype, width: int) -> None:
+    packed, x = QuantizedWeight.quantize(draw(37, width, dtype=dtype), bits), draw(7, width, dtype=dtype, seed=1)
+    x[:, 3], x[2, :GROUP] = 40 * x[:, 3], 0
+    numbers = packed.widen(torch.float32).double()
+    exact, groups = x.double() @ numbers.T, x.double().view(7, -1, GROUP).abs().amax(-1)
+    most = (groups[:, None, :] * numbers.abs().view(1, 37, -1, GROUP).sum(-1)).sum(-1)  # of the largest of each group
+    error = (linear(x, packed).double() - exact).abs()
+    assert bool((error <= torch.finfo(dtype).eps / 2 * exact.abs() + 2**-15 * most + 1e-6).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_seen(bits: int, dtype: torch.dtype, bad: float) -> None:
+    packed, x = QuantizedWeight.quantize(draw(5, 96), bits), draw(3, 96, dtype=dtype)
+    x[1, 40] = bad
+    found = linear(x, QuantizedWeight(packed.codes, packed.scales, dtype))
+    assert not found[1].isfinite().any()
+    assert bool(found[[0, 2]].isfinite().all())
+
+
+@pytest.mark.skipif(not native.is_available(), reason="of native kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [0, 1])
+def test_matrices_of_4_and_of_8_bits_meet_rows_together(dtype: torch.dtype, gate: int) -> None:
+    weights = [draw(70, 160, dtype=dtype, seed=seed) for seed in (0, 1)]
+    parts = [(QuantizedWeight.quantize(weight, bits), None) for weight, bits in zip(weights, (4, 8), strict=True)]
+    x, norm = draw(5, 160, dtype=dtype, seed=3), 1 + 0.1 * draw(160, dtype=dtype, seed=4)
+    together = native.Linears(parts, norm=norm, eps=1e-5, gate=gate)(x)
+    alone = [native.Linears([part], norm=norm, eps=1e-5)(x)[0] for part in parts]
+    if gate:
+        alone = [native.gate(torch.cat(alone, 1), gate)]
+    assert len(together) == len(alone)
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_the_bits_of_the_row_alone(bits: int, threads: int) -> None:
-    packed, x = QuantizedWeight.quantize(draw(300, 96), bits), draw(FEW_ROWS, 96, seed=1)
+def test_a_row_has_the_bits_of_the_row_alone(bits: int, dtype: torch.dtype, threads: int) -> None:
+    packed, x = QuantizedWeight.quantize(draw(300, 96, dtype=dtype), bits), draw(FEW_ROWS, 96, dtype=dtype, seed=1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

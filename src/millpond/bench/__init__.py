@@ -1,4 +1,5 @@
 """Benchmarks of speed and memory, each with a baseline in the same run.
 
-Imports: budget, cache, codec, engine, errors, hf, kernels, methods, models, peer_process, policy, tiers.
+Imports: budget, cache, codec, engine, errors, hf, kernels, methods, models, peer_process, policy,
+    runner, tiers.
 """

@@ -77,19 +77,22 @@ class LocalBackend:
         self._llm = llm
         self._has_template = has_template(llm.tokenizer)
         ends = {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
-        self._params = replace(params, **ends)
+        self._alone, self._params = params, replace(params, **ends)
         self._clock: Clock | None = None
         self._kv: KVStats | None = None
         self._numbers = count()
 
     def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
         """See `ChatBackend`."""
+        return self.stream(self._encode(messages), turn=True)
+
+    def stream(self, ids: tuple[int, ...], *, turn: bool) -> Generator[str, None, None]:
+        """What follows the tokens, piece by piece; closing the generator ends it. turn: it ends with the turn."""
         from millpond.engine.request import Request
 
         engine, name = self._llm.engine, f"chat-{next(self._numbers)}"
-        ids = self._encode(messages)
         clock = self._clock = Clock(time.monotonic(), prompt_tokens=len(ids))
-        engine.add(Request(request_id=name, prompt=ids, params=self._params))
+        engine.add(Request(request_id=name, prompt=ids, params=self._params if turn else self._alone))
         try:
             with _held_back() as interrupts:
                 yield from self._pieces(clock, interrupts)

@@ -10,18 +10,16 @@ from rich.markup import escape
 
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes
+from millpond.cli.generate_in_engine import Placing, generate_in_engine
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import OptionGroup, expand_groups
 from millpond.cli.options import Chat, Temperature, TopP, TypicalP, optional
-from millpond.cli.prompt_options import PromptSource, wants_template
+from millpond.cli.prompt_options import PromptSource, encode, wants_template
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
     from millpond.bench.common.stopwatch import Stopwatch
     from millpond.hf.stats import CacheStats
 
@@ -48,6 +46,10 @@ class Sampling(OptionGroup):
             raise OptionError(
                 "top_p, top_k and typical_p have no effect at temperature 0; set --temperature, for example 0.7"
             )
+
+    def drawn(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "typical_p", "seed")}
 
     def kwargs(self) -> dict[str, Any]:
         """For `generate()`."""
@@ -81,12 +83,23 @@ def generate(
         int | None, optional(min=1, help="Read the prompt in chunks of N tokens, and evict behind each (lowest peak).")
     ] = None,
     chat: Chat = None,
+    placing: Placing,
 ) -> None:  # fmt: skip
     """Generate text from a prompt inside a KV budget."""
     if min_new_tokens > max_new_tokens:
         raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
     words = SamplingParams(bad_words=tuple(bad_word or ())).bad_words
-    text, chosen = source.read(), cache.for_compress()
+    text = source.read()
+    if placing.asked:
+        placing.check(model.device, chunk)
+        settings = {"kv_memory": memory_limit, "calibration": cache.calibration, **cache.for_request()}
+        settings |= {} if page_slots is None else {"page_slots": page_slots}
+        params = SamplingParams(
+            max_tokens=max_new_tokens, min_tokens=min_new_tokens, bad_words=words, **sampling.drawn()
+        )
+        generate_in_engine(model, placing, text, chat, settings, params)
+        return
+    chosen = cache.for_compress()
     import torch
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
@@ -115,23 +128,6 @@ def generate(
         )  # fmt: skip
         stats = held.stats()
     errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats))}[/]", soft_wrap=True, highlight=False)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
-    """(1, n) token ids, through the chat template if wanted, or if there is one.
-
-    Raises:
-        OptionError: a chat template is wanted and there is none.
-    """
-    if wants_template(tokenizer, chat):
-        messages = [{"role": "user", "content": text}]
-        inputs: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(text, return_tensors="pt")
-    ids: Tensor = inputs["input_ids"]
-    return ids
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:

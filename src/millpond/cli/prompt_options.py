@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import optional
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -57,3 +58,20 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
     if chat and not found:
         raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
     return found and chat is not False
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
+    """(1, n) token ids, through the chat template if wanted, or if there is one.
+
+    Raises:
+        OptionError: a chat template is wanted and there is none.
+    """
+    if wants_template(tokenizer, chat):
+        messages = [{"role": "user", "content": text}]
+        inputs: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    ids: Tensor = inputs["input_ids"]
+    return ids

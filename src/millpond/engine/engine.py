@@ -344,5 +344,6 @@ class Engine:
             swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes - of_states,
             kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
-            finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states, **self._turn.counts,
+            finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
+            weight_bytes=self._model.weight_bytes, **self._turn.counts,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 from os import PathLike
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -19,7 +20,8 @@ from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.models.load import find_tokenizer, load_model
+from millpond.models.load import find_tokenizer, load_model, resolve
+from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 
@@ -54,7 +56,7 @@ class LLM:
             that memory. DataError: a damaged file of weights.
 
     Attributes:
-        engine: that runs the requests. plan: what lies where; None without `memory` and `plan`.
+        engine: that runs the requests. plan: what lies where; None without `memory`, `plan` and `weights`.
 
     Example:
         >>> with LLM("pond-recall", method="snapkv", budget=64) as llm:
@@ -180,7 +182,7 @@ def open_engine(
     Raises:
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
-    if not offload.asked:
+    if not offload.asked and not _packed_here(model, dtype, config):
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
@@ -197,6 +199,13 @@ def open_engine(
                 part.close()
         raise
     return engine, opened.placement
+
+
+def _packed_here(model: Any, dtype: str | None, config: EngineConfig) -> bool:
+    """Whether the matrices of a model are packed one after another out of its files, and it is never loaded whole."""
+    if config.weights is None or not isinstance(model, str | PathLike):
+        return False
+    return has_safetensors(Path(resolve(model, "auto" if dtype is None else dtype)))
 
 
 def load(

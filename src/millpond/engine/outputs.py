@@ -154,6 +154,7 @@ class EngineStats:
         preemptions: counter of requests swapped out.
         finished: counter of requests that ended.
         state_bytes: bytes of recurrent and convolution states, in a hybrid.
+        weight_bytes: bytes of the model's weights in memory, with the slots of those that come and go.
     """
 
     running: int
@@ -170,3 +171,4 @@ class EngineStats:
     preemptions: int
     finished: int
     state_bytes: int = 0
+    weight_bytes: int = 0

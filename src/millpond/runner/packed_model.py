@@ -75,6 +75,7 @@ class PackedModel:
         layers: what each layer with attention stores. readers: their numbers in the model -> those of the layers that
             read their keys and store nothing. states: what the others hold of a sequence, in a hybrid.
         end_tokens: ids that end a text, as the model's configuration has them.
+        weight_bytes: of the weights in memory, with the slots of `streamed`.
         runner: which of the two runs.
 
     Raises:
@@ -130,6 +131,7 @@ class PackedModel:
             self.layers = _layers_of(profile, watch)
             bits = None if weights is None or streamed is not None else FORMATS[weights]
             self._lean = self._make_lean(watch, runner if native_layers else "modules", bits)
+            self.weight_bytes = self._count_weights()
             if native_layers and streamed is None and bits is None:
                 self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
         except BaseException:
@@ -177,6 +179,12 @@ class PackedModel:
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
 
+    def _count_weights(self) -> int:
+        if self._streamed is not None:
+            return self._streamed.nbytes
+        plain = {id(weight): weight.nbytes for weight in self.model.parameters()}
+        return sum(plain.values()) + (0 if self._lean is None else self._lean.code_bytes)
+
     @no_autograd
     def _use_states(self, profile: ModelProfile) -> None:
         """Let the modules with states run segment by segment."""
@@ -199,8 +207,9 @@ class PackedModel:
         try:
             return NativeForward(self.model, shapes, run, self._streamed, bits)
         except UnsupportedModelError as error:
-            if bits is not None:
-                raise UnsupportedModelError(f"weights= needs a model that runs without its modules: {error}") from error
+            if bits is not None or self._streamed is not None:
+                named = "memory= and weights= need" if bits is None else "weights= needs"
+                raise UnsupportedModelError(f"{named} a model that runs without its modules: {error}") from error
             if runner == "auto":
                 return None
             raise UnsupportedModelError(f"{error}; runner='modules' runs it") from error

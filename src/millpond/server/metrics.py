@@ -38,6 +38,7 @@ class EngineCollector(Collector):
             "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
             "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
             "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
+            "weight_bytes": ("Bytes of the model's weights in memory.", stats.weight_bytes),
             "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
         }
         for name, (text, value) in gauges.items():

@@ -20,6 +20,7 @@ from millpond.bench.engines.table import markdown
 from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import ModelShape
 from millpond.cli.app import app
+from millpond.errors import OptionError
 from millpond.peer_process import PeerError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "engines"
@@ -43,7 +44,8 @@ class Fake:
             raise MemoryError(f"{{len(prompts)}} are too many")
         print("nothing that the parent should read")
         steps = [self.settings["slow"]] * (new_tokens - 1) + [1000.0]
-        return {{"prefill_s": float(len(prompts[0])), "steps_ms": steps, "kv_bytes": len(prompts)}}
+        held = {{"kv_bytes": len(prompts), "weight_bytes": self.settings["weight_bytes"]}}
+        return {{"prefill_s": float(len(prompts[0])), "steps_ms": steps, **held}}
 
 serve("fake 1.0", Fake)
 """
@@ -57,9 +59,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def fake(name: str, script: Path, setting: str = "full", slow: float = 1.0, bad: int = 0) -> EngineCandidate:
+def fake(
+    name: str, script: Path, setting: str = "full", slow: float = 1.0, bad: int = 0, weight_bytes: int | None = None
+) -> EngineCandidate:
     kind = Kind(name, Path(sys.executable), script, "nobody", lambda weights: weights.folder)
-    return EngineCandidate(kind, setting, lambda *_: {"slow": slow, "bad": bad})
+    return EngineCandidate(kind, setting, lambda *_: {"slow": slow, "bad": bad, "weight_bytes": weight_bytes})
 
 
 def by_label(data: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
@@ -68,7 +72,7 @@ def by_label(data: dict[str, Any], batch: int) -> dict[str, dict[str, Any]]:
 
 def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    everyone = [fake("millpond", script, slow=2.0), fake("other", script, slow=6.0, bad=2)]
+    everyone = [fake("millpond", script, slow=2.0, weight_bytes=10**8), fake("other", script, slow=6.0, bad=2)]
     so_far: list[int] = []
     data = run.run(PLAN, everyone, tmp_path, told.append, lambda data: so_far.append(len(data["results"])))
     assert so_far == [2, 4]  # rows after each cell
@@ -86,7 +90,10 @@ def test_everyone_runs_in_turns_and_is_compared(script: Path, tmp_path: Path) ->
     assert sum("batch 2" in line and "turn" in line and "other" in line for line in told) == 1 + PLAN.repeats
     text = markdown({**data, "command": "millpond bench engines"})
     found = alone["other, full"]["above_floor"]
-    assert f"| other | full | 30.00 | 1.00 x | 6.0 | 3.00 x | full | {found:.2f} x | 0.0 |" in text
+    assert f"| other | full | 30.00 | 1.00 x | 6.0 | 3.00 x | full | {found:.2f} x | 0.0 |  |" in text
+    assert "| 0.0 | 100 |" in text
+    read = [alone[label]["readings"][0]["floor_ms"] for label in (FULL, "other, full")]
+    assert read[0] is None or read[0] > 2 * read[1], "its own bytes are read, not those of the model"
     floors = [reading["floor_ms"] for reading in alone["other, full"]["readings"]]
     assert min(6.0 / floor for floor in floors) <= found <= max(6.0 / floor for floor in floors)
     assert "MemoryError: 2 are too many" in text
@@ -191,18 +198,46 @@ def test_everyone_is_told_the_same_share_of_the_prompt() -> None:
     assert candidates.llamacpp(Path("python"))[0].settings(4, 400, 8)["room"] > 408
 
 
-@pytest.mark.parametrize("settings", [("full", None, None), ("h2o", "25%", None), ("full", None, "int4")])
+def test_packed_weights_are_compared_with_the_file_that_they_come_from() -> None:
+    gguf = Path("some-Q4_1.gguf")
+    mine = candidates.ours([], [], "25%", "int4", gguf)
+    assert [c.label for c in mine] == [FULL, "millpond, full, int4 weights"]
+    assert [c.settings(1, 8, 8)["weights"] for c in mine] == [None, "int4"]
+    weights = Weights(SHAPE, 0, Path("nowhere"))
+    assert mine[1].kind.model(weights) == gguf
+    assert candidates.ours([], [], "25%", "int8")[1].kind.model == Weights.saved
+    converted, as_it_is = candidates.llamacpp(Path("python"), gguf, "int4")
+    assert (converted.against, as_it_is.against) == (FULL, mine[1].label)
+    assert candidates.llamacpp(Path("python"), gguf)[1].against == FULL
+    everyone = [*mine, converted, as_it_is]
+    assert candidates.only(everyone, []) == everyone
+    assert candidates.only(everyone, ["int4 weights", "some-"]) == [mine[1], as_it_is]
+    with pytest.raises(OptionError, match="--only 'int5' is in no label; the candidates are millpond, full; millpond"):
+        candidates.only(everyone, ["int5"])
+    with pytest.raises(OptionError, match="unknown format of weights 'int5'"):
+        candidates.ours([], [], "25%", "int5")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("full", None, None, None),
+        ("h2o", "25%", None, None),
+        ("full", None, "int4", None),
+        ("full", None, None, "int4"),
+    ],
+)
 def test_our_own_child_decodes_all_sequences_at_each_step(
-    settings: tuple[str, str | None, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: tuple[str, str | None, str | None, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     child = importlib.import_module("millpond_engine")
     monkeypatch.setattr(child.torch, "set_num_threads", lambda n: None)
-    method, budget, codec = settings
+    method, budget, codec, weights = settings
     shape = ModelShape(layers=1, width=64, heads=2, kv_heads=1, head_dim=32, ffn=32, vocab=64)
     engine = child.Millpond({
         "model": str(Weights(shape, 0, tmp_path).saved()), "threads": 1, "method": method, "budget": budget,
-        "codec": codec, "step_tokens": 128,
+        "codec": codec, "weights": weights, "step_tokens": 128,
     })  # fmt: skip
     steps: list[int] = []
     step = engine._engine.step
@@ -218,6 +253,8 @@ def test_our_own_child_decodes_all_sequences_at_each_step(
             {"full": (1.0, 1.3), "h2o": (0.2, 0.5)}[method] if codec is None else (0.2, 0.8)
         )  # recent ones in bf16
         assert low * full <= answer["kv_bytes"] <= high * full
+        most = shape.weight_bytes()
+        assert answer["weight_bytes"] == most if weights is None else answer["weight_bytes"] > 0
     assert not engine._engine.busy
 
 
@@ -242,7 +279,8 @@ def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch
     ("options", "sentence"),
     [
         (["--cells", "4by5"], "must read BATCHxPROMPT"), (["--budget", "512"], "a share of the prompt"),
-        (["--codec", "int5"], "int5"), (["--methods", "nope"], "unknown method 'nope'"),
+        (["--codec", "int5"], "int5"), (["--weights", "int5"], "unknown format of weights 'int5'"),
+        (["--only", "nobody"], "--only 'nobody' is in no label"), (["--methods", "nope"], "unknown method 'nope'"),
     ],
 )  # fmt: skip
 def test_the_command_refuses(options: list[str], sentence: str) -> None:

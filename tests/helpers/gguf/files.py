@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ def matrix(shape: tuple[int, int], kind: str, rng: np.random.Generator) -> tuple
 
 def write_gguf(
     path: Path, architecture: str = "llama", kind: str = "F32", *, tokenizer: bool = True, seed: int = 0,
-    leave_out: str = "", **metadata: int,
+    leave_out: str = "", kinds: Mapping[str, str] | None = None, **metadata: int,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Write a model of two layers; returns its matrices, by their names in the file.
 
     Args:
-        kind: of the matrices; norms are in float32.
+        kind: of the matrices; norms are in float32. kinds: of others, by how a name, or its end behind a
+            dot, begins.
         leave_out: name of a tensor that is not written. metadata: numbers that replace those of the architecture.
     """
     rng = np.random.default_rng(seed)
@@ -67,8 +69,9 @@ def write_gguf(
         if len(shape) == 1:
             writer.add_tensor(full, (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32))
         else:
-            raw, matrices[full] = matrix((shape[0], shape[1]), kind, rng)
-            writer.add_tensor(full, raw, raw_dtype=GGMLQuantizationType[kind])
+            own = next((other for part, other in (kinds or {}).items() if f".{part}" in f".{full}"), kind)
+            raw, matrices[full] = matrix((shape[0], shape[1]), own, rng)
+            writer.add_tensor(full, raw, raw_dtype=GGMLQuantizationType[own])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

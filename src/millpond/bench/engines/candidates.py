@@ -14,7 +14,9 @@ from typing import Any
 from millpond.bench.engines.weights import SCRIPTS, Weights
 from millpond.budget import Budget
 from millpond.codec import codec_named
+from millpond.errors import OptionError
 from millpond.methods import METHODS
+from millpond.runner.packed_model import check_format
 
 #: Tokens of prompts that an engine may take in one step, where that is ours to set.
 STEP_TOKENS = 2048
@@ -65,27 +67,43 @@ def engine(name: str, python: Path, script: str, converter: str) -> Kind:
     return Kind(name, python, SCRIPTS / f"{script}_engine.py", f"benchmarks/engines/{script}_env.sh", model)
 
 
-def ours(methods: Sequence[str], codecs: Sequence[str], budget: str) -> list[EngineCandidate]:
-    """Our engine: the full cache, each method at the budget, and the full cache in each codec.
+def ours(
+    methods: Sequence[str], codecs: Sequence[str], budget: str, weights: str | None = None, gguf: Path | None = None
+) -> list[EngineCandidate]:
+    """Our engine: the full cache, each method at the budget, the full cache in each codec, and with packed weights.
+
+    Args:
+        weights: "int8" or "int4", of another candidate with the full cache. gguf: that it is read from; None: from the
+            saved model.
 
     Raises:
-        OptionError: no such method or codec.
+        OptionError: no such method, codec or format.
     """
     kind = Kind("millpond", Path(sys.executable), SCRIPTS / "millpond_engine.py", "make install", Weights.saved)
+    of_file = kind if gguf is None else replace(kind, model=lambda _: gguf)
 
     def one(setting: str, method: str, share: str | None, codec: str | None) -> EngineCandidate:
-        settings = {"method": method, "budget": share, "codec": codec, "step_tokens": STEP_TOKENS}
+        settings = {"method": method, "budget": share, "codec": codec, "weights": None, "step_tokens": STEP_TOKENS}
         return EngineCandidate(kind, setting, lambda *_: settings)
 
     for method in methods:
         METHODS.get(method)
     for codec in codecs:
         codec_named(codec)
+    check_format(weights)
+    full = one("full", "full", None, None)
+    packed = {**full.settings(0, 0, 0), "weights": weights}
     return [
-        one("full", "full", None, None),
+        full,
         *(one(f"{method} {budget}", method, budget, None) for method in methods),
         *(one(f"full, {codec}", "full", None, codec) for codec in codecs),
+        *([EngineCandidate(of_file, _packed(weights), lambda *_: packed)] if weights else []),
     ]
+
+
+def _packed(weights: str) -> str:
+    """Our setting with the full cache and packed weights."""
+    return f"full, {weights} weights"
 
 
 def stock() -> list[EngineCandidate]:
@@ -109,8 +127,11 @@ def openvino(python: Path, budget: str, evicting: str) -> list[EngineCandidate]:
     ]
 
 
-def llamacpp(python: Path, gguf: Path | None = None) -> list[EngineCandidate]:
-    """llama.cpp: keys and values in 16 bits, weights in bf16; and, where the model has one, its GGUF file as it is."""
+def llamacpp(python: Path, gguf: Path | None = None, weights: str | None = None) -> list[EngineCandidate]:
+    """llama.cpp: keys and values in 16 bits, weights in bf16; and, where the model has one, its GGUF file as it is.
+
+    weights: of ours that the file is compared with; None: those of the saved model.
+    """
     kind = engine("llama.cpp", python, "llamacpp", "gguf_model.py")
 
     def settings(batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
@@ -118,5 +139,20 @@ def llamacpp(python: Path, gguf: Path | None = None) -> list[EngineCandidate]:
 
     found = [EngineCandidate(kind, "full", settings)]
     if gguf is not None:
-        found.append(EngineCandidate(replace(kind, model=lambda _: gguf), f"full, weights of {gguf.name}", settings))
+        against = FULL if weights is None else f"millpond, {_packed(weights)}"
+        of_file = replace(kind, model=lambda _: gguf)
+        found.append(EngineCandidate(of_file, f"full, weights of {gguf.name}", settings, against))
     return found
+
+
+def only(candidates: Sequence[EngineCandidate], parts: Sequence[str]) -> list[EngineCandidate]:
+    """The candidates whose labels contain one of the parts; all of them where there is none.
+
+    Raises:
+        OptionError: a part that no label contains.
+    """
+    for part in parts:
+        if not any(part in candidate.label for candidate in candidates):
+            labels = "; ".join(candidate.label for candidate in candidates)
+            raise OptionError(f"--only {part!r} is in no label; the candidates are {labels}")
+    return [one for one in candidates if not parts or any(part in one.label for part in parts)]

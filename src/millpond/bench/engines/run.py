@@ -23,7 +23,7 @@ from millpond.bench.engines.weights import ConversionError, Weights
 from millpond.bench.generate.candidates import TINY, BenchModel, ModelShape, draw_prompts
 from millpond.peer_process import PeerError
 
-#: Milliseconds to read the weights and the given bytes of entries once; None where nothing can measure it.
+#: Milliseconds to read a number of bytes once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]
 
 WARM_UP, WARM_UP_TOKENS = 256, 4  #: tokens of the prompts and of the answers before the clock runs
@@ -55,6 +55,7 @@ class EngineTiming:
         kv_bytes: of keys and values in use after the last step, as the engine counts them.
         rss_bytes: of the process at its peak while it answered, beyond what it held before it loaded the model.
         floor_ms: reading the weights and `kv_bytes` once, measured right after it; None where nothing can.
+        weight_bytes: of the weights as the engine holds them; None where it does not say.
     """
 
     prefill_s: float
@@ -62,6 +63,7 @@ class EngineTiming:
     kv_bytes: int
     rss_bytes: int | None
     floor_ms: float | None
+    weight_bytes: int | None = None
 
 
 @dataclass
@@ -112,14 +114,14 @@ def run(
         "seed": plan.seed, "engines": notes, "results": rows,
     }  # fmt: skip
     for cell in plan.cells:
-        rows += _cell(plan, candidates, weights, lambda kv: floor.read_ms(to_read + kv), notes, *cell, progress)
+        rows += _cell(plan, candidates, weights, floor.read_ms, to_read, notes, *cell, progress)
         keep(data)
     return data
 
 
 def _cell(
     plan: EnginesPlan, candidates: Sequence[EngineCandidate], weights: Weights, floor: ReadMs,
-    notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
+    to_read: int, notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = random.Random(plan.seed)
     where = f"batch {batch}, prompt {prompt}"
@@ -138,7 +140,7 @@ def _cell(
             prompts = draw_prompts(plan.shape, batch, length, plan.seed + turn + 1).tolist()
             for entry in rng.sample(entries, len(entries)):
                 progress(f"{where}, turn {turn + 1} of {plan.repeats}: {entry.candidate.label}")
-                reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens, floor)
+                reading = _take(entry, prompts, WARM_UP_TOKENS if warming else plan.new_tokens, floor, to_read)
                 if reading is not None and not warming:
                     entry.readings[turn] = reading
     return [_row(entry, entries, batch, prompt) for entry in entries]
@@ -158,8 +160,13 @@ def _load(entry: EngineEntry, plan: EnginesPlan, weights: Weights, batch: int, p
         entry.failure = str(error)
 
 
-def _take(entry: EngineEntry, prompts: list[list[int]], new_tokens: int, floor: ReadMs) -> EngineTiming | None:
-    """One reading. An engine that fails is reported with its reason and not run again in this cell."""
+def _take(
+    entry: EngineEntry, prompts: list[list[int]], new_tokens: int, floor: ReadMs, to_read: int
+) -> EngineTiming | None:
+    """One reading. An engine that fails is reported with its reason and not run again in this cell.
+
+    to_read: bytes of the weights, where the engine does not say how many it holds.
+    """
     if entry.failure:
         return None
     time.sleep(PAUSE)
@@ -170,12 +177,13 @@ def _take(entry: EngineEntry, prompts: list[list[int]], new_tokens: int, floor: 
         return None
     steps = answer.pop("steps_ms")
     time.sleep(PAUSE)
-    return EngineTiming(decode_ms=statistics.median(steps), floor_ms=floor(answer["kv_bytes"]), **answer)
+    read = answer["kv_bytes"] + (answer.get("weight_bytes") or to_read)
+    return EngineTiming(decode_ms=statistics.median(steps), floor_ms=floor(read), **answer)
 
 
 def _row(entry: EngineEntry, entries: Sequence[EngineEntry], batch: int, prompt: int) -> dict[str, Any]:
     base = next((e for e in entries if e.candidate.label == entry.candidate.against), None)
-    names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes")
+    names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes", "weight_bytes")
     return {
         "name": entry.candidate.kind.name, "setting": entry.candidate.setting, "batch": batch, "prompt": prompt,
         "against": entry.candidate.against, **{name: entry.median(name) for name in names},

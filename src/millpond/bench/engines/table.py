@@ -9,7 +9,7 @@ from millpond.bench.common.report import markdown_table, model_phrase
 
 HEAD = (
     "engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "of reading once", "KV MB",
-    "RSS MB",
+    "weights MB", "RSS MB",
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def markdown(data: dict[str, Any]) -> str:
         "has its first token, in the engine's own order of work. Of reading once: a step "
         "over reading the weights and the engine's KV bytes once with as many threads, measured right behind it. KV: "
         "in use at the end, as the engine counts it. RSS: the most while it answered, beyond what its process held "
-        "before it loaded the model.\n",
+        "before it loaded the model. Weights: as the engine holds them, where it says so.\n",
         *(f"* {name}: {note}" for name, note in data["engines"].items()),
         "",
     ]
@@ -46,9 +46,13 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"], row["setting"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]),
         f"{row['decode_ms']:.1f}", _times(row["decode_ratio"]), row["against"].removeprefix("millpond, "),
-        _times(row["above_floor"]), f"{row['kv_bytes'] / 1e6:.1f}",
-        "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 1e6:.0f}",
+        _times(row["above_floor"]), f"{row['kv_bytes'] / 1e6:.1f}", _megabytes(row.get("weight_bytes")),
+        _megabytes(row["rss_bytes"]),
     )  # fmt: skip
+
+
+def _megabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.0f}"
 
 
 def _times(ratio: float | None) -> str:

@@ -25,6 +25,12 @@ def engines(
     methods: Annotated[str, typer.Option(help="Our methods besides the full cache.")] = "h2o,ada",
     codec: Annotated[str, typer.Option(help="Codecs of our full cache besides bf16.")] = "int4",
     budget: Annotated[str, typer.Option(help="A share of the prompt; other engines evict to the same.")] = "20%",
+    weights: Annotated[
+        str | None, optional(help="Ours with packed weights besides: int8 or int4, of the model's GGUF file if any.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, optional(help="Only candidates with this in their labels; may be repeated.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
     seed: WeightSeed = 0,
     openvino: Annotated[
@@ -52,10 +58,12 @@ def engines(
         threads=threads, seed=seed, shape=saved, timeout_s=timeout,
     )  # fmt: skip
     names, codecs = _names(methods), _names(codec)
-    everyone = candidates.ours(names, codecs, budget)
+    gguf = saved.gguf if saved else None
+    everyone = candidates.ours(names, codecs, budget, weights, gguf)
     evicting = f"millpond, {names[0]} {budget}" if names else candidates.FULL
     everyone += candidates.stock() + candidates.openvino(openvino, budget, evicting)
-    everyone += candidates.llamacpp(llamacpp, saved.gguf if saved else None)
+    everyone += candidates.llamacpp(llamacpp, gguf, weights)
+    everyone = candidates.only(everyone, only or ())
     name = "engines-quick" if quick else "engines"
 
     def keep(data: dict[str, Any]) -> None:

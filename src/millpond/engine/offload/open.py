@@ -4,6 +4,7 @@ KV."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -21,10 +22,11 @@ from millpond.engine.offload.plan import DEVICE, DISK, HOST, Plan
 from millpond.engine.offload.sentences import sentences
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.engine.offload.workload import Workload
-from millpond.errors import BudgetError, OptionError
+from millpond.errors import BudgetError, OptionError, unknown
 from millpond.models.cache_folder import check_folder
 from millpond.models.load import load_model, resolve
 from millpond.models.weights.packed_file import Report, packed_sizes
+from millpond.models.weights.packing import MemoryPacker
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
@@ -99,15 +101,16 @@ def open_in_memory(
 
     A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan the fastest
     one is searched for. What is left becomes the limit of KV, unless `config` has a lower one. Matrices in codes
-    (`config.weights`) are read from a file in `disk`, which is made where there is none.
+    (`config.weights`) are read from a file in `disk`, which is made where there is none; with neither `memory` nor
+    `plan` they are packed in memory, one after another.
 
     Args:
         memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
-            is given at all. disk: a folder for packed weights, and for KV that a plan puts on the disk; None: KV lies
-            in that of the model. machine: its constants; None: measured once and kept. workload: that a plan is made
-            for; None: `usual`. report: shown how far measuring and packing are. device: that stands for an accelerator,
-            for tests; weights may lie there then, and layers are computed from there. tiered: further arguments of
-            `DiskTier`. streaming: of `StreamedLayers`.
+            is given at all; any where matrices are packed in memory. disk: a folder for packed weights, and for KV
+            that a plan puts on the disk; None: KV lies in that of the model. machine: its constants; None: measured
+            once and kept. workload: that a plan is made for; None: `usual`. report: shown how far measuring and packing
+            are. device: that stands for an accelerator, for tests; weights may lie there then, and layers are computed
+            from there. tiered: further arguments of `DiskTier`. streaming: of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
@@ -121,14 +124,15 @@ def open_in_memory(
             f"{str(name)!r} is none of them. Download it first, and give its folder"
         )
     place = None if disk is None else Path(disk)
+    in_memory = config.weights is not None and memory is None and plan is None
     if place is not None:
         check_folder(place)
-    elif config.weights is not None:
+    elif config.weights is not None and not in_memory:
         raise OptionError(
             f"weights={config.weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for "
             "it with disk="
         )
-    skeleton = Skeleton.of(folder)
+    skeleton = Skeleton.of(folder, DTYPES.get(str(dtype)) if in_memory else None)
     _check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
@@ -158,9 +162,11 @@ def open_in_memory(
     sizes = _sizes(skeleton, name, place, config.weights, report)
     streamed: StreamedLayers | None = None
     if streamed_layers or config.weights is not None or device is not None:
-        streamed = StreamedLayers(
-            skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device, **streaming
-        )
+        with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
+            streamed = StreamedLayers(
+                skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device, pack=pack,
+                **streaming,
+            )  # fmt: skip
         model: Any = streamed.model
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
@@ -193,9 +199,9 @@ def open_in_memory(
 def _sizes(
     skeleton: Skeleton, name: str | PathLike[str], disk: Path | None, weights: str | None, report: Report | None
 ) -> WeightSizes:
-    """Where the weights lie; those in codes are packed first, where they are not."""
+    """Where the weights lie; those in codes of a file are packed first, where they are not."""
     if weights is None or disk is None:
-        return WeightSizes(skeleton)
+        return WeightSizes(skeleton, weights)
     return packed_sizes(disk, Path(name).resolve().name.removesuffix(".gguf"), skeleton, weights, report)
 
 
@@ -225,6 +231,8 @@ def _kv_slot_bytes(limit: int | None) -> int:
 
 
 def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
+    if dtype not in (None, "auto", *DTYPES):
+        raise unknown("dtype", str(dtype), ["auto", *DTYPES])
     if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:
         saved = next((name for name, known in DTYPES.items() if known == skeleton.dtype), str(skeleton.dtype))
         raise OptionError(

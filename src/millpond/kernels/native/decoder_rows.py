@@ -32,7 +32,7 @@ LARGEST = Struct("=8q").pack
 class Linears:
     """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
 
-    Or all in codes of as many bits, for rows of one dtype.
+    Or all in codes, of 4 bits or 8 each, for rows of one dtype.
 
     norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
     one result, gate(first) * second.
@@ -62,8 +62,8 @@ class Linears:
         #: the part of the C struct that is the same for all rows
         self.same = LINEAR_SAME(
             0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
-            DTYPES[self._dtype], gate, len(parts), centred, first.bits if isinstance(first, QuantizedWeight) else 0,
-            *numbers, eps,
+            DTYPES[self._dtype], gate, len(parts), centred,
+            sum({weight.bits for weight, _ in parts if isinstance(weight, QuantizedWeight)}), *numbers, eps,
         )  # fmt: skip
         #: the C struct of no rows, for calls that fill them in
         self.blank = LINEAR_ROWS(*(0,) * 8) + self.same

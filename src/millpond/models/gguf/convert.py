@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
+from millpond.models.gguf.blocks import note_source
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.rope import RopeTensors, take_rope
 from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
@@ -84,6 +85,7 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
     with _CONVERTING:
         if not (folder / stored / NOTE).exists():
             _convert(path, header, stored, digest, folder / stored)
+    note_source(folder / stored, path)
     return folder / stored
 
 

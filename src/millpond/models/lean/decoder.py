@@ -32,15 +32,15 @@ class BlockSource(Protocol):
 
 
 class StreamedBlocks(BlockSource, Protocol):
-    """Layers whose weights come and go, and the head where it is in codes.
+    """Layers whose weights come and go, and head and embeddings where they are in codes.
 
     Attributes:
-        head: (vocabulary, width) in codes; None where it is a weight of the model. tied: the head is the embedding.
+        head, tokens: (vocabulary, width) in codes; None where they are weights of the model.
         resident: whether the weights of all layers stay in memory.
     """
 
     head: QuantizedWeight | None
-    tied: bool
+    tokens: QuantizedWeight | None
     resident: bool
 
 

@@ -66,9 +66,9 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None) -> 
     else:
         blocks = tuple(streamed) if streamed.resident else streamed
     matrix: Weight = head.weight
-    if streamed is not None and streamed.head is not None:
-        matrix = streamed.head
-        ends["tokens"] = matrix if streamed.tied else ends["tokens"]
+    if streamed is not None:
+        matrix = matrix if streamed.head is None else streamed.head
+        ends["tokens"] = ends["tokens"] if streamed.tokens is None else streamed.tokens
     decoder = Decoder(blocks=blocks, head=(matrix, head.bias), **ends)
     layers = tuple(base.layers)
     # the model's own settings and those of its rotary embedding change as it runs

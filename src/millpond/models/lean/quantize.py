@@ -48,6 +48,11 @@ def release(model: nn.Module, but: Decoder) -> None:
             weight.data = weight.data.new_empty(0)
 
 
+def code_bytes(decoder: Decoder) -> int:
+    """Bytes of its matrices in codes."""
+    return sum(weight.nbytes for _, weight in _matrices(decoder) if isinstance(weight, QuantizedWeight))
+
+
 def _check(decoder: Decoder) -> None:
     for name, weight in _matrices(decoder):
         if isinstance(weight, QuantizedWeight) or not QuantizedWeight.fits(weight) or not weight.is_cpu:
@@ -85,15 +90,25 @@ def take_codes(codes: Mapping[int, QuantizedWeight]) -> Take:
     """How linear layers are taken whose matrices are codes already.
 
     Args:
-        codes: of the layers that read the same rows, one after another, by the id of the first layer's weight, which
-            has only a shape.
+        codes: of each layer, by the id of its weight, which has only a shape.
     """
 
     def take(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
         found = fusable(layers, norm, act)
-        return _in_codes(found, codes[id(layers[0].weight)], _joined(found))
+        weights = [codes[id(layer.weight)] for layer in layers]
+        parts = tuple((weight, layer.bias) for weight, layer in zip(weights, layers, strict=True))
+        whole = _in_one(weights)
+        return replace(found, parts=parts, whole=None if whole is None else (whole, _joined(found)))
 
     return take
+
+
+def _in_one(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Matrices that lie one after another as one of them; None where they do not, or some have other codes."""
+    if len({weight.bits for weight in weights}) > 1:
+        return None
+    codes, scales = as_one([weight.codes for weight in weights]), as_one([weight.scales for weight in weights])
+    return None if codes is None or scales is None else replace(weights[0], codes=codes, scales=scales)
 
 
 def _in_codes(projection: Projection, whole: QuantizedWeight, bias: Tensor | None) -> Projection:

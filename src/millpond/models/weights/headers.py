@@ -41,6 +41,11 @@ class TensorPlace:
     shape: tuple[int, ...]
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder holds weights that are read from here."""
+    return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
+
+
 def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
     """Every tensor of `model.safetensors`, or of the shards of `model.safetensors.index.json`, by name.
 

@@ -12,36 +12,28 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from millpond.errors import DataError, OptionError
-from millpond.kernels.quantized_weight import QuantizedWeight
 from millpond.models.cache_folder import check_folder
-from millpond.models.weights.headers import TensorPlace
-from millpond.models.weights.layout import Layout
 from millpond.models.weights.packed_layout import CodedLayout
+from millpond.models.weights.packing import Report as Report
+from millpond.models.weights.packing import coded_parts, fill, source_bytes
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
+from millpond.models.weights.tensor_source import TensorSource
 from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
-from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.files import DirectFile
-from millpond.tiers.loader import Extent, Loader, Ticket
-from millpond.tiers.slots import Slot
 
 #: Changes when the meaning of a byte does.
-FORMAT = 1
+FORMAT = 2
 _MAGIC, _FIXED = b"MPWEIGHT", struct.Struct("<8sQI")
 _MOST_HEADER = 16 << 20
 #: Bytes of a tensor's first and last page by which a checkpoint is known.
 _SAMPLE = 4096
-
-#: Shows that a share (0 to 1) of the work is done.
-Report = Callable[[str, float], None]
 
 
 def packed_sizes(
@@ -61,10 +53,10 @@ def packed_sizes(
     sizes = WeightSizes(skeleton, weights)
     mark = source_mark(skeleton)
     path = folder / f"{name}-{mark[:12]}.{weights}.weights"
-    parts = _parts(sizes)
+    parts = coded_parts(sizes)
     checksums = _read_header(path, _header(weights, mark, parts, [0] * len(parts)))
     if checksums is None:
-        checksums = _write(path, skeleton, weights, mark, parts, report or (lambda what, share: None))
+        checksums = _write(path, weights, mark, parts, report or (lambda what, share: None))
     at = _begin(_header(weights, mark, parts, checksums))
     placed = []
     for part, checksum in zip(parts, checksums, strict=True):
@@ -106,19 +98,16 @@ def source_mark(skeleton: Skeleton) -> str:
 # ---------------------------------------------------------------------- header
 
 
-def _parts(sizes: WeightSizes) -> list[CodedLayout]:
-    found = [sizes.ends, *sizes.layers]
-    assert all(isinstance(part, CodedLayout) for part in found), "sizes of codes"
-    return found  # type: ignore[return-value]
-
-
 def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
     """The header, as long for all checksums; places are counted from the first part on."""
     extents, at = [], 0
     for part, checksum in zip(parts, checksums, strict=True):
         extents.append([at, part.needed, f"{checksum:08x}"])
         at += part.nbytes
-    found = {"format": FORMAT, "weights": weights, "source": mark, "nbytes": at, "extents": extents}
+    found = {
+        "format": FORMAT, "weights": weights, "source": mark, "nbytes": at, "extents": extents,
+        "matrices": [part.described() for part in parts],
+    }  # fmt: skip
     return json.dumps(found).encode()
 
 
@@ -149,23 +138,19 @@ def _read_header(path: Path, expected: bytes) -> list[int] | None:
 # ---------------------------------------------------------------------- packing
 
 
-def _write(
-    path: Path, skeleton: Skeleton, weights: str, mark: str, parts: Sequence[CodedLayout], say: Report
-) -> list[int]:
+def _write(path: Path, weights: str, mark: str, parts: Sequence[CodedLayout], say: Report) -> list[int]:
     """Write the file, and return the checksums of its parts."""
     blank = _header(weights, mark, parts, [0] * len(parts))
     nbytes = _begin(blank) + sum(part.nbytes for part in parts)
     check_folder(path.parent, nbytes)
-    of_parts = [skeleton.ends, *skeleton.by_layer]
-    total = sum(tensor.nbytes for tensors in of_parts for tensor in tensors.values())
-    checksums, at, done = [], _begin(blank), 0
-    with _appearing(path) as handle, _Source() as source:
-        for part, tensors in zip(parts, of_parts, strict=True):
+    total, done = sum(source_bytes(part) for part in parts), 0
+    checksums, at = [], _begin(blank)
+    with _appearing(path) as handle, TensorSource() as source:
+        for part in parts:
             data = aligned_buffer(part.nbytes)
-            for name, there in _packing(part, tensors, data, source):
-                done += tensors[name].nbytes
+            for read in fill(part, data, source):
+                done += read
                 say("packing weights", done / total)
-                del there
             content: Any = data.numpy()
             checksums.append(zlib.crc32(memoryview(content)[: part.needed]))
             _write_at(handle, memoryview(content)[: part.nbytes], at)
@@ -173,57 +158,6 @@ def _write(
         header = _header(weights, mark, parts, checksums)
         _write_at(handle, memoryview(_FIXED.pack(_MAGIC, len(header), zlib.crc32(header)) + header), 0)
     return checksums
-
-
-def _packing(
-    part: CodedLayout, tensors: dict[str, TensorPlace], data: Tensor, source: _Source
-) -> Iterator[tuple[str, Tensor]]:
-    """Fill a part; each tensor's name when it is done."""
-    places = {name: coded for codes in part.codes(data) for name, coded in codes.apart()}
-    plain = part.parameters(data)
-    for name, numbers in source.each(tensors):
-        if name in places:
-            packed = QuantizedWeight.quantize(numbers, places[name].bits)
-            places[name].codes.copy_(packed.codes)
-            places[name].scales.copy_(packed.scales)
-        else:
-            plain[name].data.copy_(numbers)
-        yield name, numbers
-
-
-class _Source:
-    """Tensors of a model's files, one after another, the next one read while one is used."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, DirectFile] = {}
-        self._loader = Loader(ThreadBackend())
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._loader.close()
-        for file in self._files.values():
-            file.close()
-
-    def each(self, tensors: dict[str, TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        """Name and numbers of each tensor."""
-        waiting: list[tuple[str, Layout, Ticket]] = []
-        for name, tensor in [*tensors.items(), (None, None)]:
-            if name is not None and tensor is not None:
-                waiting.append((name, *self._begin(name, tensor)))
-            if len(waiting) == 2 or name is None:
-                first, layout, ticket = waiting.pop(0)
-                slot = ticket.wait()
-                yield first, layout.parameters(slot.data)[first].data
-
-    def _begin(self, name: str, tensor: TensorPlace) -> tuple[Layout, Ticket]:
-        layout = Layout.of({name: tensor})
-        if tensor.path not in self._files:
-            self._files[tensor.path] = DirectFile(tensor.path)
-        (run,) = layout.runs
-        extent = Extent(self._files[tensor.path], run.offset, run.nbytes, run.needed, run.place)
-        return layout, self._loader.read([extent], Slot(aligned_buffer(layout.nbytes)))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
 from millpond.kernels.quantized_weight import FORMATS, GROUP, QuantizedWeight
+from millpond.models.gguf.blocks import GGUFBlocks
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace
@@ -56,47 +58,66 @@ class CodedLayout:
 
     Attributes:
         matrices: in codes. plain: the other tensors, each with its place in the part. needed: bytes up to the last.
+        sources: where the numbers or the codes of each tensor are read. blocks: of a GGUF file, of the matrices that
+            come from there.
         path, offset, checksum: of the part in a file; None, 0 and None while there is none.
     """
 
     matrices: tuple[PackedMatrix, ...]
     plain: Mapping[str, tuple[TensorPlace, int]]
     needed: int
+    sources: Mapping[str, TensorPlace]
+    blocks: Mapping[str, GGUFBlocks]
     path: Path | None = None
     offset: int = 0
     checksum: int | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorPlace], groups: Iterable[Sequence[str]], bits: int) -> CodedLayout:
+    def of(
+        cls,
+        tensors: Mapping[str, TensorPlace],
+        groups: Iterable[Sequence[str]],
+        bits: int,
+        dtype: torch.dtype,
+        of_file: Mapping[str, GGUFBlocks],
+    ) -> CodedLayout:
         """
         Args:
-            tensors: by name. groups: names of the matrices that read the same rows.
+            tensors: by name. groups: names of the matrices that read the same rows. bits: of a code, where a GGUF file
+                does not say. dtype: of rows, and of what is not in codes. of_file: what tensors of files come from.
 
         Raises:
             UnsupportedModelError: a matrix has rows of no whole groups.
         """
-        end, matrices = 0, []
+        blocks = {name: of_file[place.name] for name, place in tensors.items() if place.name in of_file}
+        end, matrices = 0, list[PackedMatrix]()
         for names in groups:
-            rows, width = tuple(tensors[name].shape[0] for name in names), tensors[names[0]].shape[1]
+            width = tensors[names[0]].shape[1]
             if width % GROUP:
                 raise UnsupportedModelError(
                     f"{names[0]} {tensors[names[0]].shape} cannot be quantized: codes are of groups of {GROUP} numbers "
                     "of a row; leave out weights="
                 )
-            (codes, _), scales = QuantizedWeight.parts_of(sum(rows), width, bits)
-            at = _up(end)
-            behind = _up(at + prod(codes))
-            matrices.append(PackedMatrix(tuple(names), rows, width, bits, tensors[names[0]].dtype, at, behind))
-            end = behind + 2 * prod(scales)
+            for own, some in groupby(names, key=lambda name: blocks[name].bits if name in blocks else bits):
+                together = tuple(some)
+                rows = tuple(tensors[name].shape[0] for name in together)
+                (codes, _), scales = QuantizedWeight.parts_of(sum(rows), width, own)
+                at = _up(end)
+                behind = _up(at + prod(codes))
+                matrices.append(PackedMatrix(together, rows, width, own, dtype, at, behind))
+                end = behind + 2 * prod(scales)
         packed = {name for matrix in matrices for name in matrix.names}
         plain: dict[str, tuple[TensorPlace, int]] = {}
         end = _up(end)
         for name, tensor in tensors.items():  # in the order of the model, so biases stand one after another
             if name not in packed:
-                end = -(-end // tensor.dtype.itemsize) * tensor.dtype.itemsize
-                plain[name] = tensor, end
-                end += tensor.nbytes
-        return cls(tuple(matrices), plain, end)
+                held = _held(tensor, dtype)
+                end = -(-end // held.dtype.itemsize) * held.dtype.itemsize
+                plain[name] = held, end
+                end += held.nbytes
+        blocks = {name: found for name, found in blocks.items() if name in packed}
+        raw = {name: found.raw for name, found in blocks.items() if found.raw is not None}
+        return cls(tuple(matrices), plain, end, {**tensors, **raw}, blocks)
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +129,16 @@ class CodedLayout:
         """What is read: the part."""
         assert self.path is not None, "of a part in a file"
         return (FileRun(self.path, self.offset, self.nbytes, self.needed, 0, self.checksum),)
+
+    def described(self) -> dict[str, str]:
+        """What each matrix in codes is: "4 bits", "4 bits of Q4_1" where a GGUF file has them, "8 bits from Q6_K"."""
+        found = {}
+        for matrix in self.matrices:
+            for name in matrix.names:
+                blocks, bits = self.blocks.get(name), f"{matrix.bits} bits"
+                how = "" if blocks is None else f" {'from' if blocks.raw is None else 'of'} {blocks.kind}"
+                found[name] = bits + how
+        return found
 
     def within(self, path: Path, offset: int, checksum: int) -> CodedLayout:
         """The part where it lies in a file."""
@@ -126,11 +157,18 @@ class CodedLayout:
 
 
 def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
-    """What lies outside the layers, with the head in codes, and with it the embeddings where it shares them."""
+    """What lies outside the layers, with the head in codes, and with it the embeddings where it shares them.
+
+    Embeddings of their own are looked up and not multiplied: they stay as they are, unless a GGUF file has codes.
+    """
     model: Any = skeleton.model
-    source = model.get_input_embeddings() if skeleton.tied else model.get_output_embeddings()
-    head = next(name for name, weight in model.named_parameters(remove_duplicate=False) if weight is source.weight)
-    return CodedLayout.of(skeleton.ends, [[head]], FORMATS[weights])
+    tokens = _name_of(model, model.get_input_embeddings())
+    head = tokens if skeleton.tied else _name_of(model, model.get_output_embeddings())
+    taken = skeleton.blocks.get(skeleton.ends[tokens].name)
+    groups = [[head]]
+    if tokens != head and taken is not None and taken.raw is not None:
+        groups.append([tokens])
+    return CodedLayout.of(skeleton.ends, groups, FORMATS[weights], skeleton.dtype, skeleton.blocks)
 
 
 def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
@@ -144,7 +182,19 @@ def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
     groups = [[name_of[id(weight)] for weight, _ in taken.parts] for taken in projections]
     biases = [name_of[id(bias)] for taken in projections for _, bias in taken.parts if bias is not None]
     ordered = {name: tensors[name] for name in biases} | tensors
-    return CodedLayout.of(ordered, groups, FORMATS[weights])
+    return CodedLayout.of(ordered, groups, FORMATS[weights], skeleton.dtype, skeleton.blocks)
+
+
+def _name_of(model: nn.Module, module: Any) -> str:
+    """Of the weight of a module."""
+    return next(name for name, weight in model.named_parameters(remove_duplicate=False) if weight is module.weight)
+
+
+def _held(tensor: TensorPlace, dtype: torch.dtype) -> TensorPlace:
+    """A tensor as it is held in memory: floats in `dtype`."""
+    if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return tensor
+    return replace(tensor, dtype=dtype, nbytes=prod(tensor.shape) * dtype.itemsize)
 
 
 def _view(data: Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from millpond.errors import DataError, OptionError, UnsupportedModelError
+from millpond.models.gguf.blocks import GGUFBlocks, blocks_of
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace, tensors_of_folder
@@ -21,16 +23,18 @@ from millpond.models.weights.headers import TensorPlace, tensors_of_folder
 _OLD_HEAD = "embed_out.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Skeleton:
     """A model whose parameters hold nothing.
 
     Attributes:
-        model: all parameters on "meta". layers: its layers. dtype: of its weights as they were saved.
+        folder: where its files are.
+        model: all parameters on "meta". layers: its layers. dtype: of its weights, as they were saved or as wanted.
         ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
             in the layer. tied: the head is the embedding.
     """
 
+    folder: Path
     model: PreTrainedModel
     layers: tuple[nn.Module, ...]
     dtype: torch.dtype
@@ -38,9 +42,22 @@ class Skeleton:
     by_layer: tuple[dict[str, TensorPlace], ...]
     tied: bool
 
+    @cached_property
+    def blocks(self) -> dict[str, GGUFBlocks]:
+        """Matrices of the GGUF file that the folder was converted from, by the names of the folder's tensors.
+
+        Raises:
+            DataError: one of the files cannot be read.
+        """
+        tensors = {place.name: place for part in (self.ends, *self.by_layer) for place in part.values()}
+        return blocks_of(self.folder, tensors, self.model.config)
+
     @classmethod
-    def of(cls, folder: Path) -> Skeleton:
+    def of(cls, folder: Path, dtype: torch.dtype | None = None) -> Skeleton:
         """Read configuration and headers; nothing else is read, and no weight allocated.
+
+        Args:
+            dtype: that the model computes in; None: the one in which all weights were saved.
 
         Raises:
             OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
@@ -53,7 +70,7 @@ class Skeleton:
         tensors = tensors_of_folder(folder)
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read layer by layer yet")
-        dtype = _dtype_of(folder, tensors)
+        dtype = _dtype_of(folder, tensors) if dtype is None else dtype
         model = _on_meta(config, dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -64,9 +81,9 @@ class Skeleton:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {error}; layers are read one by one only in models built as Llama, Mistral, "
-                "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory="
+                "Qwen2, Qwen3, OPT or GPT-NeoX. Load it without memory= and weights="
             ) from error
-        return cls(model, layers, dtype, *_sorted_out(model, folder, tensors, prefix, len(layers)))
+        return cls(folder, model, layers, dtype, *_sorted_out(model, folder, tensors, prefix, len(layers)))
 
 
 def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
@@ -79,7 +96,7 @@ def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
         raise UnsupportedModelError(
             f"the weights in {folder} are of several dtypes, or none ({shown}); save the model in one with "
-            "save_pretrained"
+            "save_pretrained, or name one with dtype= where weights= packs them in memory"
         )
     return found.pop()
 
@@ -104,7 +121,7 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         if name.split(".")[-1] != "rotary_emb":
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {name or 'the model'} has buffers, which are not made without its "
-                "weights; load it without memory="
+                "weights; load it without memory= and weights="
             )
         parent = model.get_submodule(name.rpartition(".")[0])
         kind: Any = type(module)
@@ -125,7 +142,7 @@ def _layers_of(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
     if not isinstance(layers, nn.ModuleList) or name is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of layers where Llama, Mistral, Qwen2, Qwen3, OPT and GPT-NeoX have "
-            "it, so they cannot be read one by one; load it without memory="
+            "it, so they cannot be read one by one; load it without memory= and weights="
         )
     return name + ".", tuple(layers)
 

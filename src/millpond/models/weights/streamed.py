@@ -49,11 +49,13 @@ class StreamedLayers:
         backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
         open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
             "first" time, or "always".
+        pack: fills the buffer of what stays in memory, where that is in no file: the ends and all layers.
 
     Attributes:
         model: its parameters outside the layers are in memory, those of the layers on "meta".
-        bytes_read: of files, since it was made.
-        head: in codes, of packed weights; None where it is a parameter of the model. tied: the head is the embedding.
+        bytes_read: of files, since it was made. nbytes: of weights in memory, with the slots.
+        head, tokens: embeddings and the last matrix in codes, of packed weights; None where they are parameters of the
+            model.
         resident: whether all layers stay in memory.
 
     Raises:
@@ -74,12 +76,14 @@ class StreamedLayers:
         verify: Verify = "first",
         device: SimulatedDevice | None = None,
         on_device: Iterable[int] = (),
+        pack: Callable[[PartLayout, Tensor], None] | None = None,
     ) -> None:
         check_verify(verify)
         self.model: PreTrainedModel = skeleton.model
         self.bytes_read = 0
         self.head: QuantizedWeight | None = None
-        self.tied = skeleton.tied
+        self.tokens: QuantizedWeight | None = None
+        self._pack = pack
         self._always, self._verified = verify == "always", set[int]()
         self._ends: list[tuple[Any, QuantizedWeight]] = []  # modules outside the layers, with their matrices
         self._modules, self._layouts = skeleton.layers, sizes.layers
@@ -96,6 +100,7 @@ class StreamedLayers:
             host = sizes.kept_bytes(kept) - sizes.kept_bytes(())
             self._holdings.append(ledger.take("host", "weights", host))
             self._holdings.append(ledger.take("host", "slots", _N_THROUGH * _THROUGH_BYTES))
+        self.nbytes = sum(holding.nbytes for holding in self._holdings)
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
         self._loader = Loader(backend or ThreadBackend())
@@ -251,18 +256,24 @@ class StreamedLayers:
             owner, _, field = name.rpartition(".")
             model.get_submodule(owner)._parameters[field] = parameter
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-        for codes in layout.codes(data):
-            self.head = codes.whole
-            shape_only = torch.zeros(1, 1, dtype=codes.whole.dtype).expand(codes.whole.shape)
-            for module in (head, embeddings) if skeleton.tied else (head,):
-                module.weight = nn.Parameter(shape_only, requires_grad=False)
-                self._ends.append((module, codes.whole))
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        for name, codes in (one for found in layout.codes(data) for one in found.apart()):
+            shape_only = nn.Parameter(torch.zeros(1, 1, dtype=codes.dtype).expand(codes.shape), requires_grad=False)
+            if skeleton.tied or head.weight is weights[name]:
+                self.head, head.weight = codes, shape_only
+                self._ends.append((head, codes))
+            if skeleton.tied or embeddings.weight is weights[name]:
+                self.tokens, embeddings.weight = codes, shape_only
+                self._ends.append((embeddings, codes))
         if skeleton.tied:
             head.weight = embeddings.weight
 
     def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
         """What stays, read to where layers are computed, or by another loader."""
         slot = Slot(aligned_buffer(layout.nbytes))
+        if self._pack is not None:
+            self._pack(layout, slot.data)
+            return slot
         self.bytes_read += sum(run.nbytes for run in layout.runs)
         return (loader or self._to_device or self._loader).read(self._extents(layout), slot).wait()
 
@@ -300,7 +311,8 @@ class _Layer(NamedTuple):
 def _layer_in(module: nn.Module, layout: PartLayout, data: Tensor) -> _Layer:
     parameters, codes = layout.parameters(data), layout.codes(data)
     weights = dict(module.named_parameters())
-    take = take_codes({id(weights[one.names[0]]): one.whole for one in codes}) if codes else in_place
+    of_weights = {id(weights[name]): own for one in codes for name, own in one.apart()}
+    take = take_codes(of_weights) if codes else in_place
     with with_parameters(module, parameters):
         block = block_of(module, take)
     matrices = [(name.removesuffix(".weight"), own) for one in codes for name, own in one.apart()]

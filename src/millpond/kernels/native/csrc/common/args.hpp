@@ -139,7 +139,7 @@ constexpr int MOST_PARTS = 4;
 // With `bits` 4 or 8, w holds codes: see linear/quantized_rows.hpp for them and for `scales`.
 struct LinearPart {
   const void *w, *bias, *scales;  // (n, k), (n,) or null, null of plain numbers
-  int64_t n, w_row;
+  int64_t n, w_row;               // w_row: numbers of a row, or bytes of codes
 };
 
 // out_p = norm(x) @ w_p^T + bias_p; with a gate: out_0 = gate(out_0) * out_1, or gate(out_0) of a single part; with a
@@ -150,7 +150,7 @@ struct LinearArgs {
   int64_t m, n_threads;
   // From here on the same for all rows that go through these matrices.
   const void *norm, *norm_bias;  // (k,) or null: the weight of a norm of x; (k,) or null
-  int64_t k, dtype, gate, n_parts, centred, bits;  // all tensors but codes and scales are of one dtype; bits 0: plain
+  int64_t k, dtype, gate, n_parts, centred, bits;  // all tensors but codes and scales are of one dtype; bits 0: plain, 12: 4 and 8
   LinearPart parts[MOST_PARTS];
   double eps;
 };

@@ -16,6 +16,7 @@
 #include "linear/epilogue.hpp"
 #include "linear/few_rows.hpp"
 #include "linear/few_rows_floats.hpp"
+#include "linear/integer_rows.hpp"
 #include "linear/quantized_rows.hpp"
 
 namespace mp {
@@ -248,9 +249,60 @@ class QuantizedMatrix {
     }
   }
 
- private:
+ protected:
   int m_, dim_;
   float *x_, *sums_;
+};
+
+#if defined(MP_INTEGER_ROWS)
+// The same with rows of 16-bit floats, which are held as integers.
+template <int BITS>
+class IntegerMatrix : QuantizedMatrix<BITS> {
+  using Floats = QuantizedMatrix<BITS>;
+
+ public:
+  using Floats::row_bytes;
+  static int64_t room(const LinearArgs& a) { return floats(a) + IntegerRows<BITS>::room(a.m, a.k); }
+
+  IntegerMatrix(const LinearArgs& a, char* memory)
+      : Floats(a, memory), rows_(this->x_, this->m_, this->dim_, memory + floats(a)) {}
+
+  void product(const LinearPart& part, int64_t begin, int n, float* out) const {
+    for (int t = 0; t < n; ++t) {
+      const QuantizedRow<BITS> row(part.w, part.scales, begin + t, this->dim_);
+      for (int h = 0; h < this->m_; h += ROWS_TOGETHER) {
+        const float* sums = this->sums_ + int64_t(h) * (row.groups + W);
+        meet_some(this->m_ - h, row, rows_.rows(h), sums, out + h * BLOCK + t, BLOCK);
+      }
+    }
+  }
+
+ private:
+  static int64_t floats(const LinearArgs& a) { return round_up(Floats::room(a), 64); }
+
+  IntegerRows<BITS> rows_;
+};
+#endif
+
+// Matrices of codes, some of 4 bits and some of 8: known by the bytes of their rows.
+template <template <int> class Matrix>
+class MixedMatrices {
+ public:
+  static int64_t room(const LinearArgs& a) { return first(a) + Matrix<8>::room(a); }
+  static int64_t row_bytes(const LinearArgs& a) { return Matrix<8>::row_bytes(a); }
+
+  MixedMatrices(const LinearArgs& a, char* memory) : dim_(a.k), four_(a, memory), eight_(a, memory + first(a)) {}
+
+  void product(const LinearPart& part, int64_t begin, int n, float* out) const {
+    part.w_row < dim_ ? four_.product(part, begin, n, out) : eight_.product(part, begin, n, out);
+  }
+
+ private:
+  static int64_t first(const LinearArgs& a) { return round_up(Matrix<4>::room(a), 64); }
+
+  int64_t dim_;
+  Matrix<4> four_;
+  Matrix<8> eight_;
 };
 
 template <class Matrix>
@@ -303,9 +355,20 @@ int linear(const LinearArgs& a) {
   return 0;
 }
 
+template <template <int> class Matrix>
+int linear_of_codes(const LinearArgs& args) {
+  switch (args.bits) {
+    case 4: return linear<Matrix<4>>(args);
+    case 8: return linear<Matrix<8>>(args);
+    default: return linear<MixedMatrices<Matrix>>(args);
+  }
+}
+
 int run(const LinearArgs& args) {
-  if (args.bits == 4) return linear<QuantizedMatrix<4>>(args);
-  if (args.bits == 8) return linear<QuantizedMatrix<8>>(args);
+#if defined(MP_INTEGER_ROWS)
+  if (args.bits != 0 && args.dtype != F32) return linear_of_codes<IntegerMatrix>(args);
+#endif
+  if (args.bits != 0) return linear_of_codes<QuantizedMatrix>(args);
   switch (args.dtype) {
     case F32: return linear<PlainMatrix<float>>(args);
     case F16: return linear<PlainMatrix<f16>>(args);
