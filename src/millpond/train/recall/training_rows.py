@@ -47,8 +47,9 @@ class TrainingBatch(NamedTuple):
 
 
 def draw_batch(
-    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None
-) -> TrainingBatch:
+    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None,
+    name: str = "train",
+) -> TrainingBatch:  # fmt: skip
     """About `tokens` tokens of rows whose text has `length` words.
 
     Args:
