@@ -6,6 +6,7 @@ token and not on where it stands, and never changes after it was made.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,13 +62,22 @@ class RetainingHeads:
     Attributes:
         layers: one per attention layer. model: the mark of the model. name: its class, for people.
         facts: how they were trained: data, steps, seed, label, chunks.
+        digest: of all numbers; equal where the scores are.
     """
 
     layers: Sequence[LayerHeads]
     model: str
     name: str
     facts: Mapping[str, str] = field(default_factory=dict)
+    digest: str = field(init=False, default="")
     _placed: dict[tuple[int, torch.device], LayerHeads] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(digest_size=16)
+        for layer in self.layers:
+            for part in (layer.w1, layer.b1, layer.w2, layer.b2, layer.quantiles):
+                digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest())
 
     def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, KV heads, n) float32: the scores of new tokens.
