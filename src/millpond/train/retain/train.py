@@ -18,8 +18,11 @@ from transformers import PreTrainedModel
 from millpond.errors import NumericsError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
 from millpond.policy.retaining.file import save_heads
 from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, quantiles_of
+from millpond.policy.scores.retained import Retained
 from millpond.train.common.checkpoint import cpu_threads, save_curve
 from millpond.train.retain.features import LayerText, TextReader
 from millpond.train.retain.objective import TrainedHeads, overlap, retaining_loss
@@ -130,8 +133,26 @@ def _begin_at_mean(run: RetainRun, found: Sequence[LayerText]) -> None:
 
 def _read(run: RetainRun, reader: TextReader, texts: Texts, name: str, step: int) -> list[LayerText]:
     """Features and labels of the text of one step."""
-    ids, begin = texts.draw(name, run.settings.seed, step)
-    return reader.read(ids, begin)
+    settings = run.settings
+    ids, begin = texts.draw(name, settings.seed, step)
+    evicts = settings.chunk and name == TRAIN_STREAM and step >= settings.steps // 4 and step % 2
+    if not evicts or begin <= settings.budget:
+        return reader.read(ids, begin)
+    return reader.read(ids, begin, _evicting(run), settings.budget)
+
+
+def _evicting(run: RetainRun) -> Policy:
+    """Eviction in chunks by the heads as they are: the past that they will meet, not that of full attention."""
+    plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
+    layers = []
+    for head in run.heads:
+        assert isinstance(head, TrainedHeads), "one network per layer"
+        parts = [part.detach() for part in (head.first.weight, head.first.bias, head.second.weight, head.second.bias)]
+        layers.append(LayerHeads(*parts, plain.to(parts[0].device).repeat(len(parts[3]), 1)))
+    return Policy(
+        score=Retained(RetainingHeads(layers, run.mark, "in training")), protect=Protect(sinks=4), every_step=False,
+        prefill="chunks", chunk=run.settings.chunk, stabilizers=0.25,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -164,7 +185,7 @@ def _rounded(head: object, plain: Tensor) -> LayerHeads:
     assert isinstance(head, TrainedHeads), "one network per layer"
     parts = head.first.weight, head.first.bias, head.second.weight, head.second.bias
     rounded = [part.detach().bfloat16().float() for part in parts]
-    return LayerHeads(*rounded, plain.to(rounded[0].device).expand(len(rounded[3]), -1))
+    return LayerHeads(*rounded, plain.to(rounded[0].device).repeat(len(rounded[3]), 1))
 
 
 def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
