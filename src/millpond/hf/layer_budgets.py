@@ -41,7 +41,7 @@ class LayerBudgets:
     Attributes:
         budget: of the whole cache; None for no limit.
         cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
-        at_prompt_end: at_prompt_end(sequence, seen) -> tokens that the text has at the end of the prompt that is being read.
+        at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 
     def __init__(self, budget: Budget | None, policy: Policy, windows: Sequence[int]) -> None:

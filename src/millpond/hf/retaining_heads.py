@@ -27,10 +27,9 @@ def heads_finder(model: PreTrainedModel) -> FindHeads:
     """
 
     def find(given: RetainingHeads | None) -> RetainingHeads:
-        mark = model_mark(model)
         if given is None:
-            return _of_package(mark, type(model).__name__)
-        if given.model != mark:
+            return heads_of_package(model)
+        if given.model != model_mark(model):
             raise CacheMismatchError(
                 f"these retaining heads were trained for another model ({given.name}) than this "
                 f"{type(model).__name__}, for other weights, or for the same ones in other numbers of 16 bits: train "
@@ -41,7 +40,13 @@ def heads_finder(model: PreTrainedModel) -> FindHeads:
     return find
 
 
-def _of_package(mark: str, name: str) -> RetainingHeads:
+def heads_of_package(model: PreTrainedModel) -> RetainingHeads:
+    """The heads of `model` that come with the package.
+
+    Raises:
+        OptionError: there are none.
+    """
+    mark = model_mark(model)
     for file in heads_files():
         path = os.fspath(file)
         if about_file(path)["model"] == mark:
@@ -49,6 +54,7 @@ def _of_package(mark: str, name: str) -> RetainingHeads:
                 _bundled[path] = heads_of(read_file(path), path)
             return _bundled[path]
     raise OptionError(
-        f"locret needs retaining heads, and none come with the package for this {name}: train them with 'millpond train "
-        "retain --model MODEL --data texts.jsonl --out heads.safetensors', and give heads='heads.safetensors'"
+        f"locret needs retaining heads, and none come with the package for this {type(model).__name__}: train them "
+        "with 'millpond train retain --model MODEL --data texts.jsonl --out heads.safetensors', and give "
+        "heads='heads.safetensors'"
     )

@@ -131,8 +131,8 @@ class Policy:
             raise OptionError('prefill="chunks" evicts while a prompt is read, and this policy keeps everything')
         if self.score.queries in ("all", "window", "both") or self.needs != NOTHING or self.needs_all_layers:
             raise OptionError(
-                'prefill="chunks" evicts before the rest of the prompt is read, and this score is made of later queries '
-                "or of the whole prompt; use locret, keydiff, knorm, lagkv or qfilters, or prefill='once'"
+                'prefill="chunks" evicts before the rest of the prompt is read, and this score is made of later '
+                "queries or of the whole prompt; use locret, keydiff, knorm, lagkv or qfilters, or prefill='once'"
             )
         if isinstance(self.heads, PromptHeadAllocation) or self.merge is not None:
             raise OptionError(

@@ -21,7 +21,6 @@ from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import Evict
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.model_profile import ModelProfile
@@ -30,6 +29,7 @@ from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
+from millpond.kernels.decode_rules import Evict
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import PackedModel

@@ -88,8 +88,8 @@ class PromptPass:
         for sequence in np.flatnonzero(~decoding).tolist():
             own, positions = span.columns(sequence), span.positions(sequence)
             if len(positions):
-                q_own, k_own, v_own, given = (None if t is None else t[sequence, :, own] for t in (q, k, v, scores))
-                assert q_own is not None and k_own is not None and v_own is not None, "a pass has tokens"
+                q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
+                given = None if scores is None else scores[sequence, :, own]
                 tokens = NewTokens(q_own, k_own, v_own, positions, given)
                 out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, peek)
         return out

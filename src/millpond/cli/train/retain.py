@@ -36,14 +36,14 @@ def retain(
         str, typer.Option(help="What heads learn: log_prob, or logit before the softmax (the paper's code).")
     ] = "log_prob",
     width: Annotated[
-        int | None, optional(min=1, help="Width of the networks. Default: twice the hidden size; 1,024 or more from 512.")
+        int | None, optional(min=1, help="Width of the networks. Default: twice the hidden size; from 512 on 1,024.")
     ] = None,
-    lr: Annotated[float | None, optional(help="Highest learning rate. Default: 3e-3; 5e-4 from hidden size 512.")] = None,
+    lr: Annotated[float | None, optional(help="Highest learning rate. Default: 3e-3; 5e-4 for large models.")] = None,
     chunked: Annotated[
         str | None,
         optional(help="BUDGET,CHUNK: read every other text with eviction, for prefill=chunks. Default: in full."),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of a cut of a file's text: the shortest, the longest.")] = "256,1024",
+    length: Annotated[str, typer.Option(help="Tokens of a cut of a file's text: least,most.")] = "256,1024",
     without: Annotated[
         str, typer.Option(help="Of --data recall: kinds of facts that are left out, separated by commas.")
     ] = "",
@@ -51,7 +51,8 @@ def retain(
     card: Annotated[bool, typer.Option("--card", help="Write a card beside the file (.md).")] = False,
 ) -> None:  # fmt: skip
     """Train the retaining heads of locret on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
-    from millpond.train.retain.run import LARGE, RetainSettings, default_width
+    from millpond.policy.retaining.heads import LARGE, default_width
+    from millpond.train.retain.run import RetainSettings
     from millpond.train.retain.train import sizes_of, train_retain
 
     budget, chunk = _pair(chunked, "--chunked", "205,256") if chunked else (0, 0)
@@ -70,7 +71,7 @@ def retain(
         from millpond.bench.common.machine import describe_machine
         from millpond.train.retain.card import write_card
 
-        write_card(result, out, hardware=describe_machine().hardware)
+        write_card(result, out, name=model.model, hardware=describe_machine().hardware)
     mean = sum(map(sum, result.overlaps)) / sum(map(len, result.overlaps))
     typer.echo(
         f"{out}: step {result.run.step:,} of {steps:,}, {result.run.time_s / 60:.1f} minutes in all, "
@@ -99,7 +100,9 @@ def _texts(data: str, tokenizer: PreTrainedTokenizerBase, shortest: int, longest
     left_out = [kind.strip() for kind in without.split(",") if kind.strip()]
     if data == RECALL:
         if not speaks_pond(tokenizer):
-            raise OptionError("--data recall is in the words of pond-recall, which this model does not know; give a file")
+            raise OptionError(
+                "--data recall is in the words of pond-recall, which this model does not know; name a file"
+            )
         return RecallTexts(left_out)
     if left_out:
         raise OptionError("--without is of --data recall; leave it out")

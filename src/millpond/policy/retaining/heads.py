@@ -21,6 +21,8 @@ QUANTILE_STEPS = 256
 #: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
 #: tokens were multiplied at once would decide between entries that are equal but for that.
 SCORE_DIGITS = 14
+#: Hidden sizes from which a model counts as large.
+LARGE = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +110,11 @@ class RetainingHeads:
         if place not in self._placed:
             self._placed[place] = self.layers[layer].to(device)
         return self._placed[place]
+
+
+def default_width(hidden: int, kv_width: int) -> int:
+    """Width of the networks for a model of this hidden size, whose KV heads have `kv_width` numbers together."""
+    return 2 * hidden if hidden < LARGE else max(1024, -(-4 * kv_width // 128) * 128)
 
 
 def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

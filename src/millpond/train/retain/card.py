@@ -33,9 +33,9 @@ What was not like these texts was not learned: measure before you rely on it.
 ## Training
 The model is frozen. The label of an entry is the largest {label} that any query of the questions gives it, over the
 query heads of its KV head. Loss: smooth L1, and {neighbours:g} of the squared differences between neighbours. AdamW at
-{lr:g}, betas {betas}, {warmup:.0%} of the steps to rise, then linearly to zero; gradients clipped at {clip:g}. Networks
-{width:,} wide, {parameters:,} parameters, {size:,} bytes on disk. {minutes:.1f} minutes on {hardware}, one process, torch
-{torch}, transformers {transformers}.{unfinished}
+{lr:g}, betas {betas}, {warmup:.0%} of the steps to rise, then linearly to zero; gradients clipped at {clip:g}.
+Networks {width:,} wide, {parameters:,} parameters, {size:,} bytes on disk. {minutes:.1f} minutes on {hardware}, one
+process, torch {torch}, transformers {transformers}.{unfinished}
 
 | step | minutes | loss | of the text's best tenth |
 |---:|---:|---:|---:|
@@ -50,8 +50,11 @@ Of the tenth of the entries with the highest labels, how many have the highest s
 """
 
 
-def write_card(result: TrainedResult, out: Path, *, hardware: str) -> str:
-    """Write `out` with the ending .md; returns the text. hardware: in words, what the run was trained on."""
+def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) -> str:
+    """Write `out` with the ending .md; returns the text.
+
+    name: of the model. hardware: in words, what the run was trained on.
+    """
     run, settings = result.run, result.run.settings
     chunks = ""
     if settings.chunk:
@@ -61,7 +64,7 @@ def write_card(result: TrainedResult, out: Path, *, hardware: str) -> str:
         )
     n_heads = max(len(row) for row in result.overlaps)
     text = CARD.format(
-        name=result.heads.name, mark=result.heads.model[:12], file=out.name, data=run.data.capitalize(),
+        name=name, mark=result.heads.model[:12], file=out.name, data=run.data.capitalize(),
         steps=run.step, seed=settings.seed, check=settings.check_texts, chunks=chunks,
         label="log-probability (at least -12)" if settings.label == "log_prob" else "logit before the softmax",
         neighbours=NEIGHBOURS, lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip,

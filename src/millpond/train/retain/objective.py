@@ -25,7 +25,7 @@ class TrainedHeads(nn.Module):
 
 
 def retaining_loss(scores: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """mean over layers, heads and tokens of smooth L1(s, label) + 0.0025 sum over layers of mean (s_t - s_t+1)^2.
+    """Mean over layers, heads and tokens of smooth L1(s, label) + 0.0025 sum over layers of mean (s_t - s_t+1)^2.
 
     Args:
         scores, labels: one (KV heads, n) per layer.

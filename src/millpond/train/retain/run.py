@@ -15,9 +15,6 @@ from millpond.train.retain.features import HeadSizes
 from millpond.train.retain.labels import Label
 from millpond.train.retain.objective import TrainedHeads
 
-#: Hidden sizes from which a model counts as large.
-LARGE = 512
-
 
 @dataclass(frozen=True)
 class RetainSettings:
@@ -46,11 +43,6 @@ class RetainSettings:
         """The learning rate of a step as a share of the highest: it rises, and falls to zero."""
         rise = max(1, round(self.warmup * self.steps))
         return min((step + 1) / rise, (self.steps - step) / max(1, self.steps - rise))
-
-
-def default_width(hidden: int, kv_width: int) -> int:
-    """Width of the networks for a model of this hidden size, whose KV heads have `kv_width` numbers together."""
-    return 2 * hidden if hidden < LARGE else max(1024, -(-4 * kv_width // 128) * 128)
 
 
 class RetainLogLine(NamedTuple):

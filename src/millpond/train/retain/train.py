@@ -1,7 +1,7 @@
 """Training of retaining heads: `train_retain(model, texts, out)` on a frozen model, on a CPU or a GPU.
 
-Every step is a function of (settings, step, state), and the state lies in one checkpoint file, so a run that was cut off
-and called again ends with the weights of a run that was not (same machine, same threads).
+Every step is a function of (settings, step, state), and the state lies in one checkpoint file, so a run that was cut
+off and called again ends with the weights of a run that was not (same machine, same threads).
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _step(run: RetainRun, reader: TextReader, texts: Texts, checkpoint: Path) ->
     if not bool(torch.isfinite(loss)):
         at = f"; {checkpoint} has the last good one" if checkpoint.exists() else ""
         raise NumericsError(
-            f"the loss of step {run.step} is {float(loss)}{at}: lower the learning rate, or load the model in f32 or bf16"
+            f"the loss of step {run.step} is {float(loss)}{at}: lower the learning rate, or load the model in f32 or "
+            "bf16"
         )
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_value_(run.heads.parameters(), run.settings.clip)
