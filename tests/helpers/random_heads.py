@@ -12,6 +12,7 @@ from millpond.bench.methods.random_heads import random_heads
 from millpond.errors import OptionError
 from millpond.hf import retaining_heads
 from millpond.policy.retaining.heads import RetainingHeads
+from millpond.train.retain.features import TextReader
 
 #: As it is: for tests of models that have none.
 HEADS_OF_PACKAGE: Callable[[PreTrainedModel], RetainingHeads] = retaining_heads.heads_of_package
@@ -22,7 +23,8 @@ def heads_for(model: PreTrainedModel) -> RetainingHeads:
     try:
         return HEADS_OF_PACKAGE(model)
     except OptionError:
-        return random_heads(model)
+        sizes = [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()]
+        return random_heads(model, sizes)
 
 
 @contextmanager
