@@ -85,7 +85,7 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     chunked.close()
     limit = needs[1].most(1)
     refused = engine("locret", {}, kv_memory=limit)
-    with pytest.raises(OptionError, match="(?i)memory"):
+    with pytest.raises(OptionError, match=r"(?i)memory"):
         refused.add(ask(150))
     refused.close()
     made = engine("locret", CHUNKS, kv_memory=limit)

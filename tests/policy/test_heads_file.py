@@ -95,7 +95,7 @@ def test_a_missing_file_and_another_models(path: Path) -> None:
 
 def test_a_model_without_heads_is_told_how_to_train_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retaining_heads, "heads_of_package", HEADS_OF_PACKAGE)
-    with pytest.raises(OptionError, match="millpond train retain --model MODEL --data texts.jsonl --out"):
+    with pytest.raises(OptionError, match=r"millpond train retain --model MODEL --data texts\.jsonl --out"):
         mp.compress(llama(), "locret", 16)
 
 

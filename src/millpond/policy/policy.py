@@ -117,7 +117,7 @@ class Policy:
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
             )
-        if self.entry_scores is not None and (self.prefill == "greedy" or self.shared):
+        if self.scores_entries and (self.prefill == "greedy" or self.shared):
             raise OptionError("scores given to each KV head when an entry is written need prefill='once' or 'chunks'")
         if self.prefill == "chunks":
             self._check_chunks()
@@ -215,9 +215,14 @@ class Policy:
         return None if found is None else found.heads
 
     @property
+    def scores_entries(self) -> bool:
+        """Each entry is scored when it is written, and keeps that score."""
+        return retained(self.score) is not None
+
+    @property
     def needs_rotation(self) -> bool:
         """Queries or keys are needed as they were before RoPE."""
-        return self.needs_unrotated_queries or self.entry_scores is not None
+        return self.needs_unrotated_queries or self.scores_entries
 
     @property
     def needs_unrotated_queries(self) -> bool:
@@ -263,7 +268,7 @@ class Policy:
     @property
     def gathers(self) -> bool:
         """The scores stored with the entries go into later plans."""
-        return self.observes_all or self.entry_scores is not None
+        return self.observes_all or self.scores_entries
 
     @property
     def decode_allocation(self) -> HeadAllocation:
@@ -284,7 +289,7 @@ class Policy:
         Raises:
             OptionError: there are none. CacheMismatchError: those that it names are another model's.
         """
-        if self.score is None or retained(self.score) is None:
+        if self.score is None or not self.scores_entries:
             return self
         return replace(self, score=with_heads(self.score, find))
 
