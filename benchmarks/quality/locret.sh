@@ -2,7 +2,7 @@
 # Retaining heads of pond-recall beside keydiff, the question unknown, into benchmarks/results/locret; then make docs.
 #   benchmarks/quality/locret.sh [once] [chunks]
 # once: the ten tasks at 1,024 words. chunks: eviction while 4,096 words are read, 205 entries per KV head, and chunks of
-# several sizes. An hour on one core; goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES: of
+# several sizes. Half an hour on one core; goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES: of
 # each task. OUT: another folder of results. The samples come from streams that no training reads.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -26,12 +26,12 @@ for part in ${*:-once chunks}; do
   case $part in
     once)
       "$bin/millpond" eval --model pond-recall --tasks "$(tasks_of 1024 $all)" --protocol agnostic --seed 1301 \
-        --method full,locret,keydiff --budget 2.5%,5%,10% --samples "${SAMPLES:-60}" --threads 1 --out "$out/once"
+        --method full,locret,keydiff --budget 2.5%,5%,10% --samples "${SAMPLES:-30}" --threads 1 --out "$out/once"
       ;;
     chunks)
       "$bin/millpond" eval --model pond-recall --tasks "$(tasks_of 4096 recall niah_multiquery tracking copy)" \
-        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-25}" --threads 1 --out "$out/chunks" \
-        --method "full,locret,locret:prefill=chunks,locret:prefill=chunks:chunk=128,locret:prefill=chunks:chunk=512,\
+        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-12}" --threads 1 --out "$out/chunks" \
+        --method "full,locret,locret:prefill=chunks,locret:prefill=chunks:chunk=128,\
 keydiff,keydiff:prefill=chunks"
       ;;
     *)

@@ -281,7 +281,7 @@ def test_rows_of_recall_come_from_streams_of_their_own(monkeypatch: pytest.Monke
     first = RecallTexts().draw("retain", 0, 5)
     assert torch.equal(RecallTexts().draw("retain", 0, 5).ids, first.ids)
     assert not torch.equal(RecallTexts().draw("retain-check", 0, 5).ids[:50], first.ids[:50])
-    assert {name[1] for name in names} == {"retain", "retain-check"}
+    assert {name[1] for name in names} == {"retain", "train", "retain-check"}
     assert first.begin in (257, 513, 1025)
     assert len(first.ids) > first.begin
 

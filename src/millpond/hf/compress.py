@@ -103,6 +103,11 @@ def compress(
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
     check_shared(profile, policy, method if isinstance(method, str) else "a policy")
+    if policy.prefill == "chunks" and profile.latent is not None:
+        raise UnsupportedModelError(
+            f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
+            "it; use prefill='once'"
+        )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
     if isinstance(stored, Codec):
         policy.check_codec(stored)

@@ -12,6 +12,7 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
+from millpond.cache.layer.entry_scores import entry_scores
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
@@ -178,7 +179,7 @@ class LayerCache(LayerStorage):
         table = self._table
         if table is None or not self._opened or self.pending or self.shared is not None or table.is_away:
             return False
-        if self.policy.entry_scores is not None and self.scores_answers:
+        if self.policy.scores_entries and self.scores_answers:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
 
@@ -244,14 +245,13 @@ class LayerCache(LayerStorage):
 
         q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
         """
-        scorer = self.policy.entry_scores
-        if scorer is None or self.peek is not None or (self._decodes(span) and not self.scores_answers):
+        if not self.policy.scores_entries or self.peek is not None:
             return None
-        rope = self.attention.rope
-        if rope is not None:
-            turned = rope.rotate(torch.cat([q, k], 1), span.grid().clamp(min=0).long(), inverse=True)
-            q, k = turned[:, : q.shape[1]], turned[:, q.shape[1] :]
-        return scorer.scores(self.index, q, k, v)
+        if self._decodes(span) and not self.scores_answers:
+            return None
+        heads = self.policy.entry_scores
+        assert heads is not None, "the heads of a model are found before its caches are made"
+        return entry_scores(heads, self.index, self.attention.rope, q, k, v, span)
 
     def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
         """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""

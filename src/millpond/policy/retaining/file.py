@@ -45,10 +45,18 @@ def save_heads(heads: RetainingHeads, path: str | os.PathLike[str]) -> None:
     file = Path(path)
     fresh = file.with_name(file.name + ".new")
     try:
-        fresh.write_bytes(save(tensors, about))
+        fresh.write_bytes(_in_order(save(tensors, about)))
         fresh.replace(file)
     except OSError as error:
         raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file whose header is in alphabetical order, so that equal heads make equal files."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + content[8 + length :]
 
 
 def heads_of(content: bytes, name: str) -> RetainingHeads:

@@ -17,6 +17,8 @@ from millpond.train.recall.training_rows import SOURCES, draw_batch
 
 #: The name of pond-recall's families as data.
 RECALL = "recall"
+#: Streams of its rows by those of the run: training draws the rows that the model itself was trained on.
+ROWS = {"retain": "train"}
 #: Words of a text of pond-recall's families.
 RECALL_LENGTHS = (256, 512, 1024)
 #: A text without questions: of a random cut the last tokens ask, one in so many.
@@ -74,7 +76,8 @@ class RecallTexts:
         """A row of 256, 512 or 1,024 words and its questions."""
         rng = stream("pond", stream_name, "length", seed, step)
         length = int(rng.choice(RECALL_LENGTHS))
-        batch = draw_batch(seed, step, length=length, tokens=1, weights=self._weights, name=stream_name)
+        rows = ROWS.get(stream_name, stream_name)
+        batch = draw_batch(seed, step, length=length, tokens=1, weights=self._weights, name=rows)
         return Asked(batch.tokens[0], length + 1)
 
 

@@ -112,8 +112,8 @@ def _step(run: RetainRun, reader: TextReader, texts: Texts, checkpoint: Path) ->
     if not bool(torch.isfinite(loss)):
         at = f"; {checkpoint} has the last good one" if checkpoint.exists() else ""
         raise NumericsError(
-            f"the loss of step {run.step} is {float(loss)}{at}: lower the learning rate, or load the model in f32 or "
-            "bf16"
+            f"the loss of step {run.step} is {float(loss.detach())}{at}: lower the learning rate, or load the model in "
+            "f32 or bf16"
         )
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_value_(run.heads.parameters(), run.settings.clip)
