@@ -110,6 +110,17 @@ def test_a_share_is_that_of_the_whole_prompt() -> None:
     assert kept[0] == kept[1]
 
 
+def test_a_question_that_a_chunk_ends_in_stays_whole() -> None:
+    model, (ids, _) = llama(), prompts(1, length=38)
+    with torch.no_grad(), mp.compress(model, "keydiff", 30, prefill="chunks", chunk=20) as cache:
+        model(ids[:, :34], cache=cache)
+        model(ids[:, 34:], cache=cache)
+        model(ids[:, :5], cache=cache)  # a chunk ends behind position 39
+        for head in cache.positions(1):
+            assert len(head) == 30
+            assert head[-5:] == [38, 39, 40, 41, 42]
+
+
 @pytest.mark.parametrize("prefill", ["once", "chunks"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_batch_and_alone(family: str, prefill: str) -> None:
@@ -128,6 +139,23 @@ def test_families_batch_and_alone(family: str, prefill: str) -> None:
             )
             assert out[0, own.shape[1] :].tolist() == together[s].tolist()
             assert cache.positions(len(cache.layers) - 1) == kept[s]
+
+
+def test_cache_relative_positions_batch_and_alone() -> None:
+    """Beyond the positions that the model was trained on gaps close, whatever is beside a sequence."""
+    model = shared_model("llama")
+    batch = left_padded([300, 281])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    options: dict[str, Any] = {"positions": "cache_relative", "prefill": "chunks", "chunk": 32}
+    with torch.no_grad(), mp.compress(model, "locret", 40, **options) as cache:
+        together = model.generate(**batch, max_new_tokens=5, do_sample=False, cache=cache)[:, ids.shape[1] :]
+    for s in (0, 1):
+        own = ids[s, mask[s].bool()][None]
+        with torch.no_grad(), mp.compress(model, "locret", 40, **options) as cache:
+            out = model.generate(
+                input_ids=own, attention_mask=torch.ones_like(own), max_new_tokens=5, do_sample=False, cache=cache
+            )
+        assert out[0, own.shape[1] :].tolist() == together[s].tolist()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "kivi2", "rotated2", "fp8"])

@@ -405,7 +405,7 @@ class Policy:
         assert self.score is not None, "a policy that keeps everything makes no plan"
         protect = self._protected(budget, between)
         protect.check(budget)
-        pinned = protect.mask(view, budget, 0 if self.every_step or between else view.turn)
+        pinned = protect.mask(view, budget, 0 if self.every_step else view.turn)
         view = replace(view, budget=budget, pinned=pinned)
         value = self.score.score(view, self.layer_seed(view.layer))
         if self.shared:
