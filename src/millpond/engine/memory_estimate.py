@@ -82,7 +82,7 @@ def _layer_need(
 
 
 def held_while_reading(recipe: CacheLayout, index: int, layer: LayerShape, prompt: int) -> int:
-    """Entries per KV head that a layer holds at most while a prompt of so many tokens is read."""
+    """Entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
     policy = recipe.policy
     if policy.prefill == "once":
         return prompt

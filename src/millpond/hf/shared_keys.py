@@ -29,7 +29,7 @@ def check_shared(profile: ModelProfile, policy: Policy, method: str) -> None:
         )
     if policy.prefill == "chunks":
         raise UnsupportedModelError(
-            f"{told} evicts while a prompt is read, before those layers have read what leaves; use prefill='once'"
+            f"{told} evicts while a prompt is read, before those layers have read it; use prefill='once'"
         )
     if needs.prompt_repeat is not None:
         raise UnsupportedModelError(f"{told} repeats the prompt over one layer's keys at a time; use another method")

@@ -75,7 +75,7 @@ class MethodCandidate:
         return cls(name, ":".join(f"{k}={v}" for k, v in options.items()), policy, source.given)
 
     def take_random_heads(self, model: PreTrainedModel) -> None:
-        """Score entries by random networks, where the method has networks that nobody trained for this model."""
+        """Score entries by random networks, where the method has trained ones and this model has none."""
 
         def heads(trained: RetainingHeads | None) -> RetainingHeads:
             self.given = "retaining heads are random"

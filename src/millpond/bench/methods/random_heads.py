@@ -1,4 +1,4 @@
-"""Retaining heads with random weights, for models that nobody trained: they cost what trained ones cost."""
+"""Retaining heads with random weights, for models with random weights: they cost what trained ones cost."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from millpond.errors import OptionError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from millpond.train.retain.labels import Label
     from millpond.train.retain.texts import Texts
 
 DATA_HELP = (
@@ -27,7 +28,7 @@ DATA_HELP = (
 def retain(
     *,
     data: Annotated[str, typer.Option(help=DATA_HELP, show_default=False)],
-    out: Annotated[Path, typer.Option(help="The file to write (.safetensors); its checkpoint beside it is resumed.")],
+    out: Annotated[Path, typer.Option(help="The file to write (.safetensors); its checkpoint is resumed.")],
     model: ModelOptions,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run, one text each.")] = 1200,
     max_minutes: Annotated[float | None, optional(help="Stop after N minutes; the same command resumes.")] = None,
@@ -45,15 +46,14 @@ def retain(
     ] = None,
     length: Annotated[str, typer.Option(help="Tokens of a cut of a file's text: least,most.")] = "256,1024",
     without: Annotated[
-        str, typer.Option(help="Of --data recall: kinds of facts that are left out, separated by commas.")
+        str, typer.Option(help="Kinds of facts that --data recall leaves out, separated by commas.")
     ] = "",
     threads: Threads = None,
-    card: Annotated[bool, typer.Option("--card", help="Write a card beside the file (.md).")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
 ) -> None:  # fmt: skip
     """Train the retaining heads of locret on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
-    from millpond.policy.retaining.heads import LARGE, default_width
     from millpond.train.retain.run import RetainSettings
-    from millpond.train.retain.train import sizes_of, train_retain
+    from millpond.train.retain.train import defaults_of, train_retain
 
     budget, chunk = _pair(chunked, "--chunked", "205,256") if chunked else (0, 0)
     shortest, longest = _pair(length, "--length", "256,1024")
@@ -61,10 +61,10 @@ def retain(
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
     loaded, tokenizer = model.load()
     texts = _texts(data, tokenizer, shortest, longest, without)
-    hidden, kv_width = sizes_of(loaded)
+    usual_width, usual_lr = defaults_of(loaded)
     settings = RetainSettings(
-        seed=seed, label=_label(label), steps=steps, width=width or default_width(hidden, kv_width),
-        lr=lr or (5e-4 if hidden >= LARGE else 3e-3), budget=budget, chunk=chunk,
+        seed=seed, label=_label(label), steps=steps, width=width or usual_width, lr=lr or usual_lr, budget=budget,
+        chunk=chunk,
     )  # fmt: skip
     result = train_retain(loaded, texts, out, settings, max_minutes=max_minutes, threads=threads)
     if card:
@@ -79,10 +79,10 @@ def retain(
     )
 
 
-def _label(text: str) -> object:
-    if text not in ("log_prob", "logit"):
-        raise OptionError(f"--label {text!r} must be log_prob or logit")
-    return text
+def _label(text: str) -> Label:
+    if text == "log_prob" or text == "logit":
+        return text
+    raise OptionError(f"--label {text!r} must be log_prob or logit")
 
 
 def _pair(text: str, name: str, example: str) -> tuple[int, int]:

@@ -137,7 +137,8 @@ def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
     least, most = quantiles[:, :1], quantiles[:, -1:]
     outside = ((raw - most).clamp(min=0) - (least - raw).clamp(min=0)) / (most - least).clamp(min=1e-6)
     value = (above - 1 + inside) / steps + outside
-    return (value * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    rounded: Tensor = (value * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    return rounded
 
 
 def quantiles_of(raw: Tensor) -> Tensor:

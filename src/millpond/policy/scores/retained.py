@@ -47,4 +47,5 @@ def with_heads(score: Score, find: FindHeads) -> Score:
     """`score` with the heads of a model in place of those that it named."""
     if isinstance(score, WrappedScore):
         return replace(score, base=with_heads(score.base, find))
-    return replace(score, heads=find(score.heads)) if isinstance(score, Retained) else score
+    own = retained(score)
+    return score if own is None else replace(own, heads=find(own.heads))

@@ -35,7 +35,7 @@ The model is frozen. The label of an entry is the largest {label} that any query
 query heads of its KV head. Loss: smooth L1, and {neighbours:g} of the squared differences between neighbours. AdamW at
 {lr:g}, betas {betas}, {warmup:.0%} of the steps to rise, then linearly to zero; gradients clipped at {clip:g}.
 Networks {width:,} wide, {parameters:,} parameters, {size:,} bytes on disk. {minutes:.1f} minutes by the clock on
-{hardware}, beside whatever else it ran, one process, torch {torch}, transformers {transformers}.{unfinished}
+{hardware}, with other programs running, one process, torch {torch}, transformers {transformers}.{unfinished}
 
 | step | minutes | loss | of the text's best tenth |
 |---:|---:|---:|---:|

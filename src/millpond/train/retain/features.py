@@ -1,4 +1,4 @@
-"""What retaining heads learn from: features and labels of each layer, from forward passes of the frozen model."""
+"""Features and labels of retaining heads: those of each layer, from forward passes of the frozen model."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TextReader:
 
     @property
     def _last(self) -> dict[str, int]:
-        """Of the head of the model only the last token's logits, where it can be told so."""
+        """The argument for logits of the last token alone, where the model takes one."""
         return {"logits_to_keep": 1} if "logits_to_keep" in ModelProfile.of(self.model).arguments else {}
 
 

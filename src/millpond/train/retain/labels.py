@@ -13,7 +13,7 @@ from millpond.kernels.args import AttentionShape
 #: log_prob: the largest log-probability that a later query gives the entry. logit: the largest logit before the
 #: softmax, as in the paper's code.
 Label = Literal["log_prob", "logit"]
-#: The least label of `log_prob`: entries that nobody attends to are alike below it.
+#: The least label of `log_prob`: entries that no query attends to are alike below it.
 LEAST_LOG_PROB = -12.0
 #: Queries whose logits are in memory at a time.
 BLOCK = 64

@@ -21,7 +21,7 @@ RECALL = "recall"
 ROWS = {"retain": "train"}
 #: Words of a text of pond-recall's families.
 RECALL_LENGTHS = (256, 512, 1024)
-#: A text without questions: of a random cut the last tokens ask, one in so many.
+#: Of a text without questions a random cut is taken, and its last tokens ask: one of these many.
 ASKING_SHARE = 8
 
 #: Turns a text into token ids.
@@ -155,8 +155,8 @@ def _of_line(line: str, where: str) -> tuple[str, str]:
             return record["context"], f"\n{record['question']} {record['answer']}"
         messages = record.get("messages")
         if isinstance(messages, list) and len(messages) > 1:
-            contents = [m.get("content") if isinstance(m, dict) else None for m in messages]
-            if all(isinstance(c, str) for c in contents):
+            contents = [m["content"] for m in messages if isinstance(m, dict) and isinstance(m.get("content"), str)]
+            if len(contents) == len(messages):
                 return "\n".join(contents[:-1]), "\n" + contents[-1]
     raise DataError(
         f"{where} has no text: give 'text'; or 'context', 'question' and 'answer'; or 'messages' with 'content'"

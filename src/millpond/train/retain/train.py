@@ -17,11 +17,18 @@ from transformers import PreTrainedModel
 
 from millpond.errors import NumericsError
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_profile import ModelProfile, named
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.retaining.file import save_heads
-from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, quantiles_of
+from millpond.policy.retaining.heads import (
+    LARGE,
+    QUANTILE_STEPS,
+    LayerHeads,
+    RetainingHeads,
+    default_width,
+    quantiles_of,
+)
 from millpond.policy.scores.retained import Retained
 from millpond.train.common.checkpoint import cpu_threads, save_curve
 from millpond.train.retain.features import LayerText, TextReader
@@ -189,9 +196,11 @@ def _rounded(head: object, plain: Tensor) -> LayerHeads:
     return LayerHeads(*rounded, plain.to(rounded[0].device).repeat(len(rounded[3]), 1))
 
 
-def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
-    """Hidden size of a model, and numbers of its KV heads together: see `default_width`."""
-    config = ModelProfile.of(model).config
-    n_heads = int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-    return int(config.hidden_size), int(getattr(config, "num_key_value_heads", None) or n_heads) * head_dim
+def defaults_of(model: PreTrainedModel) -> tuple[int, float]:
+    """Width of the networks and learning rate for a model."""
+    profile = ModelProfile.of(model)
+    config, hidden = profile.config, int(profile.config.hidden_size)
+    n_heads = profile.n_heads or 1
+    head_dim = int(named(config, "head_dim") or hidden // n_heads)
+    kv_width = int(named(config, "num_key_value_heads") or n_heads) * head_dim
+    return default_width(hidden, kv_width), 5e-4 if hidden >= LARGE else 3e-3
