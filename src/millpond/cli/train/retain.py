@@ -10,7 +10,7 @@ import typer
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import Threads, optional
-from millpond.errors import OptionError
+from millpond.errors import OptionError, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,9 +80,10 @@ def retain(
 
 
 def _label(text: str) -> Label:
-    if text == "log_prob" or text == "logit":
-        return text
-    raise OptionError(f"--label {text!r} must be log_prob or logit")
+    labels: dict[str, Label] = {"log_prob": "log_prob", "logit": "logit"}
+    if text not in labels:
+        raise unknown("label", text, labels)
+    return labels[text]
 
 
 def _pair(text: str, name: str, example: str) -> tuple[int, int]:

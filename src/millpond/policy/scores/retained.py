@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.scores.attention import Queries, Score
+from millpond.policy.scores.attention import Queries
 from millpond.policy.scores.wrapped import WrappedScore
 from millpond.policy.view import View
 
@@ -36,14 +37,14 @@ class Retained:
         return view.signal
 
 
-def retained(score: Score | None) -> Retained | None:
+def retained(score: object) -> Retained | None:
     """The score by retaining heads that `score` is or builds on; None for any other."""
     while isinstance(score, WrappedScore):
         score = score.base
     return score if isinstance(score, Retained) else None
 
 
-def with_heads(score: Score, find: FindHeads) -> Score:
+def with_heads(score: Any, find: FindHeads) -> Any:
     """`score` with the heads of a model in place of those that it named."""
     if isinstance(score, WrappedScore):
         return replace(score, base=with_heads(score.base, find))

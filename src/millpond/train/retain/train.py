@@ -152,11 +152,7 @@ def _read(run: RetainRun, reader: TextReader, texts: Texts, name: str, step: int
 def _evicting(run: RetainRun) -> Policy:
     """Eviction in chunks by the heads as they are: the past that they will meet, not that of full attention."""
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
-    layers = []
-    for head in run.heads:
-        assert isinstance(head, TrainedHeads), "one network per layer"
-        parts = [part.detach() for part in (head.first.weight, head.first.bias, head.second.weight, head.second.bias)]
-        layers.append(LayerHeads(*parts, plain.to(parts[0].device).repeat(len(parts[3]), 1)))
+    layers = [_as_stored(head, plain) for head in run.heads]
     return Policy(
         score=Retained(RetainingHeads(layers, run.mark, "in training")), protect=Protect(sinks=4), every_step=False,
         prefill="chunks", chunk=run.settings.chunk, stabilizers=0.25,
@@ -169,7 +165,7 @@ def _measured(
 ) -> tuple[RetainingHeads, list[list[float]]]:  # fmt: skip
     """The heads as a file stores them, with quantiles from held-out texts; and their overlaps with the best tenth."""
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
-    layers = [_rounded(head, plain) for head in run.heads]
+    layers = [_as_stored(head, plain) for head in run.heads]
     raws: list[list[Tensor]] = [[] for _ in layers]
     overlaps: list[list[Tensor]] = [[] for _ in layers]
     for step in range(run.settings.check_texts):
@@ -188,12 +184,12 @@ def _measured(
     return RetainingHeads(made, run.mark, name, facts), [torch.stack(o).mean(0).tolist() for o in overlaps]
 
 
-def _rounded(head: object, plain: Tensor) -> LayerHeads:
+def _as_stored(head: object, plain: Tensor) -> LayerHeads:
     """A network in the numbers of its file."""
     assert isinstance(head, TrainedHeads), "one network per layer"
     parts = head.first.weight, head.first.bias, head.second.weight, head.second.bias
-    rounded = [part.detach().bfloat16().float() for part in parts]
-    return LayerHeads(*rounded, plain.to(rounded[0].device).repeat(len(rounded[3]), 1))
+    w1, b1, w2, b2 = (part.detach().bfloat16().float() for part in parts)
+    return LayerHeads(w1, b1, w2, b2, plain.to(w1.device).repeat(len(b2), 1))
 
 
 def defaults_of(model: PreTrainedModel) -> tuple[int, float]:
