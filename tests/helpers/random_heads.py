@@ -14,6 +14,8 @@ from millpond.hf import retaining_heads
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.train.retain.features import TextReader
 
+#: Families whose heads all have keys of their own, whatever number of KV heads tiny configurations name.
+MULTI_HEAD = ("opt", "gpt_neox", "gpt2")
 #: As it is: for tests of models that have none.
 HEADS_OF_PACKAGE: Callable[[PreTrainedModel], RetainingHeads] = retaining_heads.heads_of_package
 
@@ -23,8 +25,9 @@ def heads_for(model: PreTrainedModel) -> RetainingHeads:
     try:
         return HEADS_OF_PACKAGE(model)
     except OptionError:
-        sizes = [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()]
-        return random_heads(model, sizes)
+        if model.config.model_type not in MULTI_HEAD:
+            return random_heads(model)
+        return random_heads(model, [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()])
 
 
 @contextmanager
