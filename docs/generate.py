@@ -148,8 +148,8 @@ def method_page(entry: Entry[Any]) -> str:
 def trained_section() -> str:
     """What the retaining heads of pond-recall keep beside keydiff, from committed results."""
     intro = (
-        "The heads that come with the package were trained on texts of the same families, from the random stream that the "
-        "model itself was trained on, which no task reads "
+        "The heads that come with the package were trained on texts of the same families, from the random stream that "
+        "the model itself was trained on, which no task reads "
         "([card](../../../src/millpond/models/heads/pond-recall.md)); `keydiff` needs no training. "
         "The context is compressed before any question is seen."
     )
