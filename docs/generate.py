@@ -158,7 +158,7 @@ def trained_section() -> str:
         rows, (note, *_) = read_rows(LOCRET / folder), read_notes(LOCRET / folder)
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
-    parts.append("From `benchmarks/quality/locret.sh` ([results](../../../benchmarks/results/locret)).\n")
+    parts.append("From `benchmarks/quality/locret.sh` ([results](../../../benchmarks/results/locret/once/summary.md)).\n")
     return "\n".join(parts)
 
 
