@@ -158,7 +158,8 @@ def trained_section() -> str:
         rows, (note, *_) = read_rows(LOCRET / folder), read_notes(LOCRET / folder)
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
-    parts.append("From `benchmarks/quality/locret.sh` ([results](../../../benchmarks/results/locret/once/summary.md)).\n")
+    results = "../../../benchmarks/results/locret/once/summary.md"
+    parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results})).\n")
     return "\n".join(parts)
 
 
