@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from papers_page import papers_page
 
 from millpond.bench.common.report import generate_table, markdown_table
 from millpond.bench.model_types import page as model_types
+from millpond.budget import Budget
 from millpond.cli.app import app
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.harness.results import read_notes, read_rows, unite
@@ -44,6 +45,7 @@ NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
+LOCRET = ROOT / "benchmarks" / "results" / "locret"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
@@ -138,7 +140,52 @@ def method_page(entry: Entry[Any]) -> str:
     head = f"# `{entry.name}`\n\n" + (f"{paper(entry)}\n\n" if entry.paper else "")
     text = f"{NOTE}{head}{inspect.getdoc(entry.build)}\n\n{in_bytes(entry)}## Options\n\n{options(entry)}"
     quality = quality_section(method_panels(entry.name), curve_rows(), f"../../images/quality/{entry.name}.svg")
+    if entry.name == "locret":
+        quality += trained_section()
     return f"{text}\n{quality}" if quality else text
+
+
+def trained_section() -> str:
+    """What the retaining heads of pond-recall keep beside keydiff, from committed results."""
+    intro = (
+        "The heads that come with the package were trained on texts of the same families, from the random stream that "
+        "the model itself was trained on, which no task reads "
+        "([card](../../../src/millpond/models/heads/pond-recall.md)); `keydiff` needs no training. "
+        "The context is compressed before any question is seen."
+    )
+    parts = [f"## With trained heads, beside `keydiff`\n\n{intro}\n"]
+    for folder, what in (("once", "Compressed once"), ("chunks", "Evicting while the prompt is read")):
+        rows, (note, *_) = read_rows(LOCRET / folder), read_notes(LOCRET / folder)
+        machine = f"{note['hardware']}, {note['software']}"
+        parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
+    results = "../../../benchmarks/results/locret/once/summary.md"
+    parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results})).\n")
+    return "\n".join(parts)
+
+
+def trained_table(rows: Sequence[SummaryRow]) -> str:
+    """Shares of the full cache's score with intervals, and the scores by task."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    curves = [(curve.method, point) for curve in curves_of(rows) for point in curve.points]
+    scores = {(row.method, row.budget, row.task): row.score for row in rows}
+    short = [task.partition(":")[0] for task in tasks]
+    body = [
+        (
+            f"`{method}`", point.budget, f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})",
+            f"{point.held:.1%}",
+            *(f"{scores[method, point.budget, task]:.2f}" for task in tasks),
+        )
+        for method, point in sorted(curves, key=lambda found: (Budget.parse(found[1].budget).amount, found[0]))
+    ]  # fmt: skip
+    return markdown_table(("method", "budget", "of full (95 %)", "bytes of full", *short), body)
+
+
+def trained_note(rows: Sequence[SummaryRow]) -> str:
+    """How the numbers came about."""
+    length = rows[0].task.partition("length=")[2]
+    counts = sorted({row.n for row in rows})
+    asked = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"`{rows[0].model}`: texts of {length} words, {asked} questions a task, seed {rows[0].seed}."
 
 
 def in_bytes(entry: Entry[Any]) -> str:
@@ -163,6 +210,8 @@ def room(policy: Policy) -> str:
         return 'each step evicts as decode="evict" does.'
     if evict is Evict.HEAVIEST:
         return "each step evicts the entry of a KV head with the most attention at the end of the last prompt."
+    if policy.scores_entries:
+        return "each step evicts the entry of a KV head with the lowest score before the newest half."
     attention = "had the least attention at the end of the last prompt"
     order = attention if policy.gathers else "the last plan ranked lowest"
     return (

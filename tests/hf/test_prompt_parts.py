@@ -74,6 +74,18 @@ def test_a_prompt_in_parts_ends_as_the_whole(method: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("method", ["locret", "keydiff"])
+def test_eviction_in_chunks_knows_the_end_of_the_prompt(method: str) -> None:
+    """In parts and whole, in a padded batch: each chunk has its share of the whole prompt."""
+    (ids, mask), given = prompts(2, length=220), {"prefill": "chunks", "chunk": 32}
+    found = run(method, ids, mask, given=given, budget="30%")
+    whole = run(method, ids, mask, given=given, budget="30%", generate={"prefill_chunk_size": None})
+    assert (found[3], whole[3]) == ([55] * 4, [220])
+    assert torch.equal(found[0], whole[0])
+    assert found[2] == whole[2]
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("codec", ["f32", "int4", "kivi2", "mikv", "rotated2"])
 @pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])
 def test_codes_are_made_at_the_end_of_the_parts(method: str, codec: str) -> None:

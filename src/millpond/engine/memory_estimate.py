@@ -28,7 +28,8 @@ def estimate(
 ) -> MemoryNeed:  # fmt: skip
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
-    While the prompt is read all of it is held as it is, since nothing is planned before its end; what a plan stores as
+    While the prompt is read all of it is held as it is, since nothing is planned before its end, or the budget and a
+    chunk where each chunk ends with an eviction; what a plan stores as
     codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
     those of the answer too. The states of a hybrid have one size, and each answer has its own. Of layers on a disk
@@ -68,7 +69,7 @@ def _layer_need(
     pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
     before, after = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, answer)
     heads = layer.n_kv_heads
-    read = prompt if recipe.policy.prefill == "once" else min(prompt, before + 1)
+    read = held_while_reading(recipe, index, layer, prompt)
     beside = _codes if own is pool else _held
     reading = page(own) * heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt, page)
     if n == 1:
@@ -78,6 +79,16 @@ def _layer_need(
         return MemoryNeed(reading, shared, _held(recipe, layer, after, prompt + answer, page))
     each = page(pool) * heads * ((after - before) // pool.slots + 2)
     return MemoryNeed(reading, shared, each + _codes(recipe, layer, after - before, answer, page))
+
+
+def held_while_reading(recipe: CacheLayout, index: int, layer: LayerShape, prompt: int) -> int:
+    """Entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
+    policy = recipe.policy
+    if policy.prefill == "once":
+        return prompt
+    table = PageTable(recipe.pool(layer.key_dim, layer.value_dim), 1, layer.n_kv_heads)
+    budget = min(prompt, recipe.entries(index, prompt, table))
+    return min(prompt, budget + (policy.chunk if policy.prefill == "chunks" else 1))
 
 
 def _sum(needs: Sequence[MemoryNeed]) -> MemoryNeed:

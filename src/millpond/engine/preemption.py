@@ -10,7 +10,7 @@ from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.memory_estimate import one_at_a_time
+from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
 from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import Job, Scheduler, Step
@@ -143,9 +143,10 @@ class Preemptor:
             return live.stack.pages_for(n)
         recipe = live.group.recipe
         pages: list[Pages] = []
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             pool = recipe.prompt_pool(layer.key_dim, layer.value_dim)
-            pages.append({pool: layer.n_kv_heads * -(-n // pool.slots)})
+            held = min(n, held_while_reading(recipe, index, layer, len(live.ids)))
+            pages.append({pool: layer.n_kv_heads * -(-held // pool.slots)})
         need = Counter(one_at_a_time(recipe, pages))
         if (slots := live.group.recipe.slots) is not None:
             need[slots] += 1

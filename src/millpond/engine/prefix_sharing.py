@@ -92,14 +92,15 @@ class PrefixSharing:
         hashed = None
         if salt is not None:
             hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).digest()
-        return recipe.pools.format, recipe.policy.mass_bias, hashed
+        scorer = recipe.policy.entry_scores
+        return recipe.pools.format, recipe.policy.mass_bias, None if scorer is None else scorer.digest, hashed
 
 
 def can_share(recipe: CacheFactory) -> bool:
     """Whether a plan needs nothing of a prompt's beginning but its keys and values."""
     policy = recipe.policy
     sums = policy.observes_all or policy.sums_queries or policy.needs.head_rules is not None
-    moves = policy.prefill == "greedy" or policy.positions != "absolute"
+    moves = policy.prefill != "once" or policy.positions != "absolute"
     codec = recipe.pools.codec
     observes = codec is not None and (codec.balanced or codec.prune > 0)
     if recipe.slots is not None:  # the states at the end of what is shared are not kept

@@ -102,6 +102,7 @@ class MillpondCache(Cache):
         budgets.cores = cores
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
+        budgets.at_prompt_end = self.parts.expected
         attach_rotations(profile, cores)
         self.shared_layers = profile.shared
         layers, self.states = build_layers(profile, cores, self.journal, self.passes)

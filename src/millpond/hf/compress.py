@@ -22,6 +22,7 @@ from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.retaining_heads import heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
@@ -90,10 +91,10 @@ def compress(
     profile = supported(model)
     page_slots = number(page_slots)
     check_slots(page_slots)
-    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
+    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer)).with_heads(heads_finder(model))
     chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
-        policy.protect.check(int(chosen.amount))
+        policy.check_budget(int(chosen.amount))
     policy = within(policy, chosen)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     if profile.state_layers and policy.needs.prompt_repeat is not None:
@@ -102,6 +103,11 @@ def compress(
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
     check_shared(profile, policy, method if isinstance(method, str) else "a policy")
+    if policy.prefill == "chunks" and profile.latent is not None:
+        raise UnsupportedModelError(
+            f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
+            "it; use prefill='once'"
+        )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
     if isinstance(stored, Codec):
         policy.check_codec(stored)

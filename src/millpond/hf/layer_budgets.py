@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from millpond.budget import DEFAULT, Budget
@@ -41,6 +41,7 @@ class LayerBudgets:
     Attributes:
         budget: of the whole cache; None for no limit.
         cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+        at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 
     def __init__(self, budget: Budget | None, policy: Policy, windows: Sequence[int]) -> None:
@@ -53,11 +54,13 @@ class LayerBudgets:
         self._warned: set[type[Warning]] = set()
         self._decided: dict[int, LayerAllocation] = {}
         self.cores: list[LayerCache] = []
+        self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
     def entries(self, layer: int, table: PageTable, sequence: int, seen: int) -> int:
         """Entries per KV head that `layer` may keep of a sequence of `seen` tokens."""
         if self.budget is None:
             return UNBOUNDED
+        seen = self.at_prompt_end(sequence, seen)
         layers = self._policy.layers
         if isinstance(layers, PromptLayers):
             layers = self._decide(layers, layer, sequence)

@@ -58,6 +58,14 @@ class PromptParts:
         """Whether more of a prompt comes behind `columns` columns."""
         return columns < self._end
 
+    def expected(self, sequence: int, seen: int) -> int:
+        """Tokens that a sequence of `seen` tokens will have at the prompt's end, as far as it is known."""
+        if not self._end:
+            return seen
+        timeline = self._cores[0].timeline
+        pads = timeline.columns - int(timeline.seen[sequence])
+        return max(seen, self._end - pads)
+
     def end(self) -> bool:
         """No more parts come; whether there were any."""
         had, self._end = self._end > 0, 0
@@ -88,7 +96,8 @@ def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int 
     profile = ModelProfile.of(model)
     if not _may_be_cut(model, profile, parts.policy):
         return None
-    if not parts.stays and (parts.limited or not _pays(profile)):
+    waits = not parts.stays and parts.policy.prefill != "chunks"
+    if waits and (parts.limited or not _pays(profile)):
         return None
     size = -(-n_tokens // -(-n_tokens // PART))
     while n_tokens % size == 1:  # a pass of one token decodes

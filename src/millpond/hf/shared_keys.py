@@ -27,6 +27,10 @@ def check_shared(profile: ModelProfile, policy: Policy, method: str) -> None:
             f"{told} moves the positions of keys, which the queries of those layers would not follow; use "
             'positions="absolute"'
         )
+    if policy.prefill == "chunks":
+        raise UnsupportedModelError(
+            f"{told} evicts while a prompt is read, before those layers have read it; use prefill='once'"
+        )
     if needs.prompt_repeat is not None:
         raise UnsupportedModelError(f"{told} repeats the prompt over one layer's keys at a time; use another method")
     if needs.block_lookup is not None or needs.prompt_patterns is not None:

@@ -29,3 +29,10 @@ EvictInPaper = Annotated[
     Literal["evict", "grow", "once"],
     "after the prompt: evict at each step (the paper), grow until the next prompt ends, or never evict again",
 ]
+
+#: Methods whose score needs no later query.
+ChunkedPrefill = Annotated[
+    Literal["once", "chunks"],
+    "plan once, at the prompt's end, or evict behind every chunk, so that no more than budget + chunk is ever held",
+]
+Chunk = Annotated[int, "tokens between two evictions, with prefill=chunks"]

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from millpond.methods import method
-from millpond.methods._options import Grow, Sinks
+from millpond.methods._options import Chunk, ChunkedPrefill, Grow, Sinks
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.lag_relative import LagRelative
@@ -14,6 +14,8 @@ def lagkv(
     lag: Annotated[int, "positions of a chunk; each is measured by the next one"] = 128,
     sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
+    prefill: ChunkedPrefill = "once",
+    chunk: Chunk = 256,
     decode: Grow = "grow",
 ) -> Policy:
     """Keep the entries whose keys and values stand out against the chunk of text that follows them.
@@ -33,6 +35,8 @@ def lagkv(
     return Policy(
         score=LagRelative(lag=lag, sinks=sinks, across=across),
         protect=Protect(sinks=sinks),
+        prefill=prefill,
+        chunk=chunk,
         every_step=decode == "evict",
         once=decode == "once",
     )

@@ -8,7 +8,7 @@ from safetensors.torch import load
 
 from millpond.errors import OptionError
 from millpond.methods import method
-from millpond.methods._options import Recent
+from millpond.methods._options import Chunk, ChunkedPrefill, Recent
 from millpond.option_files import FILE, read_file
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -21,6 +21,8 @@ def qfilters(
     flip: Annotated[bool, "the file's filters point away from the queries, as those that the authors publish"] = False,
     recent: Recent = 0,
     sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
+    prefill: ChunkedPrefill = "once",
+    chunk: Chunk = 256,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
 ) -> Policy:
     """Keep the entries whose keys lie in the direction of the queries, whatever the later question is.
@@ -36,6 +38,8 @@ def qfilters(
     return Policy(
         score=QueryFilter(_load(filters, flip)),
         protect=Protect(sinks=sinks, recent=recent),
+        prefill=prefill,
+        chunk=chunk,
         every_step=decode == "evict",
     )
 

@@ -10,6 +10,7 @@ from millpond.errors import OptionError
 #: Models that come with the package millpond-models.
 SEPARATE = ("pond-text", "pond-text-long")
 
+_HEADS = Path(__file__).parent / "heads"
 _INSIDE = Path(__file__).parent / "bundled"
 
 
@@ -33,6 +34,11 @@ def installed_folder(name: str) -> Path | None:
             raise OptionError(f"model {name!r} is in millpond-models; install it with: pip install 'millpond[models]'")
         return None
     return next(folder / name for folder in _folders() if (folder / name / "config.json").exists())
+
+
+def heads_files() -> list[Path]:
+    """The files of retaining heads that come with the package, each for one model."""
+    return sorted(_HEADS.glob("*.safetensors"))
 
 
 def _folders() -> list[Path]:

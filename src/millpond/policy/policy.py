@@ -18,7 +18,9 @@ from millpond.policy.merging.protocol import Merge, Merged
 from millpond.policy.needs.declared import NOTHING, Needs
 from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.protect import Protect
+from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.scores.attention import Score
+from millpond.policy.scores.retained import FindHeads, retained, with_heads
 from millpond.policy.scores.strided import Strided
 from millpond.policy.scores.wrapped import decay_of
 from millpond.policy.selection import keep_best, rank_by_value
@@ -62,7 +64,12 @@ class Policy:
             whole (`Protect.keeps_short_turn`), such as a question about a compressed text.
         once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
         prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
-            token of the prompt, as if it had been decoded.
+            token of the prompt, as if it had been decoded; "chunks" evicts behind every `chunk` positions, so that no
+            layer ever holds more than budget + chunk entries per KV head.
+        chunk: positions between two evictions with prefill="chunks", counted from the beginning of the text, so that
+            it changes nothing in which passes a prompt is read.
+        stabilizers: newest entries that stay when a chunk ends and more of the prompt follows: a count, or a share of
+            the budget.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gaps between entries by
             exact rotation: between sinks and recent ones at each step, so that no distance exceeds the cache; between
             entries anywhere before the positions end that the model was trained on.
@@ -81,7 +88,9 @@ class Policy:
     shared: bool = False
     every_step: bool = True
     once: bool = False
-    prefill: Literal["once", "greedy"] = "once"
+    prefill: Literal["once", "greedy", "chunks"] = "once"
+    chunk: int = 256
+    stabilizers: int | float = 0
     positions: Literal["absolute", "cache_relative"] = "absolute"
     merge: Merge | None = None
     mass_bias: bool = False
@@ -108,7 +117,33 @@ class Policy:
             raise OptionError(
                 "layer budgets that depend on the prompt need a score that plans once at its end, not at each token"
             )
+        if self.scores_entries and (self.prefill == "greedy" or self.shared):
+            raise OptionError("scores given to each KV head when an entry is written need prefill='once' or 'chunks'")
+        if self.prefill == "chunks":
+            self._check_chunks()
         self._check_merge()
+
+    def _check_chunks(self) -> None:
+        if self.chunk < 1:
+            raise OptionError(f"chunk={self.chunk} must be at least 1 token")
+        Protect(recent=self.stabilizers)
+        if self.score is None:
+            raise OptionError('prefill="chunks" evicts while a prompt is read, and this policy keeps everything')
+        if self.score.queries in ("all", "window", "both") or self.needs != NOTHING or self.needs_all_layers:
+            raise OptionError(
+                'prefill="chunks" evicts before the rest of the prompt is read, and this score is made of later '
+                "queries or of the whole prompt; use locret, keydiff, knorm, lagkv or qfilters, or prefill='once'"
+            )
+        if isinstance(self.heads, PromptHeadAllocation) or self.merge is not None:
+            raise OptionError(
+                'prefill="chunks" goes with scores alone: heads that decide by the prompt, and merging, need '
+                "prefill='once'"
+            )
+        if self.once:
+            raise OptionError(
+                'prefill="chunks" ends each chunk with an eviction, and a policy that evicts once cannot tell a chunk '
+                "from a later turn; let it grow or evict while decoding"
+            )
 
     def _check_merge(self) -> None:
         if self.plan_every < 1:
@@ -174,6 +209,22 @@ class Policy:
         return self.score is not None and self.score.queries in ("rotated", "unrotated")
 
     @property
+    def entry_scores(self) -> RetainingHeads | None:
+        """What scores each entry when it is written; None where nothing does."""
+        found = retained(self.score)
+        return None if found is None else found.heads
+
+    @property
+    def scores_entries(self) -> bool:
+        """Each entry is scored when it is written, and keeps that score."""
+        return retained(self.score) is not None
+
+    @property
+    def needs_rotation(self) -> bool:
+        """Queries or keys are needed as they were before RoPE."""
+        return self.needs_unrotated_queries or self.scores_entries
+
+    @property
     def needs_unrotated_queries(self) -> bool:
         """The queries are summed as they were before RoPE."""
         return self.score is not None and self.score.queries == "unrotated"
@@ -217,7 +268,7 @@ class Policy:
     @property
     def gathers(self) -> bool:
         """The scores stored with the entries go into later plans."""
-        return self.observes_all
+        return self.observes_all or self.scores_entries
 
     @property
     def decode_allocation(self) -> HeadAllocation:
@@ -231,6 +282,32 @@ class Policy:
             OptionError: the source does not know it.
         """
         return self
+
+    def with_heads(self, find: FindHeads) -> Policy:
+        """The policy with the retaining heads of a model, where its score is theirs; itself for any other.
+
+        Raises:
+            OptionError: there are none. CacheMismatchError: those that it names are another model's.
+        """
+        if self.score is None or not self.scores_entries:
+            return self
+        return replace(self, score=with_heads(self.score, find))
+
+    def check_budget(self, budget: int) -> None:
+        """
+        Raises:
+            BudgetError: what must be protected, or what must stay when a chunk ends, does not fit into `budget`.
+        """
+        self.protect.check(budget)
+        if self.prefill == "chunks":
+            self._protected(budget, True).check(budget)
+
+    def _protected(self, budget: int, between: bool) -> Protect:
+        """What no score can evict; `between` chunks of a prompt, stabilizers among it."""
+        if not between:
+            return self.protect
+        newest = replace(self.protect, recent=self.stabilizers).newest(budget)
+        return replace(self.protect, recent=max(newest, self.protect.newest(budget)))
 
     def check_codec(self, codec: Codec) -> None:
         """
@@ -316,16 +393,19 @@ class Policy:
             return newest
         return newest.maximum((caps - self.protect.sinks) // 2)
 
-    def plan(self, view: View, budget: int) -> EvictionPlan:
+    def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
         """Choose the entries of `view` to keep under `budget` entries per head.
+
+        between: more of the prompt follows (prefill="chunks").
 
         Raises:
             BudgetError: what must be protected does not fit.
             NumericsError: the scores are NaN.
         """
         assert self.score is not None, "a policy that keeps everything makes no plan"
-        self.protect.check(budget)
-        pinned = self.protect.mask(view, budget, 0 if self.every_step else view.turn)
+        protect = self._protected(budget, between)
+        protect.check(budget)
+        pinned = protect.mask(view, budget, 0 if self.every_step else view.turn)
         view = replace(view, budget=budget, pinned=pinned)
         value = self.score.score(view, self.layer_seed(view.layer))
         if self.shared:

@@ -24,10 +24,12 @@ from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.retaining_heads import heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
+from millpond.kernels.decode_rules import Evict
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import PackedModel
@@ -68,7 +70,7 @@ class CacheFactory(CacheLayout):
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
-        policy = policy.with_tokens(TokenizerSource(tokenizer))
+        policy = policy.with_tokens(TokenizerSource(tokenizer)).with_heads(heads_finder(model.model))
         kept = budget_of(method, budget, policy)
         profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
         check_shared(profile, policy, method)
@@ -128,4 +130,6 @@ class CacheFactory(CacheLayout):
         ]  # fmt: skip
         for core, readers in zip(cores, self._model.readers.values(), strict=True):
             core.shared = SharedEntries() if readers else None
+            rule = self.policy.decode_rule(core.index)
+            core.scores_answers = rule.evict is not Evict.NEVER or self.policy.plans_each_step
         return cores

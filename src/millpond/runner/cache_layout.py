@@ -92,7 +92,7 @@ def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
     """
     policy = within(policy, budget)
     if budget is not None and budget.kind == "tokens":
-        policy.protect.check(int(budget.amount))
+        policy.check_budget(int(budget.amount))
     return policy
 
 

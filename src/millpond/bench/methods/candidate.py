@@ -8,9 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from millpond.bench.methods.random_heads import random_heads
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
+from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.token_classes import TokenClasses
 
 PLAN_BOUND = 0.05  #: most of a prefill that may be planning
@@ -69,6 +73,15 @@ class MethodCandidate:
         source = _RandomTokens(vocab)
         policy = entry(**options).with_tokens(source)
         return cls(name, ":".join(f"{k}={v}" for k, v in options.items()), policy, source.given)
+
+    def take_random_heads(self, model: PreTrainedModel) -> None:
+        """Score entries by random networks, where the method has trained ones and this model has none."""
+
+        def heads(trained: RetainingHeads | None) -> RetainingHeads:
+            self.given = "retaining heads are random"
+            return random_heads(model)
+
+        self.policy = self.policy.with_heads(heads)
 
     @property
     def kind(self) -> tuple[str, float | None]:

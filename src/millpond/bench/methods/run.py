@@ -102,6 +102,8 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
     candidates, left_out = candidates_of(plan)
     with torch_threads(plan.threads):
         model, machine = plan.shape.build(plan.seed), describe_machine()
+        for candidate in candidates:
+            candidate.take_random_heads(model)
         _turns(plan, model, candidates, progress)
     anchor = next(filter(_is_anchor, candidates))
     return {

@@ -32,24 +32,29 @@ def in_order(found: Entries) -> PaddedEntries:
     )  # fmt: skip
 
 
-def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor) -> Entries:
-    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), after them."""
+def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None) -> Entries:
+    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), after them.
+
+    scores: (H, Q) float32 of the new ones; None: zero.
+    """
     n_new = k.shape[1]
     positions = q_pos.expand(k.shape[0], -1)
     if not past.positions.shape[1]:
-        return Entries(k, v, positions, torch.zeros(positions.shape, device=k.device))
+        return Entries(k, v, positions, torch.zeros(positions.shape, device=k.device) if scores is None else scores)
     return Entries(
         torch.cat([past.keys.to(k.dtype), k], 1),
         torch.cat([past.values.to(v.dtype), v], 1),
         torch.cat([past.positions, positions], 1),
-        F.pad(past.scores, (0, n_new)),
+        F.pad(past.scores, (0, n_new)) if scores is None else torch.cat([past.scores, scores], 1),
         None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
         past.n_sealed,
     )
 
 
-def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor) -> None:
-    """Store all new entries after the stored ones."""
+def append(
+    table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None
+) -> None:  # fmt: skip
+    """Store all new entries after the stored ones; scores: (H, Q) float32, None: zero."""
     rows = table.rows(sequence)
     n_heads, n_new = k.shape[:2]
     table.copy_on_write(whole=False)
@@ -58,7 +63,7 @@ def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor)
     table.reserve(sequence, after)
     index = torch.arange(n_new, dtype=torch.int32, device=k.device).expand(n_heads, -1).contiguous()
     count = torch.full((n_heads,), n_new, dtype=torch.int32, device=k.device)
-    ops.write(table.regions_of(rows), EntryRows(start, count, index, k, v, q_pos.expand(n_heads, -1)))
+    ops.write(table.regions_of(rows), EntryRows(start, count, index, k, v, q_pos.expand(n_heads, -1), scores))
     table.set_lengths(sequence, after)
 
 

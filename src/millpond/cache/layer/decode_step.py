@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
+from millpond.cache.entries.newest_scores import score_newest
 from millpond.cache.nan_check import NanCheck
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
@@ -104,19 +105,23 @@ class DecodeStep:
 
     def step(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, columns: int,
-        q_pos: Tensor | None = None,
+        q_pos: Tensor | None = None, scores: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
 
         Args:
             positions: (S,) of the tokens, -1 where a sequence has none. columns: that the layer has seen before.
             q_pos: positions on the device, if known.
+            scores: (S, Hkv) float32 that are stored with the new entries; None: the kernel's rule says.
         """
         newest, rolling = self.begin(table, positions, q.device, q_pos), self._companions.rolling
         if rolling is not None:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
         self.end(newest, lse, columns)
+        if scores is not None:
+            appended = newest.rule.evict is Evict.NEVER and table.sealed is None
+            score_newest(table, newest.q_pos, scores, appended=appended)
         if self._policy.plans_each_step:
             self._planner.stepped(table, q, newest.q_pos, positions)
         return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
+from millpond.cache.layer.entry_scores import entry_scores
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
@@ -49,6 +50,8 @@ class LayerCache(LayerStorage):
     Attributes:
         peek: while set, it observes multi-token passes, and their tokens are not stored.
         reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
+        scores_answers: what is decoded gets a score of its own too, where the policy scores entries when they are
+            written; False where nothing is planned or evicted behind the prompt.
         shared: what other layers read of a pass; None: none does, as in most models. Set by the model integration.
         attention: attention of queries to entries. planner: chooses the entries that are kept.
     """
@@ -71,6 +74,7 @@ class LayerCache(LayerStorage):
         super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
         self.peek: ReconstructionProbe | None = None
         self.reading = False
+        self.scores_answers = True
         self.shared: SharedEntries | None = None
         self.attention = self._attention_type(index, self.companions)
         self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
@@ -133,19 +137,21 @@ class LayerCache(LayerStorage):
         span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
         self.attention.shape = shape
+        scores = self._entry_scores(q, k, v, span)
         turned = table.is_hadamard_rotated
         if turned:
             q, k, v = rotate(q), rotate(k), rotate(v)
         if self.shared is not None:
             table = self._show(self.shared, table, k, v, span)
         if self._decodes(span):
-            out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span)[:, :, None]
+            newest = None if scores is None else scores[..., 0]
+            out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span, newest)[:, :, None]
         elif self._decodes_rows(table, q.dtype, span):
             out = self._stepper.rows(table, q, k, v, span)
         elif self.policy.prefill == "greedy":
             out = self._passes.token_by_token(table, q, k, v, span, self.columns)
         else:
-            out = self._prefill(table, q, k, v, span)
+            out = self._prefill(table, q, k, v, span, scores)
         self.columns += span.length
         return rotate(out) if turned else out
 
@@ -163,7 +169,8 @@ class LayerCache(LayerStorage):
         if self._table is None or not plain or self.shared is not None or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape
-        out = self._newest(self._table, q, k, v, span)
+        scores = self._entry_scores(q[:, :, None], k[:, :, None], v[:, :, None], span)
+        out = self._newest(self._table, q, k, v, span, None if scores is None else scores[..., 0])
         self.columns += 1
         return out
 
@@ -171,6 +178,8 @@ class LayerCache(LayerStorage):
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
         table = self._table
         if table is None or not self._opened or self.pending or self.shared is not None or table.is_away:
+            return False
+        if self.policy.scores_entries and self.scores_answers:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
 
@@ -223,11 +232,26 @@ class LayerCache(LayerStorage):
             return False
         return self._stepper.takes_rows(table, span.length, dtype)
 
-    def _newest(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
-        """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D) -> (S, Hq, value_dim)."""
+    def _newest(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
+    ) -> Tensor:
+        """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
         if self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
-        return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
+        return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
+
+    def _entry_scores(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor | None:
+        """(S, Hkv, Q) float32: the scores that new tokens are written with; None where the policy has no such scores.
+
+        q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
+        """
+        if not self.policy.scores_entries or self.peek is not None:
+            return None
+        if self._decodes(span) and not self.scores_answers:
+            return None
+        heads = self.policy.entry_scores
+        assert heads is not None, "the heads of a model are found before its caches are made"
+        return entry_scores(heads, self.index, self.attention.rope, q, k, v, span)
 
     def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
         """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""
@@ -248,18 +272,28 @@ class LayerCache(LayerStorage):
         """Whether the plan of a prompt comes later than the pass that brings it."""
         return self.reading or not self._between_chunks
 
-    def _prefill(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
+    def _prefill(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
+    ) -> Tensor:
         give_back_after(q.nbytes if q.is_cpu else 0)
         if self.peek is None:
             table = self._table = self._prompt.begin(table, k.dtype)
-        return self._passes.read(table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek)
+        return self._passes.read(
+            table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek, scores=scores
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ pages
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that the next `n_tokens` of a prompt take; 0 for a layer that has read nothing."""
-        whole = self.policy.observes_all or self.policy.prefill == "greedy"
-        return 0 if self._table is None else self._table.pages_for(n_tokens, whole)
+        table, policy = self._table, self.policy
+        if table is None:
+            return 0
+        if policy.prefill == "chunks":  # a chunk at most is held beyond the budget
+            held = int(table.lengths().min(initial=0))
+            budget = self.planner.budget(table, 0, int(self.timeline.seen[0]) + n_tokens)
+            n_tokens = min(n_tokens, policy.chunk + max(budget - held, 0))
+        return table.pages_for(n_tokens, policy.observes_all or policy.prefill != "once")
 
     def pages_for_step(self) -> dict[Pool, int]:
         """Most pages that the next decoding step may take of each pool."""

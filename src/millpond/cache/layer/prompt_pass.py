@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +20,24 @@ from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import PromptChunk
 from millpond.policy.policy import REDUCE, Policy
+
+
+class NewTokens(NamedTuple):
+    """New tokens of one sequence: q (Hq, Q, D), k (Hkv, Q, D), v (Hkv, Q, V) at positions (Q,), and their scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    scores: Tensor | None  #: (Hkv, Q) float32 that are stored with the entries; None: zero
+
+    def part(self, begin: int, end: int) -> NewTokens:
+        """Those of some columns."""
+        q, k, v, positions, scores = self
+        return NewTokens(
+            q[:, begin:end], k[:, begin:end], v[:, begin:end], positions[begin:end],
+            None if scores is None else scores[:, begin:end],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,48 +71,69 @@ class PromptPass:
 
     def read(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int, *,
-        waits: bool, peek: ReconstructionProbe | None,
+        waits: bool, peek: ReconstructionProbe | None, scores: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """A pass of many tokens. q: (S, Hq, Q, D), k: (S, Hkv, Q, D), v: (S, Hkv, Q, V) -> (S, Hq, Q, value_dim).
 
         Args:
             columns: that the layer has seen before. waits: the plan of the prompt comes later than this pass.
             peek: observes the pass, whose tokens are then not stored.
+            scores: (S, Hkv, Q) float32 that are stored with the new entries; None: zero.
         """
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
         # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
         decoding = np.zeros(table.n_seq, dtype=bool) if waits else span.decoding
         if decoding.any():
-            self._decode_some(table, q, k, v, span, columns, decoding, out)
+            self._decode_some(table, q, k, v, span, columns, decoding, out, scores)
         for sequence in np.flatnonzero(~decoding).tolist():
             own, positions = span.columns(sequence), span.positions(sequence)
             if len(positions):
                 q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
-                out[sequence, :, own] = self._read_one(table, sequence, q_own, k_own, v_own, positions, waits, peek)
+                given = None if scores is None else scores[sequence, :, own]
+                tokens = NewTokens(q_own, k_own, v_own, positions, given)
+                out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, peek)
         return out
 
     def _decode_some(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int,
-        decoding: np.ndarray, out: Tensor,
+        decoding: np.ndarray, out: Tensor, scores: Tensor | None,
     ) -> None:  # fmt: skip
         """One decoding step of the sequences in `decoding` (S,) bool, whose only token may lie in any column."""
         rows = torch.arange(table.n_seq, device=q.device)
         first = torch.from_numpy(span.first_columns()).to(q.device)
         q_own, k_own, v_own = (t[rows, :, first] for t in (q, k, v))
-        step = self.stepper.step(table, q_own, k_own, v_own, np.where(decoding, span.before, -1), columns)
+        given = None if scores is None else scores[rows, :, first]
+        positions = np.where(decoding, span.before, -1)
+        step = self.stepper.step(table, q_own, k_own, v_own, positions, columns, scores=given)
         chosen = torch.from_numpy(decoding).to(q.device)
         out[rows[chosen], :, first[chosen]] = step[chosen]
 
     def _read_one(
-        self, table: PageTable, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, waits: bool,
-        peek: ReconstructionProbe | None,
+        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, peek: ReconstructionProbe | None
+    ) -> Tensor:
+        """Many tokens of one sequence -> (Hq, Q, value_dim)."""
+        if peek is not None or self.policy.prefill != "chunks":
+            return self._read_piece(table, sequence, tokens, waits, peek)
+        n, seen = len(tokens.positions), int(tokens.positions[-1]) + 1
+        ends = [*range(self.policy.chunk - (seen - n) % self.policy.chunk, n, self.policy.chunk), n]
+        outs = []
+        for begin, end in pairwise([0, *ends]):
+            full = (seen - n + end) % self.policy.chunk == 0
+            until = seen if full and (waits or end < n) else 0
+            outs.append(self._read_piece(table, sequence, tokens.part(begin, end), waits, None, until))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _read_piece(
+        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, peek: ReconstructionProbe | None,
+        until: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Many tokens of one sequence. q: (Hq, Q, D), k, v: (Hkv, Q, D) -> (Hq, Q, value_dim)."""
+        """Tokens that attend to what is stored and to each other; until: see `Planner.add_chunk`."""
+        q, k, v, q_pos, scores = tokens
         if self.companions.rolling is not None:
             q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
         if table.sealed is not None and peek is None:
             table.sealed.collect_statistics(sequence, q, k)
-        found = read_write.join(read_write.read(table, sequence), k, v, q_pos)
+        found = read_write.join(read_write.read(table, sequence), k, v, q_pos, scores)
         chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
@@ -103,5 +144,5 @@ class PromptPass:
         elif self.policy.keeps_all and not self.attention.shape.window:
             read_write.keep_all(table, sequence, k, v, q_pos, found, last=not waits)
         else:
-            self.planner.add_chunk(table, chunk, lse, sums, defer=waits)
+            self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out

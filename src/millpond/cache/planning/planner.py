@@ -84,10 +84,13 @@ class Planner:
         sums: Tensor | None,
         *,
         defer: bool = False,
+        until: int = 0,
     ) -> None:
         """Plan with the tokens of one pass, or `defer` the plan to `run_deferred` and hold all of them until then.
 
         Args:
+            until: tokens of the text that are known to follow, these included, where a chunk of it ends: entries beyond
+                their budget leave, and the plan of the whole is still to come. 0: no chunk ends.
             lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
         """
         sequence, q, q_pos, found, _ = chunk
@@ -99,11 +102,14 @@ class Planner:
         seen = int(q_pos[-1]) + 1
         if sequence not in self._companions.pending:
             self._companions.turns[sequence] = int(q_pos[0])
-        if defer:
+        if until:
+            self._companions.pending[sequence] = seen
+            self.plan(table, sequence, found, seen, self.budget(table, sequence, until), between=True)
+        elif defer:
             self._companions.pending[sequence] = seen
             if sums is None:  # nothing but the new entries changes
-                n_new = len(q_pos)
-                read_write.append(table, sequence, found.keys[:, -n_new:], found.values[:, -n_new:], q_pos)
+                keys, values, scores = (t[:, -len(q_pos) :] for t in (found.keys, found.values, found.scores))
+                read_write.append(table, sequence, keys, values, q_pos, scores)
             else:
                 read_write.replace(table, sequence, found, found.positions >= 0, last=False)
         else:
@@ -164,8 +170,14 @@ class Planner:
 
     # ------------------------------------------------------------------ plan and apply
 
-    def plan(self, table: PageTable, sequence: int, found: Entries, seen: int, budget: int | None = None) -> None:
-        """Evict what the plan of one sequence does not keep; `budget` None: that of `seen` tokens."""
+    def plan(
+        self, table: PageTable, sequence: int, found: Entries, seen: int, budget: int | None = None, *,
+        between: bool = False,
+    ) -> None:  # fmt: skip
+        """Evict what the plan of one sequence does not keep; `budget` None: that of `seen` tokens.
+
+        between: more of the prompt follows, so nothing is quantized yet.
+        """
         alive = found.positions >= 0
         window = self._attention.shape.window
         if window:  # what no later query can see
@@ -178,18 +190,18 @@ class Planner:
         counts = alive.sum(1)
         done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
         if done or (not known and self._nothing_to_choose(table, sequence, seen)):
-            read_write.replace(table, sequence, found, alive)
+            read_write.replace(table, sequence, found, alive, last=not between)
             self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
         else:
             budget = self.budget(table, sequence, seen) if budget is None else budget
-            plan = self._choose(table, sequence, found, alive, seen, budget)
+            plan = self._choose(table, sequence, found, alive, seen, budget, between)
             self.set_budget(table, sequence, budget, plan.caps)
         if self._companions.headwise is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._companions.headwise.settle(table, sequence, plan)
 
     def _choose(
-        self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int
+        self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
     ) -> EvictionPlan:
         """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps."""
         found = self.views.signal(sequence, found)
@@ -199,11 +211,12 @@ class Planner:
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)
-        plan = self._policy.plan(view, budget)
+        plan = self._policy.plan(view, budget, between=between)
         if plan.standing is not None:
             found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))
         if plan.merged is None:
-            read_write.replace(table, sequence, found, torch.zeros_like(alive).scatter_(1, order, plan.keep))
+            keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
+            read_write.replace(table, sequence, found, keep, last=not between)
         else:
             self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep)
         return plan

@@ -1,4 +1,4 @@
-"""`millpond train`: the recipes of the models that come with the package."""
+"""`millpond train`: the recipes of the models that come with the package, and heads for any model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from millpond.cli.options import DeviceName, Threads, optional
-from millpond.cli.train import heavy_hitters
+from millpond.cli.train import heavy_hitters, retain
 from millpond.errors import OptionError
 
-app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package.")
+app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package, and heads for any model.")
 
 
 DataSeed = Annotated[int, typer.Option(help="Seed of weights and data.")]
@@ -22,7 +22,7 @@ Card = Annotated[bool, typer.Option("--card", help="Measure the model and write 
 
 @app.callback()
 def _train() -> None:
-    """Train the models that come with the package."""
+    """Train the models that come with the package, and heads for any model."""
 
 
 @app.command()
@@ -83,3 +83,4 @@ def text(
 
 
 app.command("heavy-hitters")(heavy_hitters.heavy_hitters)
+app.command("retain")(retain.retain)

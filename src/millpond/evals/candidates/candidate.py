@@ -89,7 +89,7 @@ class Compressed:
         if budget:
             parsed = Budget.parse(budget)
             if parsed.kind == "tokens":
-                METHODS.get(self.method)(**self.options).protect.check(int(parsed.amount))
+                METHODS.get(self.method)(**self.options).check_budget(int(parsed.amount))
 
     def open(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, budget: str, codec: str

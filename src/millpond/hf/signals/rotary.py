@@ -119,7 +119,7 @@ def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None
     Raises:
         UnsupportedModelError: the rotation of its queries cannot be undone.
     """
-    if not any(core.policy.needs_unrotated_queries for core in cores):
+    if not any(core.policy.needs_rotation for core in cores):
         return
     if profile.latent is not None:
         raise UnsupportedModelError(

@@ -82,7 +82,7 @@ class AnchorPolicy(Policy):
         """The lowest stored score leaves; all heads hold the same, so each may read its own."""
         return replace(Policy.decode_rule(self, layer), evict=Evict.ACC, shared=False)
 
-    def plan(self, view: View, budget: int) -> EvictionPlan:
+    def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
         """Choose the anchors of `view` under `budget` entries per head, merge the others into them.
 
         Raises:
@@ -90,7 +90,7 @@ class AnchorPolicy(Policy):
             NumericsError: the scores are NaN.
         """
         less = int(self.official_code and bool((view.counts > budget).any()))
-        plan = Policy.plan(self, view, budget - less)
+        plan = Policy.plan(self, view, budget - less, between=between)
         index = self._index(int(plan.keep[0].sum()) + less)
         behind = plan.keep.cumsum(1) > index
         scores = own_scores(view).clamp(min=_STANDING).masked_fill(behind, 0)

@@ -92,7 +92,7 @@ class HeadRulesPolicy(Policy):
         """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""
         return replace(Policy.decode_rule(self, layer), evict=Evict.NEVER)
 
-    def plan(self, view: View, budget: int) -> NestedPlan:
+    def plan(self, view: View, budget: int, *, between: bool = False) -> NestedPlan:
         """Choose the kinds of the heads of `view`, and what stays under at most `budget` entries a head on average.
 
         Raises:

@@ -47,8 +47,9 @@ class TrainingBatch(NamedTuple):
 
 
 def draw_batch(
-    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None
-) -> TrainingBatch:
+    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None,
+    name: str = "train",
+) -> TrainingBatch:  # fmt: skip
     """About `tokens` tokens of rows whose text has `length` words.
 
     Args:
@@ -58,8 +59,9 @@ def draw_batch(
         weights: (SOURCES,) how often each kind of fact is drawn.
         positions: the model's limit; every other row then jumps over positions between its facts, so that a short
             row teaches long distances. None: no row jumps.
+        name: of the random stream.
     """
-    rng = stream("pond", "train", seed, step)
+    rng = stream("pond", name, seed, step)
     rows: list[Row] = []
     size = 0
     while not rows or size + size // len(rows) <= tokens:

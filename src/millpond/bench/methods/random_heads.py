@@ -1,0 +1,38 @@
+"""Retaining heads with random weights, for models with random weights: they cost what trained ones cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from millpond.hf.calibration.load import model_mark
+from millpond.hf.model_profile import ModelProfile, named
+from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, default_width
+
+
+def random_heads(
+    model: PreTrainedModel, sizes: Sequence[tuple[int, int]] | None = None, seed: int = 0
+) -> RetainingHeads:
+    """Heads of a model, as wide as trained ones: the same at each call.
+
+    sizes: of each layer, the numbers that a token gives and the KV heads; None: as the configuration says.
+    """
+    profile = ModelProfile.of(model)
+    config = profile.config
+    n_heads = profile.n_heads or 1
+    n_kv_heads = int(named(config, "num_key_value_heads") or n_heads)
+    head_dim = int(named(config, "head_dim") or config.hidden_size // n_heads)
+    width = default_width(int(config.hidden_size), n_kv_heads * head_dim)
+    sizes = sizes or [((n_heads + 2 * n_kv_heads) * head_dim, n_kv_heads)] * profile.n_layers
+    draw = torch.Generator().manual_seed(seed)
+
+    def layer(inputs: int, n_scored: int) -> LayerHeads:
+        w1, w2 = (torch.randn(*shape, generator=draw) for shape in ((width, inputs), (n_scored, width)))
+        quantiles = torch.linspace(-3, 3, QUANTILE_STEPS + 1).repeat(n_scored, 1)
+        return LayerHeads(
+            w1 / inputs**0.5, torch.zeros(width), w2 / width**0.5, torch.zeros(n_scored), quantiles
+        )  # fmt: skip
+
+    return RetainingHeads([layer(*size) for size in sizes], model_mark(model), profile.name)

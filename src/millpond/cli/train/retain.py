@@ -1,0 +1,117 @@
+"""`millpond train retain`: retaining heads for any model, on a frozen backbone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millpond.cli.model_options import ModelOptions
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import Threads, optional
+from millpond.errors import OptionError, unknown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from millpond.train.retain.labels import Label
+    from millpond.train.retain.texts import Texts
+
+DATA_HELP = (
+    "'recall' for rows of pond-recall's families; a text file; or .jsonl, whose lines have 'text', or 'context', "
+    "'question' and 'answer', or 'messages'."
+)
+
+
+@expand_groups
+def retain(
+    *,
+    data: Annotated[str, typer.Option(help=DATA_HELP, show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file to write (.safetensors); its checkpoint is resumed.")],
+    model: ModelOptions,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run, one text each.")] = 1200,
+    max_minutes: Annotated[float | None, optional(help="Stop after N minutes; the same command resumes.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and texts.")] = 0,
+    label: Annotated[
+        str, typer.Option(help="What heads learn: log_prob, or logit before the softmax (the paper's code).")
+    ] = "log_prob",
+    width: Annotated[
+        int | None, optional(min=1, help="Width of the networks. Default: twice the hidden size; from 512 on 1,024.")
+    ] = None,
+    lr: Annotated[float | None, optional(help="Highest learning rate. Default: 3e-3; 5e-4 for large models.")] = None,
+    chunked: Annotated[
+        str | None,
+        optional(help="BUDGET,CHUNK: read every other text with eviction, for prefill=chunks. Default: in full."),
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of a cut of a file's text: least,most.")] = "256,1024",
+    without: Annotated[
+        str, typer.Option(help="Kinds of facts that --data recall leaves out, separated by commas.")
+    ] = "",
+    threads: Threads = None,
+    card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
+) -> None:  # fmt: skip
+    """Train the retaining heads of locret on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
+    from millpond.train.retain.run import RetainSettings
+    from millpond.train.retain.train import defaults_of, train_retain
+
+    budget, chunk = _pair(chunked, "--chunked", "205,256") if chunked else (0, 0)
+    shortest, longest = _pair(length, "--length", "256,1024")
+    if out.suffix != ".safetensors":
+        raise OptionError(f"--out {out}: name a file that ends in .safetensors")
+    loaded, tokenizer = model.load()
+    texts = _texts(data, tokenizer, shortest, longest, without)
+    usual_width, usual_lr = defaults_of(loaded)
+    settings = RetainSettings(
+        seed=seed, label=_label(label), steps=steps, width=width or usual_width, lr=lr or usual_lr, budget=budget,
+        chunk=chunk,
+    )  # fmt: skip
+    result = train_retain(loaded, texts, out, settings, max_minutes=max_minutes, threads=threads)
+    if card:
+        from millpond.bench.common.machine import describe_machine
+        from millpond.train.retain.card import write_card
+
+        write_card(result, out, name=model.model, hardware=describe_machine().hardware)
+    mean = sum(map(sum, result.overlaps)) / sum(map(len, result.overlaps))
+    typer.echo(
+        f"{out}: step {result.run.step:,} of {steps:,}, {result.run.time_s / 60:.1f} minutes in all, "
+        f"{mean:.2f} of the best tenth on held-out texts"
+    )
+
+
+def _label(text: str) -> Label:
+    labels: dict[str, Label] = {"log_prob": "log_prob", "logit": "logit"}
+    if text not in labels:
+        raise unknown("label", text, labels)
+    return labels[text]
+
+
+def _pair(text: str, name: str, example: str) -> tuple[int, int]:
+    """Two whole numbers above 0, separated by a comma."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise OptionError(f"{name} {text!r}: give two whole numbers above 0, such as {example}")
+    return int(parts[0]), int(parts[1])
+
+
+def _texts(data: str, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int, without: str) -> Texts:
+    from millpond.evals.data.pond_tasks import speaks_pond
+    from millpond.train.retain.texts import RECALL, FileTexts, RecallTexts
+
+    left_out = [kind.strip() for kind in without.split(",") if kind.strip()]
+    if data == RECALL:
+        if not speaks_pond(tokenizer):
+            raise OptionError(
+                "--data recall is in the words of pond-recall, which this model does not know; name a file"
+            )
+        return RecallTexts(left_out)
+    if left_out:
+        raise OptionError("--without is of --data recall; leave it out")
+    if shortest > longest:
+        raise OptionError(f"--length {shortest},{longest}: the shortest cut comes first")
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    return FileTexts(Path(data), tokenize, shortest, longest)

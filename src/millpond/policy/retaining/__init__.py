@@ -1,0 +1,1 @@
+"""Retaining heads (Locret): small trained networks that score an entry when it is written."""

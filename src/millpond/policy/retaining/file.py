@@ -1,0 +1,164 @@
+"""Files of retaining heads: safetensors, checked from the header before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from millpond.errors import DataError
+from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads
+
+FORMAT = "millpond heads 1"
+KIND = "retain"
+#: Bytes of a header at most.
+MOST_HEADER_BYTES = 1 << 24
+#: Numbers of a file are of these types; weights in half the bytes.
+_BYTES = {"F32": 4, "BF16": 2}
+_PARTS = ("w1", "b1", "w2", "b2", "quantiles")
+
+
+def save_heads(heads: RetainingHeads, path: str | os.PathLike[str]) -> None:
+    """Write the file: weights in bfloat16, quantiles in float32. A crash while writing leaves an older file whole.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(heads.layers):
+        for part in _PARTS:
+            stored: Tensor = getattr(layer, part).detach().cpu()
+            dtype = torch.float32 if part == "quantiles" else torch.bfloat16
+            tensors[f"{index}.{part}"] = stored.to(dtype).contiguous()
+    about = {
+        "format": FORMAT, "kind": KIND, "model": heads.model, "name": heads.name, "layers": str(len(heads.layers)),
+        "facts": json.dumps(dict(heads.facts)),
+    }  # fmt: skip
+    file = Path(path)
+    fresh = file.with_name(file.name + ".new")
+    try:
+        fresh.write_bytes(_in_order(save(tensors, about)))
+        fresh.replace(file)
+    except OSError as error:
+        raise DataError(f"{os.fspath(path)!r} cannot be written: {error}") from error
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file whose header is in alphabetical order, so that equal heads make equal files."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+
+def heads_of(content: bytes, name: str) -> RetainingHeads:
+    """The retaining heads in the bytes of a file called `name`.
+
+    Raises:
+        DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
+    """
+    about = _checked_header(content, name)
+    try:
+        tensors = load(content)
+        layers = [LayerHeads(*(tensors[f"{i}.{part}"] for part in _PARTS)) for i in range(int(about["layers"]))]
+        facts = json.loads(about["facts"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise DataError(f"{name!r} is broken: {error!r}; train the heads again with 'millpond train retain'") from None
+    for index, layer in enumerate(layers):
+        if not all(bool(torch.isfinite(getattr(layer, part).float()).all()) for part in _PARTS):
+            raise DataError(f"{name!r}: layer {index} has numbers that are not finite; train the heads again")
+    return RetainingHeads(layers, about["model"], about["name"], facts)
+
+
+def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
+    """What the header of a file says: format, kind, model, name, layers and facts.
+
+    Raises:
+        DataError: it cannot be read, or has no header of such a file.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            start = file.read(8)
+            length = min(int.from_bytes(start, "little"), MOST_HEADER_BYTES)
+            header = file.read(length)
+    except OSError as error:
+        raise DataError(f"{name!r} cannot be read: {error}") from None
+    return _about(_header(start + header, name), name)
+
+
+def _header(content: bytes, name: str) -> dict[str, Any]:
+    """The header of a safetensors file, whose tensors may be missing."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(MOST_HEADER_BYTES, len(content) - 8):
+        raise DataError(f"{name!r} is torn or no safetensors file: it ends inside its header; copy it again")
+    try:
+        header = json.loads(content[8 : 8 + length])
+    except (ValueError, RecursionError):
+        raise DataError(f"{name!r} is no safetensors file: its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise DataError(f"{name!r} is no safetensors file: its header is no JSON object")
+    return header
+
+
+def _about(header: dict[str, Any], name: str) -> dict[str, str]:
+    """The metadata of a header, of this format and kind."""
+    about = header.get("__metadata__")
+    about = about if isinstance(about, dict) else {}
+    if about.get("format") != FORMAT:
+        raise DataError(
+            f"{name!r} holds no heads of this Millpond: its format is {about.get('format')!r}, not {FORMAT!r}; train "
+            "them with 'millpond train retain'"
+        )
+    if about.get("kind") != KIND:
+        raise DataError(
+            f"{name!r} holds heads of the kind {about.get('kind')!r}, and this method takes {KIND!r}: name a file of "
+            "'millpond train retain'"
+        )
+    if not all(isinstance(about.get(key), str) for key in ("model", "name", "layers", "facts")):
+        raise DataError(f"{name!r} is broken: its header lacks model, name, layers or facts; train the heads again")
+    return about
+
+
+def _checked_header(content: bytes, name: str) -> dict[str, str]:
+    """The metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
+    header = _header(content, name)
+    about = _about(header, name)
+    try:
+        n_layers = int(about["layers"])
+        entries = {key: value for key, value in header.items() if key != "__metadata__"}
+        if n_layers < 1 or set(entries) != {f"{i}.{part}" for i in range(n_layers) for part in _PARTS}:
+            raise ValueError(f"{len(entries)} tensors do not make {n_layers} layers")
+        size = 0
+        for i in range(n_layers):
+            _check_layer({part: list(entries[f"{i}.{part}"]["shape"]) for part in _PARTS}, i)
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if end - begin != math.prod(entry["shape"]) * _BYTES[entry["dtype"]]:
+                raise ValueError("a tensor of another size than its shape says")
+            size = max(size, end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{name!r} is broken: {error!r}; train the heads again with 'millpond train retain'") from None
+    held = len(content) - 8 - int.from_bytes(content[:8], "little")
+    if held != size:
+        raise DataError(f"{name!r} is torn: it holds {held:,} of {size:,} bytes of numbers; copy it again")
+    return about
+
+
+def _check_layer(shapes: Mapping[str, list[int]], index: int) -> None:
+    width, inputs = shapes["w1"]
+    n_heads = shapes["b2"][0]
+    fitting = {
+        "w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads],
+        "quantiles": [n_heads, QUANTILE_STEPS + 1],
+    }  # fmt: skip
+    if shapes != fitting or min(width, inputs, n_heads) < 1:
+        raise ValueError(f"layer {index} has shapes {dict(shapes)}")

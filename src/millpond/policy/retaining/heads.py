@@ -1,0 +1,148 @@
+"""Retaining heads: one small network per layer, from a token's query, key and value to a score for each KV head.
+
+Locret (Huang et al., 2024, arXiv:2410.01805). The input is taken before RoPE, so a score depends on the text before a
+token and not on where it stands, and never changes after it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.errors import CacheMismatchError
+
+#: Steps between the quantiles of a head's raw scores.
+QUANTILE_STEPS = 256
+#: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
+#: tokens were multiplied at once would decide between entries that are equal but for that.
+SCORE_DIGITS = 14
+#: Hidden sizes from which a model counts as large.
+LARGE = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerHeads:
+    """The network of one layer: s = W2 SiLU(W1 [q; k; v] + b1) + b2.
+
+    Attributes:
+        w1: (width, inputs). b1: (width,). w2: (KV heads, width). b2: (KV heads,).
+        quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: of the raw scores on texts of training.
+    """
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    quantiles: Tensor
+
+    def raw(self, features: Tensor) -> Tensor:
+        """(n, KV heads): raw scores of features (n, inputs), see `features_of`."""
+        return F.linear(F.silu(F.linear(features, self.w1, self.b1)), self.w2, self.b2)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """(KV heads, n) float32: where each raw score lies among those of its head, 0 to 1 on texts as in training.
+
+        Raw scores of different heads do not compare; these do. Values outside the quantiles go on below 0 and above 1.
+        """
+        return as_quantiles(self.raw(features).float().T, self.quantiles)
+
+    def to(self, device: torch.device) -> LayerHeads:
+        """The same in float32 on a device."""
+        parts = (self.w1, self.b1, self.w2, self.b2, self.quantiles)
+        return LayerHeads(*(part.to(device, torch.float32) for part in parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetainingHeads:
+    """The retaining heads of a model.
+
+    Attributes:
+        layers: one per attention layer. model: the mark of the model. name: its class, for people.
+        facts: how they were trained: data, steps, seed, label, chunks.
+        digest: of all numbers; equal where the scores are.
+    """
+
+    layers: Sequence[LayerHeads]
+    model: str
+    name: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    digest: str = field(init=False, default="")
+    _placed: dict[tuple[int, torch.device], LayerHeads] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(digest_size=16)
+        for layer in self.layers:
+            for part in (layer.w1, layer.b1, layer.w2, layer.b2, layer.quantiles):
+                digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest())
+
+    def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, KV heads, n) float32: the scores of new tokens.
+
+        Args:
+            q: (B, query heads, n, key_dim). k: (B, KV heads, n, key_dim). v: (B, KV heads, n, value_dim); queries and
+                keys before RoPE.
+
+        Raises:
+            CacheMismatchError: the heads are of a model of another shape.
+        """
+        heads, features = self._at(layer, q.device), features_of(q, k, v)
+        if features.shape[-1] != heads.w1.shape[1] or k.shape[1] != len(heads.b2):
+            raise CacheMismatchError(
+                f"layer {layer} gives {features.shape[-1]} numbers of a token and has {k.shape[1]} KV heads; these "
+                f"retaining heads take {heads.w1.shape[1]} and score {len(heads.b2)}: take those of this model"
+            )
+        batch, n = features.shape[:2]
+        return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
+
+    def _at(self, layer: int, device: torch.device) -> LayerHeads:
+        if layer >= len(self.layers):
+            raise CacheMismatchError(
+                f"the model has a layer {layer}, and these retaining heads are of {len(self.layers)} layers: take "
+                "those of this model"
+            )
+        place = layer, device
+        if place not in self._placed:
+            self._placed[place] = self.layers[layer].to(device)
+        return self._placed[place]
+
+
+def default_width(hidden: int, kv_width: int) -> int:
+    """Width of the networks for a model of this hidden size, whose KV heads have `kv_width` numbers together."""
+    return 2 * hidden if hidden < LARGE else max(1024, -(-4 * kv_width // 128) * 128)
+
+
+def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, n, inputs) float32: query, key and value of each token, all heads side by side.
+
+    Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
+    """
+    return torch.cat([part.float().transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
+
+
+def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
+    """(H, n): where raw scores (H, n) lie among quantiles (H, steps + 1), linear between them, in SCORE_DIGITS digits.
+
+    Outside of them a score goes on in units of their whole range.
+    """
+    steps = quantiles.shape[1] - 1
+    above = torch.searchsorted(quantiles, raw.contiguous(), right=True).clamp(1, steps)
+    low, high = quantiles.gather(1, above - 1), quantiles.gather(1, above)
+    inside = ((raw - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+    least, most = quantiles[:, :1], quantiles[:, -1:]
+    outside = ((raw - most).clamp(min=0) - (least - raw).clamp(min=0)) / (most - least).clamp(min=1e-6)
+    value = (above - 1 + inside) / steps + outside
+    rounded: Tensor = (value * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    return rounded
+
+
+def quantiles_of(raw: Tensor) -> Tensor:
+    """(H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
+    ordered = raw.float().sort(1).values
+    places = torch.linspace(0, raw.shape[1] - 1, QUANTILE_STEPS + 1, device=raw.device).round().long()
+    return ordered[:, places].contiguous()

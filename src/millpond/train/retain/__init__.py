@@ -1,0 +1,1 @@
+"""Training of retaining heads on a frozen model (Locret)."""

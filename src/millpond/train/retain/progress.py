@@ -1,0 +1,23 @@
+"""Progress display of the training of retaining heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from millpond.train.retain.run import RetainLogLine
+
+
+@contextmanager
+def retain_progress(visible: bool, done: int, steps: int) -> Iterator[Callable[[RetainLogLine], None]]:
+    """A progress bar over the steps, of which some are `done`; yields the function that moves it."""
+    text = TextColumn("step {task.completed} of {task.total}  loss {task.fields[loss]:.3f}  {task.description}")
+    with Progress(text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), disable=not visible) as bar:
+        task = bar.add_task("", total=steps, completed=done, loss=0.0)
+
+        def show(line: RetainLogLine) -> None:
+            bar.update(task, completed=line.step, loss=line.loss, description=f"best tenth {line.overlap:.2f}")
+
+        yield show

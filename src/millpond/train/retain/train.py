@@ -1,0 +1,202 @@
+"""Training of retaining heads: `train_retain(model, texts, out)` on a frozen model, on a CPU or a GPU.
+
+Every step is a function of (settings, step, state), and the state lies in one checkpoint file, so a run that was cut
+off and called again ends with the weights of a run that was not (same machine, same threads).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.errors import NumericsError
+from millpond.hf.calibration.load import model_mark
+from millpond.hf.model_profile import ModelProfile, named
+from millpond.policy.policy import Policy
+from millpond.policy.protect import Protect
+from millpond.policy.retaining.file import save_heads
+from millpond.policy.retaining.heads import (
+    LARGE,
+    QUANTILE_STEPS,
+    LayerHeads,
+    RetainingHeads,
+    default_width,
+    quantiles_of,
+)
+from millpond.policy.scores.retained import Retained
+from millpond.train.common.checkpoint import cpu_threads, save_curve
+from millpond.train.retain.features import LayerText, TextReader
+from millpond.train.retain.objective import TrainedHeads, overlap, retaining_loss
+from millpond.train.retain.progress import retain_progress
+from millpond.train.retain.run import RetainLogLine, RetainRun, RetainSettings
+from millpond.train.retain.texts import Texts
+
+#: Names of the random streams: of training, and of the texts behind quantiles and overlap.
+TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
+LOG_EVERY = 10  # steps
+
+
+class TrainedResult(NamedTuple):
+    """What a call of `train_retain` came to.
+
+    Attributes:
+        overlaps: of each layer, by KV head: of the best tenth of the entries of held-out texts, how many are chosen.
+    """
+
+    run: RetainRun
+    heads: RetainingHeads
+    overlaps: list[list[float]]
+
+
+def train_retain(
+    model: PreTrainedModel,
+    texts: Texts,
+    out: str | Path,
+    settings: RetainSettings,
+    *,
+    max_minutes: float | None = None,
+    max_steps: int | None = None,
+    threads: int | None = None,
+    show_progress: bool = True,
+) -> TrainedResult:
+    """Train heads into the file `out`, continuing from `out`.checkpoint if there is one.
+
+    Args:
+        max_minutes: stop this call after that many minutes; call again to continue. What was learned until then is
+            written, at a learning rate that had not fallen yet.
+        max_steps: stop at this step of the whole run; for tests.
+        threads: CPU threads of torch; None leaves them as they are.
+
+    Raises:
+        OptionError: the checkpoint is of another model, data or settings.
+        NumericsError: a loss that is not finite; the checkpoint before it stays.
+        UnsupportedModelError: a model whose rotation cannot be undone, or with latents.
+    """
+    file = Path(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = file.with_name(file.name + ".checkpoint")
+    with cpu_threads(threads):
+        reader = TextReader(model, settings.label)
+        run = RetainRun.new(settings, model_mark(model), texts.name, reader.sizes(), model.device)
+        if checkpoint.exists():
+            run.load(checkpoint)
+        begun, before_s = time.monotonic(), run.time_s
+        last = settings.steps if max_steps is None else min(max_steps, settings.steps)
+        with retain_progress(show_progress, run.step, settings.steps) as show:
+            while run.step < last:
+                line = _step(run, reader, texts, checkpoint)
+                run.time_s = before_s + time.monotonic() - begun
+                if run.step % LOG_EVERY == 0:
+                    run.log.append(line._replace(time_s=round(run.time_s, 1)))
+                show(line)
+                if run.step % settings.checkpoint_steps == 0:
+                    run.save(checkpoint)
+                if max_minutes is not None and time.monotonic() - begun > 60 * max_minutes:
+                    break
+        run.save(checkpoint)
+        heads, overlaps = _measured(run, reader, texts, type(model).__name__)
+    save_heads(heads, file)
+    save_curve(run.log, file.with_name(file.name + ".log.jsonl"))
+    return TrainedResult(run, heads, overlaps)
+
+
+def _step(run: RetainRun, reader: TextReader, texts: Texts, checkpoint: Path) -> RetainLogLine:
+    """One step of training: one text. `time_s` is left to the caller."""
+    found = _read(run, reader, texts, TRAIN_STREAM, run.step)
+    if run.step == 0:
+        _begin_at_mean(run, found)
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.settings.lr * run.settings.rate(run.step)
+    labels = [text.labels for text in found]
+    scores = [head(text.features.float()) for head, text in zip(run.heads, found, strict=True)]
+    loss = retaining_loss(scores, labels)
+    if not bool(torch.isfinite(loss)):
+        at = f"; {checkpoint} has the last good one" if checkpoint.exists() else ""
+        raise NumericsError(
+            f"the loss of step {run.step} is {float(loss.detach())}{at}: lower the learning rate, or load the model in "
+            "f32 or bf16"
+        )
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_value_(run.heads.parameters(), run.settings.clip)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.step += 1
+    best = torch.stack([overlap(s.detach(), y).mean() for s, y in zip(scores, labels, strict=True)]).mean()
+    return RetainLogLine(run.step, 0.0, round(float(loss.detach()), 5), round(float(best), 4))
+
+
+def _begin_at_mean(run: RetainRun, found: Sequence[LayerText]) -> None:
+    """Let the networks begin at the mean label of each head."""
+    with torch.no_grad():
+        for head, text in zip(run.heads, found, strict=True):
+            assert isinstance(head, TrainedHeads), "one network per layer"
+            head.second.bias.copy_(text.labels.mean(1))
+
+
+def _read(run: RetainRun, reader: TextReader, texts: Texts, name: str, step: int) -> list[LayerText]:
+    """Features and labels of the text of one step."""
+    settings = run.settings
+    ids, begin = texts.draw(name, settings.seed, step)
+    evicts = settings.chunk and name == TRAIN_STREAM and step >= settings.steps // 4 and step % 2
+    if not evicts or begin <= settings.budget:
+        return reader.read(ids, begin)
+    return reader.read(ids, begin, _evicting(run), settings.budget)
+
+
+def _evicting(run: RetainRun) -> Policy:
+    """Eviction in chunks by the heads as they are: the past that they will meet, not that of full attention."""
+    plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
+    layers = [_as_stored(head, plain) for head in run.heads]
+    return Policy(
+        score=Retained(RetainingHeads(layers, run.mark, "in training")), protect=Protect(sinks=4), every_step=False,
+        prefill="chunks", chunk=run.settings.chunk, stabilizers=0.25,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _measured(
+    run: RetainRun, reader: TextReader, texts: Texts, name: str
+) -> tuple[RetainingHeads, list[list[float]]]:  # fmt: skip
+    """The heads as a file stores them, with quantiles from held-out texts; and their overlaps with the best tenth."""
+    plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
+    layers = [_as_stored(head, plain) for head in run.heads]
+    raws: list[list[Tensor]] = [[] for _ in layers]
+    overlaps: list[list[Tensor]] = [[] for _ in layers]
+    for step in range(run.settings.check_texts):
+        for index, text in enumerate(_read(run, reader, texts, CHECK_STREAM, step)):
+            raw = layers[index].raw(text.features.float()).T
+            raws[index].append(raw)
+            overlaps[index].append(overlap(raw, text.labels))
+    made = [
+        LayerHeads(heads.w1, heads.b1, heads.w2, heads.b2, quantiles_of(torch.cat(raw, 1)))
+        for heads, raw in zip(layers, raws, strict=True)
+    ]
+    facts = {
+        "data": run.data, "steps": str(run.step), "seed": str(run.settings.seed), "label": run.settings.label,
+        "budget": str(run.settings.budget), "chunk": str(run.settings.chunk), "width": str(run.settings.width),
+    }  # fmt: skip
+    return RetainingHeads(made, run.mark, name, facts), [torch.stack(o).mean(0).tolist() for o in overlaps]
+
+
+def _as_stored(head: object, plain: Tensor) -> LayerHeads:
+    """A network in the numbers of its file."""
+    assert isinstance(head, TrainedHeads), "one network per layer"
+    parts = head.first.weight, head.first.bias, head.second.weight, head.second.bias
+    w1, b1, w2, b2 = (part.detach().bfloat16().float() for part in parts)
+    return LayerHeads(w1, b1, w2, b2, plain.to(w1.device).repeat(len(b2), 1))
+
+
+def defaults_of(model: PreTrainedModel) -> tuple[int, float]:
+    """Width of the networks and learning rate for a model."""
+    profile = ModelProfile.of(model)
+    config, hidden = profile.config, int(profile.config.hidden_size)
+    n_heads = profile.n_heads or 1
+    head_dim = int(named(config, "head_dim") or hidden // n_heads)
+    kv_width = int(named(config, "num_key_value_heads") or n_heads) * head_dim
+    return default_width(hidden, kv_width), 5e-4 if hidden >= LARGE else 3e-3

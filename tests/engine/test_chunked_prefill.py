@@ -1,0 +1,170 @@
+"""Eviction while prompts are read in the engine, and scores that are shared with the pages of a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import millpond as mp
+from millpond.engine.engine import Engine
+from millpond.engine.memory_estimate import estimate
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import OptionError
+from tests.helpers.engine.helpers import add, finish, greedy, prompt, tokens
+from tests.helpers.hf.families import generate, shared_model
+
+LENGTHS = (150, 97, 40, 3)
+CHUNKS: dict[str, Any] = {"prefill": "chunks", "chunk": 16}
+METHODS = ["locret", "keydiff", "knorm", "qfilters"]
+NEW = 6
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def alone(method: str, length: int, options: dict[str, Any], budget: Any = 24) -> list[int]:
+    model, ids = shared_model("llama"), torch.tensor([prompt(length)])
+    with mp.compress(model, method, budget, **options) as kept:
+        out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, NEW, cache=kept)
+    return [int(i) for i in out[0, length:]]
+
+
+def engine(method: str, options: dict[str, Any], budget: Any = 24, **more: Any) -> Engine:
+    settings = {"max_step_tokens": 21, "page_slots": 4} | more
+    return Engine(shared_model("llama"), method=method, options=options, budget=budget, **settings)
+
+
+def ask(length: int) -> Request:
+    return Request(request_id=str(length), prompt=prompt(length), params=greedy(NEW, ignore_eos=True))
+
+
+@pytest.mark.parametrize("runner", ["lean", "modules"])
+@pytest.mark.parametrize("decode", ["grow", "evict"])
+@pytest.mark.parametrize("prefill", [{}, CHUNKS])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tokens_are_those_of_generate(method: str, prefill: dict[str, Any], decode: str, runner: str) -> None:
+    """Prompts beside each other, cut wherever the scheduler cuts them."""
+    options = {**prefill, "decode": decode}
+    made = engine(method, options, runner=runner)
+    for length in LENGTHS:
+        add(made, ask(length))
+    done = finish(made)
+    made.check_integrity()
+    for length in LENGTHS:
+        assert tokens(done[str(length)]) == alone(method, length, options), length
+    made.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_layer_ever_holds_more_than_budget_and_chunk(method: str) -> None:
+    made = engine(method, CHUNKS)
+    add(made, ask(150))
+    most = 0
+    while made.busy:
+        made.step()
+        for live in made._live.values():
+            for core in live.stack.layers if live.stack is not None else []:
+                most = max(most, int(core.stored.max(initial=0)))
+        made.check_integrity()
+    assert 24 < most <= 24 + 16
+    made.close()
+
+
+def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
+    """What a prompt of 150 needs in full is refused; with eviction in chunks it fits, and the limit is never passed."""
+    whole, chunked = (engine("locret", options) for options in ({}, CHUNKS))
+    needs = [
+        estimate(e._recipes.group(e._recipes.complete(CacheOptions())).recipe, e._model.layers, 150, NEW, 1)
+        for e in (whole, chunked)
+    ]
+    assert needs[1].reading < needs[0].reading / 3
+    whole.close()
+    chunked.close()
+    limit = needs[1].most(1)
+    refused = engine("locret", {}, kv_memory=limit)
+    with pytest.raises(OptionError, match=r"(?i)memory"):
+        refused.add(ask(150))
+    refused.close()
+    made = engine("locret", CHUNKS, kv_memory=limit)
+    for length in LENGTHS:
+        add(made, ask(length))
+    done = {}
+    while made.busy:
+        done |= {output.request_id: output for output in made.step() if output.finished}
+        assert made._account.nbytes <= limit
+        made.check_integrity()
+    assert made.stats().preemptions == 0
+    for length in LENGTHS:
+        assert tokens(done[str(length)]) == alone("locret", length, CHUNKS)
+    made.close()
+
+
+def scores(made: Engine, name: str) -> list[torch.Tensor]:
+    live = made._live[name]
+    assert live.stack is not None
+    return [core.read(0).scores for core in live.stack.layers]
+
+
+def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
+    """Whoever read a page wrote its scores; the answers are those without sharing."""
+    common = prompt(96)
+    texts = {"a": common + prompt(20), "b": common + prompt(31)}
+    made = engine("locret", {}, prefix_cache=True, max_step_tokens=12)
+    read: dict[str, list[torch.Tensor]] = {}
+    done = {}
+    for name, ids in texts.items():
+        add(made, Request(request_id=name, prompt=ids, params=greedy(NEW, ignore_eos=True)))
+        while made.busy:
+            done |= {output.request_id: output for output in made.step() if output.finished}
+            if name in made._live and made._live[name].stack is not None:
+                read[name] = scores(made, name)
+            made.check_integrity()
+    kv = done["b"].completions[0].kv
+    assert 90 <= kv.shared_tokens <= 96
+    for a, b in zip(read["a"], read["b"], strict=True):
+        assert torch.equal(a[:, :88], b[:, :88])
+        assert (a[:, :88] != 0).all()
+    for name, ids in texts.items():
+        with mp.compress(shared_model("llama"), "locret", 24) as kept:
+            own = torch.tensor([ids])
+            inputs = {"input_ids": own, "attention_mask": torch.ones_like(own)}
+            out = generate(shared_model("llama"), inputs, NEW, cache=kept)
+        assert tokens(done[name]) == [int(i) for i in out[0, len(ids) :]]
+    made.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [("keydiff", "locret"), ("locret", "keydiff")])
+def test_pages_without_scores_are_not_taken_for_those_with(first: str, second: str) -> None:
+    made = Engine(shared_model("llama"), method=first, budget=24, prefix_cache=True, page_slots=4)
+    done = {}
+    for name in (first, second):
+        asked = CacheOptions(method=name, budget=24)
+        add(made, Request(request_id=name, prompt=prompt(97), params=greedy(NEW, ignore_eos=True), cache=asked))
+        while made.busy:
+            done |= {output.request_id: output for output in made.step() if output.finished}
+    assert tokens(done[second]) == alone(second, 97, {})
+    assert done[second].completions[0].kv.shared_tokens == 0
+    made.close()
+
+
+def test_prompts_that_were_evicted_from_do_not_enter_the_tree() -> None:
+    made = engine("locret", CHUNKS, prefix_cache=True)
+    for _ in range(2):
+        add(made, ask(97))
+        done = finish(made)
+        assert tokens(done["97"]) == alone("locret", 97, CHUNKS)
+    assert made.stats().shared_tokens == 0
+    made.close()
+
+
+def test_answers_that_nothing_plans_run_in_one_call() -> None:
+    """Of the lean runner: what is decoded needs no score where nothing behind the prompt reads it."""
+    for decode, fused in (("grow", True), ("evict", False)):
+        made = engine("locret", {"decode": decode})
+        add(made, ask(40))
+        while not made._live["40"].answers[0].tokens:
+            made.step()
+        made.step()
+        (group,) = made._recipes.groups
+        assert all(core.is_fusable(1, core.attention.shape) == fused for core in group.stack.layers)
+        made.close()

@@ -1,0 +1,38 @@
+"""Random retaining heads for models that nobody trained, in place of those that come with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from transformers import PreTrainedModel
+
+from millpond.bench.methods.random_heads import random_heads
+from millpond.errors import OptionError
+from millpond.hf import retaining_heads
+from millpond.policy.retaining.heads import RetainingHeads
+from millpond.train.retain.features import TextReader
+
+#: Families whose heads all have keys of their own, whatever number of KV heads tiny configurations name.
+MULTI_HEAD = ("opt", "gpt_neox", "gpt2")
+#: As it is: for tests of models that have none.
+HEADS_OF_PACKAGE: Callable[[PreTrainedModel], RetainingHeads] = retaining_heads.heads_of_package
+
+
+def heads_for(model: PreTrainedModel) -> RetainingHeads:
+    """Those of the package; random ones where it has none for this model."""
+    try:
+        return HEADS_OF_PACKAGE(model)
+    except OptionError:
+        if model.config.model_type not in MULTI_HEAD:
+            return random_heads(model)
+        return random_heads(model, [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()])
+
+
+@contextmanager
+def random_heads_where_none_are() -> Iterator[None]:
+    """Inside it every model has retaining heads, so that locret goes through the tests of all methods."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retaining_heads, "heads_of_package", heads_for)
+        yield
