@@ -1,10 +1,14 @@
 """What to use at a share of the full cache's bytes: chosen on one half of the texts, judged on the other.
 
-    choose.py --texts RESULTS.json ... --recall FOLDER ... --out benchmarks/results/choice.json
+    choose.py --texts RESULTS.json ... --recall FOLDER ... --preset RESULTS.json --out benchmarks/results/choice.json
 
 RESULTS are what `real_text.py` wrote; the folders hold answers that `real.sh recall` made. The choice is by a rule: the
 least mean loss on the choosing half among the settings that hold at most the share. Texts are chosen on WikiText-2's
 validation text and judged on the others; answers are chosen on the first half of the contexts and judged on the rest.
+
+The preset of the smallest cache is chosen among the methods that keep 512 of 1,024 tokens in 4 bits, from the results
+of `budget_bytes.sh choice short`: the least perplexity among those that keep nine tenths of the answers to known
+questions.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from millpond.bench.common.report import markdown_table
 SHARES = (0.34, 0.23, 0.135)
 #: The text on which is chosen; all others judge.
 CHOOSING = "wikitext2_valid"
+#: Entries of 1,024 tokens and their format in the preset of the smallest cache, and the least share of full's answers.
+PRESET, LEAST_ANSWERS = ("512", "rotated4"), 0.9
 #: What reads ahead or is a bound has no place among what a user can set.
 NOT_FOR_USE = {"oracle"}
 
@@ -73,8 +79,31 @@ def answers(folders: list[Path]) -> list[dict[str, Any]]:
     return found
 
 
+def smallest(rows: list[dict[str, Any]], folders: list[Path]) -> list[dict[str, Any]]:
+    """A record per method of which the preset is one, that which is chosen first."""
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for folder in folders:
+        cells, questions = read(folder)
+        count = len({sample for sample, _ in next(iter(cells.values()))})
+        halves = [compared(cells, questions, span) for span in ((0, count // 2), (count // 2, count))]
+        asked += [pair for pair in zip(*(sorted(half, key=setting) for half in halves), strict=True)]
+    known = {setting(first): (first, second) for first, second in asked if first["protocol"] == "aware"}
+    found = []
+    for row in rows:
+        if CHOOSING in row["task"] and setting(row)[1:] == PRESET and setting(row) in known:
+            first, second = known[setting(row)]
+            judged = next((r for r in rows if setting(r) == setting(row) and CHOOSING not in r["task"]), None)
+            if judged is not None:
+                found.append({
+                    "setting": setting(row), "bytes": row["bytes"], "more": row["more"], "answers": first["of_full"],
+                    "judged": {key: judged[key] for key in ("task", "windows", "bytes", "more", "low", "high")},
+                    "judged_answers": {key: second[key] for key in ("of_full", "questions", "contexts", "score")},
+                })  # fmt: skip
+    return sorted(found, key=lambda record: (record["answers"] < LEAST_ANSWERS, record["more"]))
+
+
 def page(data: dict[str, Any]) -> str:
-    """Both tables."""
+    """All tables."""
 
     def named(record: dict[str, Any]) -> str:
         method, budget, codec = record["setting"]
@@ -103,18 +132,33 @@ def page(data: dict[str, Any]) -> str:
         "of full",
         "score, 95 %",
     )
+    small = [
+        (named(r), f"{r['bytes']:.1%}", f"{r['more']:+.1%}", f"{r['answers']:.2f}", f"{r['judged']['more']:+.1%}",
+         f"{r['judged']['low']:+.1%} to {r['judged']['high']:+.1%}", f"{r['judged_answers']['of_full']:.2f}",
+         f"{r['judged_answers']['score']['low']:.2f} to {r['judged_answers']['score']['high']:.2f}")
+        for r in data["smallest"]
+    ]  # fmt: skip
+    first = ("setting", "bytes", "lost where chosen", "answers of full where chosen", "lost", "95 %", "answers of full")
     perplexity, asked = markdown_table(head, lost), markdown_table(recall, kept)
-    return f"# What to use\n\n## Perplexity\n\n{perplexity}\n\n## Answers\n\n{asked}\n"
+    preset = markdown_table((*first, "score, 95 %"), small)
+    return (
+        f"# What to use\n\n## Perplexity\n\n{perplexity}\n\n## Answers\n\n{asked}\n\n"
+        f"## The preset of the smallest cache\n\nThe first row is chosen.\n\n{preset}\n"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", nargs="+", type=Path, default=[])
     parser.add_argument("--recall", nargs="+", type=Path, default=[])
+    parser.add_argument("--preset", nargs="+", type=Path, default=[])
     parser.add_argument("--out", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
-    rows = [row for path in args.texts for row in json.loads(path.read_text(encoding="utf-8"))]
-    data = {"texts": texts(rows), "answers": answers(args.recall)}
+    rows, preset = (
+        [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
+        for paths in (args.texts, args.preset)
+    )
+    data = {"texts": texts(rows), "answers": answers(args.recall), "smallest": smallest(preset, args.recall)}
     args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(page(data), encoding="utf-8")
     print(page(data))

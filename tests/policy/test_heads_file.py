@@ -80,7 +80,7 @@ def test_broken_files_are_refused(path: Path, broken: Callable[[bytes], bytes], 
     with pytest.raises(DataError, match=message):
         heads_of(broken(path.read_bytes()), "here")
     path.write_bytes(broken(path.read_bytes()))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(OptionError, match=message):
         mp.compress(llama(), "locret", 16, heads=str(path))
 
 

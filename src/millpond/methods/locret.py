@@ -66,4 +66,4 @@ def _load(path: str) -> RetainingHeads | None:
     try:
         return heads_of(read_file(path), str(path))
     except (OptionError, DataError) as error:
-        raise type(error)(f"locret: heads={path!r}: {error}") from None
+        raise OptionError(f"locret: heads={path!r}: {error}") from None
