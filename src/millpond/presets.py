@@ -17,7 +17,8 @@ def preset(name: str) -> dict[str, str]:
 
     Args:
         name: `light` (every entry in 8 bits), `balanced` (every entry in 4 bits), or `tiny` (the default budget, which
-            is a fifth of a long prompt, shared among the heads as they need it, in 4 bits).
+            is a fifth of a long prompt, shared among the heads as they need it, in 4 bits; chosen on a real model, see
+            docs/explanation/real-recall.md).
 
     Raises:
         OptionError: there is none of that name.
