@@ -3,6 +3,7 @@
 
 #include "decode.hpp"
 #include "harness.hpp"
+#include "linear/layers_args.hpp"
 
 namespace check {
 
@@ -176,8 +177,9 @@ inline void layers(const Kernels& kernels, Report& report, int64_t dtype, Random
     a.heads.into.x = x.data(), a.heads.into.m = m, a.heads.into.n_threads = 2;
     a.heads.into.out[0] = q.data(), a.heads.into.out[1] = k.data(), a.heads.into.out[2] = v.data();
     a.heads.turn = {q.data(), k.data(), cos.data(), sin.data(), m, 4, 2, dim, dim, 4 * dim, dim, 2 * dim, dim, dtype, 2};
-    a.decode = step.args();
-    a.decode.q = q.data(), a.decode.k_new = k.data(), a.decode.v_new = v.data(), a.decode.out = seen.data();
+    mp::DecodeArgs& attention = a.decode.plain;
+    attention = step.args();
+    attention.q = q.data(), attention.k_new = k.data(), attention.v_new = v.data(), attention.out = seen.data();
     a.behind.seen = seen.data(), a.behind.x = x.data(), a.behind.out = x.data(), a.behind.m = m, a.behind.n_threads = 2;
     a.behind.steps[0] = first.args(mp::NO_GATE, false, false, false);
     a.behind.steps[1] = gates.args(mp::SILU, true, false, false);
@@ -192,7 +194,7 @@ inline void layers(const Kernels& kernels, Report& report, int64_t dtype, Random
       };
       report.same("the result of linear", kernels("mp_linear", a.heads.into), 0);
       report.same("the result of rotate", kernels("mp_rotate", a.heads.turn), 0);
-      report.same("the result of decode", kernels("mp_decode", a.decode), 0);
+      report.same("the result of decode", kernels("mp_decode", attention), 0);
       product(a.behind.steps[0], seen, x.data(), middle);
       product(a.behind.steps[1], middle, nullptr, opened);
       product(a.behind.steps[2], opened, middle.data(), end);

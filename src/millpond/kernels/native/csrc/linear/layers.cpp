@@ -1,22 +1,5 @@
 // All layers of a decoder for rows that decode, in one call: nothing but the CPU's memory is waited for in between.
-#include "quantized/packed_args.hpp"
-
-namespace mp {
-
-// A layer for rows that decode, one of each sequence.
-struct LayerArgs {
-  HeadsArgs heads;
-  PackedDecodeArgs decode;  // `packed` is all zeros where nothing lies in packed pages
-  BehindArgs behind;
-};
-
-// Layers, each behind the one before it.
-struct LayersArgs {
-  int64_t n;
-  LayerArgs layers[1];  // n of them
-};
-
-}  // namespace mp
+#include "linear/layers_args.hpp"
 
 extern "C" int mp_heads(const mp::HeadsArgs* args);
 extern "C" int mp_decode(const mp::DecodeArgs* args);
