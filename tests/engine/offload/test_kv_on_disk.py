@@ -53,14 +53,6 @@ KV = [{"disk": 1.0}, {"host": 0.4, "disk": 0.6}]
 ORDERS = [("row", 1), ("row", 4), ("zigzag", 1), ("zigzag", 4), ("zigzag", 16), ("row", 16)]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name in FAMILIES:
-        model(name).save_pretrained(root / name)
-    return {path.name: path for path in root.iterdir()}
-
-
 def opened(folder: Path, plan: Plan, config: dict[str, Any], memory: str | None = MEMORY, **more: Any) -> Opened:
     return open_in_memory(folder, memory, plan, None, EngineConfig(**config), **more)
 

@@ -14,7 +14,7 @@ from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.errors import BudgetError, DataError, OptionError
 from millpond.tiers.backends.simulated import SimulatedDevice
-from tests.engine.test_offload import FAMILIES, answers, in_memory, model, options
+from tests.engine.test_offload import FAMILIES, answers, in_memory, options
 from tests.helpers.tiers.backends import FaultyFile, ShuffledBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -27,14 +27,6 @@ SHARES = [
     {"host": 1.0},
     {"disk": 1.0},
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name in FAMILIES:
-        model(name).save_pretrained(root / name)
-    return {path.name: path for path in root.iterdir()}
 
 
 def opened(folder: Path, weights: dict[str, float], device: SimulatedDevice, **more: Any) -> Opened:
