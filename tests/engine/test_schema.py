@@ -97,10 +97,10 @@ def nested(depth: int) -> dict[str, Any]:
     nested(900),
 ])  # fmt: skip
 def test_what_is_too_large_is_refused_at_once(schema: Any) -> None:
-    began = time.monotonic()
+    began = time.thread_time()  # other processes have nothing to do with it
     with pytest.raises(OptionError, match=r"may have|more than"):
         enforceable(schema)
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("schema", [

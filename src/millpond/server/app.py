@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -13,7 +13,7 @@ from millpond.cache.pages.heap import give_back
 from millpond.server import errors
 from millpond.server.front_pace import FrontPaceMiddleware
 from millpond.server.llm_protocol import ServedLLM
-from millpond.server.metrics import Counted
+from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe
 from millpond.server.routes import cache_memory, chat, completions, info, responses, ui
@@ -36,7 +36,8 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(service.gate.watch()), asyncio.create_task(_tidy(service))]
+        loops = (service.gate.watch(), _tidy(service.metrics, give_back, _TIDY_S))
+        tasks = [asyncio.create_task(loop) for loop in loops]
         yield
         for task in tasks:
             task.cancel()
@@ -70,11 +71,11 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     return app
 
 
-async def _tidy(service: Service) -> None:
-    """Return memory of large bodies from the heap to the system."""
+async def _tidy(metrics: Metrics, release: Callable[[], object], seconds: float) -> None:
+    """Return memory of large bodies from the heap to the system by `release`, where there were requests meanwhile."""
     before = 0
     while True:
-        await asyncio.sleep(_TIDY_S)
-        if (now := service.metrics.requests) != before:
+        await asyncio.sleep(seconds)
+        if (now := metrics.requests) != before:
             before = now
-            await asyncio.to_thread(give_back)
+            await asyncio.to_thread(release)
