@@ -22,6 +22,28 @@ settings.load_profile("millpond")
 use_new_names()
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are deselected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `covering`, the quick suite has a selection with every value of every parameter.
+
+    A combination is taken, in the order of collection, where it brings a value that none before had; others are slow.
+    """
+    seen: dict[str, set[tuple[str, object]]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") is None or not isinstance(item, pytest.Function):
+            continue
+        had = seen.setdefault(item.nodeid.partition("[")[0], set())
+        new = {(name, _value(of)) for name, of in item.callspec.params.items()} - had
+        had |= new
+        if not new:
+            item.add_marker(pytest.mark.slow)
+
+
+def _value(of: object) -> object:
+    """A number or a text itself, and what is neither by which object it is."""
+    return of if of is None or isinstance(of, str | int | float) else id(of)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _heads() -> Iterator[None]:
     with random_heads_where_none_are():

@@ -6,7 +6,7 @@
 #   DATA=FOLDER benchmarks/quality/real.sh quick          ten minutes on two cores: a few windows, the first five rows
 # DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the part tasks
 # xsum_0shot.jsonl, gsm8k_test.jsonl and longbench_multi_news.jsonl. The parts can run next to each other, one thread
-# each. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
+# each. SAMPLES: windows or questions per row, else 60 of text and 20 of questions. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
 set -eu
 bin=$(cd "$(dirname "$0")/../.." && pwd)/${BIN:-.venv/bin}
 results=$(cd "$(dirname "$0")/../results" && pwd)
@@ -21,7 +21,7 @@ cd "${DATA:?names a folder with the texts}"
 short=context_len=1024:continuation_len=64:stride=1088
 test=text:path=wikitext2_test.txt:$short
 facts=prose_facts:essay=great_expectations.txt:length=1024:facts=3
-most=60
+most=${SAMPLES:-60}
 evaluate() {
   to=$1
   shift
@@ -89,7 +89,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       $compare --against h2o 20% --out "$results/h2o-parts-real-paired.json"
       ;;
     recall)
-      most=20
+      most=${SAMPLES:-20}
       answers r-agnostic h2o,kvzip,keydiff keydiff,h2o,kvzip,snapkv,streaming,window \
         --protocol agnostic --tasks "$facts:questions=3"
       answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,window,oracle \
@@ -99,18 +99,20 @@ h2o:recent=0:sinks=0,h2o:recent=0"
         --method ada,h2o,snapkv:pool=avg
       evaluate r-agnostic --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --budget 512 --codec rotated4 \
         --method ada,h2o,kvzip
-      most=60
+      most=${SAMPLES:-60}
       ;;
     turns)
-      most=20
+      most=${SAMPLES:-20}
       answers r-turns h2o,kvzip h2o,keydiff,snapkv,kvzip,window --protocol turns --tasks "$facts:questions=3"
-      most=60
+      most=${SAMPLES:-60}
       ;;
     tasks)
+      most=${SAMPLES:-20}
       answers t-xsum h2o h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
       answers t-gsm8k h2o h2o,snapkv,expected_attention,window --tasks gsm8k:path=gsm8k_test.jsonl:shots=8
       answers t-multi-news h2o h2o,snapkv,expected_attention,window \
         --tasks longbench:path=longbench_multi_news.jsonl:max_tokens=7600
+      most=${SAMPLES:-60}
       ;;
     quick)
       most=8
@@ -118,7 +120,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       bits=$!
       evaluate quick --tasks "$test" --budget 20% --method full,h2o,expected_attention,snapkv,streaming,window
       wait "$bits"
-      most=60
+      most=${SAMPLES:-60}
       "$bin/python" "$quality/real_text.py" "$out"/quick "$out"/quick-bits --windows 8 --out "$out/quick.json"
       head -n 9 "$out/quick.md"
       ;;

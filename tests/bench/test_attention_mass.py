@@ -69,6 +69,7 @@ def test_a_power_law_has_its_slope(script: ModuleType) -> None:
     assert script.spearman(torch.tensor([1.0, 2, 2, 9]), torch.tensor([0.0, 5, 5, 6])) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_from_a_text_to_the_page(tmp_path: Path) -> None:
     """On the bundled model, whose own text it is not: the numbers mean nothing."""
     (tmp_path / "text.txt").write_text("k12 v3 k4 v5 . " * 200, encoding="utf-8")

@@ -49,6 +49,7 @@ def test_prompts_differ_by_row_and_seed() -> None:
     assert torch.equal(first, draw_prompts(TINY.shape, 2, 50, 0))
 
 
+@pytest.mark.slow
 def test_everyone_runs_and_holds_what_is_expected() -> None:
     data = run(TINY)
     rows = {(r["name"], r["setting"]): r for r in data["results"]}

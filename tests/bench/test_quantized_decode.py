@@ -71,6 +71,7 @@ def test_a_target_holds_or_is_missed() -> None:
     assert "| b | 1.000 |  | 150% | bf16 | missed (160%) |" in kernels_markdown({**data, "results": results})
 
 
+@pytest.mark.slow
 def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from millpond.bench.generate import plan
 

@@ -56,6 +56,7 @@ def test_llama_cpp_gets_the_gguf_file_as_it_is() -> None:
     assert (converted.setting, as_it_is.setting) == ("full", "full, weights of some-Q4_1.gguf")
 
 
+@pytest.mark.slow
 def test_bench_generate_runs_on_it(folder: Path, tmp_path: Path) -> None:
     command = ["bench", "generate", "--model", str(folder), "--quick", "--cells", "1x200", "--repeats", "1"]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])

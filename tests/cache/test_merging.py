@@ -71,6 +71,7 @@ def _holding(cache: LayerCache, table: Any) -> LayerCache:
     return other
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS_)
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_sliding_windows(method: str, family: str) -> None:

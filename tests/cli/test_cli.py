@@ -309,6 +309,7 @@ def test_bench_generate_refuses(options: list[str], sentence: str) -> None:
     assert sentence in wrong("bench", "generate", "--quick", *options)
 
 
+@pytest.mark.slow
 def test_train_recall_takes_a_step(tmp_path: Path) -> None:
     assert "step 1," in right("train", "recall", "--out", str(tmp_path), "--max-steps", "1").stdout
     assert (tmp_path / "config.json").exists()

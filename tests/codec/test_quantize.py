@@ -33,6 +33,7 @@ def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return logits.softmax(-1) @ values
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("codec", [*CODECS, "int8+int4"])
 def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:

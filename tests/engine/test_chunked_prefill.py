@@ -38,6 +38,7 @@ def ask(length: int) -> Request:
     return Request(request_id=str(length), prompt=prompt(length), params=greedy(NEW, ignore_eos=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("runner", ["lean", "modules"])
 @pytest.mark.parametrize("decode", ["grow", "evict"])
 @pytest.mark.parametrize("prefill", [{}, CHUNKS])

@@ -33,6 +33,7 @@ def check(kind: str, method: str, done: dict[str, RequestOutput]) -> None:
         assert tokens(done[str(length)]) == alone(kind, method, length)[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", sorted(BUDGETS))
 @pytest.mark.parametrize("kind", ALL)
 def test_batched_and_in_chunks_as_alone(kind: str, method: str) -> None:

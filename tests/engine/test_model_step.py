@@ -45,6 +45,7 @@ def answers(runner: Any, name: str, step_tokens: int) -> dict[str, list[int]]:
     return {key: tokens(output) for key, output in done.items()}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("step_tokens", [16, 500])
 def test_tokens_are_those_of_the_modules(name: str, step_tokens: int) -> None:

@@ -106,6 +106,7 @@ def engine_of(found: Opened) -> Engine:
     return Engine(found.model, None, found.config, streamed=found.streamed)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FAMILIES)

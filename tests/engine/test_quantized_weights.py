@@ -45,6 +45,7 @@ def tokens(llm: mp.LLM) -> list[list[int]]:
     return [list(out.completions[0].token_ids) for out in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("method", ["full", "h2o"])

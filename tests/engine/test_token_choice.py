@@ -85,6 +85,7 @@ def test_the_distribution_is_transformers(
     assert not ours[theirs == 0].any()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),

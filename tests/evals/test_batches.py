@@ -30,6 +30,7 @@ def assert_same(one: list[Record], other: list[Record]) -> None:
         assert a.extra == pytest.approx(b.extra, abs=1e-9)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("method", "budget"), METHODS)
 def test_answers_do_not_depend_on_the_batch(method: str, budget: str, protocol: Protocol) -> None:
@@ -39,6 +40,7 @@ def test_answers_do_not_depend_on_the_batch(method: str, budget: str, protocol: 
     assert_same(alone, examined(task, method, budget, protocol, size=12))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", ["choice", "perplexity", "fidelity"])
 def test_likelihoods_do_not_depend_on_the_batch(kind: str, protocol: Protocol) -> None:

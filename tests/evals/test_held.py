@@ -28,6 +28,7 @@ def pond() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Sample]]:
     return model, tokenizer, list(TASKS.get("recall")(length=320, pairs=8).samples(tokenizer, 2, 0))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("protocol", ["aware", "agnostic"])
 @pytest.mark.parametrize("method", METHODS.names())
 def test_the_kept_column_is_what_the_cache_keeps(

@@ -308,6 +308,7 @@ def test_recall_of_the_bundled_model() -> None:
 # ------------------------------------------------------------------ in the harness
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("kind", "protocol"),
     [

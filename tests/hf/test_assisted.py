@@ -32,6 +32,7 @@ def helpers(name: str) -> dict[str, dict]:
     return {"lookup": {"prompt_lookup_num_tokens": 4}, "model": {"assistant_model": stranger}}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("helper", ["lookup", "model"])
 @pytest.mark.parametrize(("method", "budget", "options"), ALL)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])

@@ -10,6 +10,7 @@ from tests.helpers.hf.families import family, generate, left_padded, one, shared
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 @pytest.mark.parametrize("method", ["full", "h2o", "streaming"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])

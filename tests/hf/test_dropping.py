@@ -63,6 +63,7 @@ def attending_through(model, oracle):
     del AttentionInterface._global_mapping["oracle"], AttentionMaskInterface._global_mapping["oracle"]
 
 
+@pytest.mark.covering
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "budget", "options"), METHODS, ids=[m for m, _, _ in METHODS])
 @pytest.mark.parametrize("name", NAMES)

@@ -37,6 +37,7 @@ def moves_positions(name: str) -> bool:
     return family(name).rotary and not family(name).latents
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", FULL)
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", NAMES)

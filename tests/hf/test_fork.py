@@ -73,12 +73,14 @@ def check(model: PreTrainedModel, batch: int, **kept: Any) -> None:
         assert sum(pool.n_live for pool in cache.pools) == 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("method", [name for name in METHODS.names() if name not in SKIPPED])
 def test_a_fork_of_every_method_answers_as_a_fresh_run(method: str, batch: int) -> None:
     check(llama(), batch, page_slots=8, **settings(method))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o", "ada", "snapkv"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_fork_of_every_codec_answers_as_a_fresh_run(codec: str, method: str) -> None:

@@ -82,6 +82,7 @@ def test_streamer():
 # ---------------------------------------------------------------------------------- small budgets: equal to itself
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "budget", "options"), SMALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_change_nothing_when_the_plan_waits(name, method, budget, options):

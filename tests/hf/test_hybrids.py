@@ -45,6 +45,7 @@ def test_everything_kept_is_stock(kind: str) -> None:
         assert both <= set(range(len(held.layers)))
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.FewEntriesWarning")
 @pytest.mark.parametrize("method", ["h2o", "snapkv"])
 @pytest.mark.parametrize("kind", ALL)
@@ -150,6 +151,7 @@ def test_what_cannot_go_back_is_refused() -> None:
         mp.compress(tiny_model("recurrent_gemma"), "h2o")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "zamba2", "falcon_h1"])
 @torch.no_grad()

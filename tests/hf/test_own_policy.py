@@ -73,6 +73,7 @@ class Planned:
 CASES: dict[str, dict[str, Any]] = {"h2o": {"sinks": 1}, "window": {"sinks": 2}, "random": {"recent": 2}}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("budget", [14, "40%"])
 @pytest.mark.parametrize("method", [*CASES, "ada"])
 def test_a_plan_at_each_step_is_what_the_kernel_does(method: str, budget: Any) -> None:

@@ -19,6 +19,7 @@ def peaks(folder: Path, *options: str, runs: int = 1) -> dict[str, float]:
     return {row["cache"]: row["peak_bytes"] for row in json.loads(out.read_text())["results"]}
 
 
+@pytest.mark.slow
 def test_the_script_measures_each_cache(tmp_path: Path) -> None:
     found = peaks(tmp_path, "--tiny", "--prompt", "128", "--new", "2", "--only", "full")
     assert list(found) == ["full"]

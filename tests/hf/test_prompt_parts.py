@@ -85,6 +85,7 @@ def test_eviction_in_chunks_knows_the_end_of_the_prompt(method: str) -> None:
     assert found[2] == whole[2]
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("codec", ["f32", "int4", "kivi2", "mikv", "rotated2"])
 @pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])

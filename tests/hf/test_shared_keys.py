@@ -42,6 +42,7 @@ def test_everything_kept_is_stock(kind: str) -> None:
             held.positions(3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "window", "tova"])
 @pytest.mark.parametrize("kind", TYPES)
 @torch.no_grad()

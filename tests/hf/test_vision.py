@@ -94,6 +94,7 @@ def images_in(ids: Tensor) -> list[int]:
     return (ids == IMAGE).sum(1).tolist()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", *METHODS])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", NAMES)

@@ -59,7 +59,7 @@ def stored(call: Call) -> list[Tensor | None]:
 
 @needs_native
 @given(drawn=passes(), threads=st.sampled_from([1, 3]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_rows_have_the_bits_of_single_steps(drawn: tuple[Case, list[list[bool]], bool], threads: int) -> None:
     case, there, by_column = drawn
     call = case.build()

@@ -96,6 +96,7 @@ def test_native_against_plain_torch(drawn: tuple[Call, MergeRule, DecodeRule]) -
     same(*drawn)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("masses", [False, True])
 def test_every_instruction_set(name: str, masses: bool, isa: str, two_threads: None) -> None:

@@ -53,6 +53,7 @@ def long_prompt(
     return Prompt(q, k, v, positions[n_past:], past, None, dim**-0.5, 0.0, 0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "window"), [(1, 0), (4, 0), (4, 300), (70, 0)])
 def test_long_prompts(dtype: torch.dtype, group: int, window: int, isa: str) -> None:

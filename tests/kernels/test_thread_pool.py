@@ -71,6 +71,7 @@ def bits(threads: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_both_kinds_of_threads_give_the_same_bits() -> None:
     """From twelve threads at once, more than the pool has slots, where each call shares its work."""
     assert bits("pool") == bits("openmp") == bits("auto")

@@ -53,6 +53,7 @@ class Competing(Oracle):
             head.cap = len(head.kept)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("every", [1, 3])

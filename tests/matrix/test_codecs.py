@@ -73,6 +73,7 @@ def run(cache: mp.MillpondCache, ids: Tensor, mask: Tensor, steps: int = STEPS, 
     return out[:, ids.shape[1] :]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_a_budget_of_everything_is_the_full_cache(method: str, codec: str) -> None:
     """With nothing evicted every method gives what `full` gives in that format, bit by bit."""
@@ -89,6 +90,7 @@ def test_a_budget_of_everything_is_the_full_cache(method: str, codec: str) -> No
             assert torch.equal(found.positions[:, :n], row.positions)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_a_second_turn(method: str, codec: str) -> None:
     """A later turn meets what is sealed; it holds its budget, and the cache what it says."""
@@ -107,6 +109,7 @@ def test_a_second_turn(method: str, codec: str) -> None:
             assert all(sum(row) == 2 * BUDGET for layer in stats.stored for row in layer)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_bytes_are_real(method: str, codec: str) -> None:
     """What `stats` says is what the pages in use hold, and all of it comes back."""
@@ -198,6 +201,7 @@ def test_names_of_pairs() -> None:
             resolve(bad)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("amount", [120_000, 190_000, 400_000])
 @pytest.mark.parametrize(
     ("method", "codec"),

@@ -188,6 +188,7 @@ def check(method: str, codec: str, folder: Path) -> None:
         assert restored == asked
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), cover())
 def test_every_codec(method: str, codec: str, tmp_path: Path) -> None:
     check(method, codec, tmp_path)

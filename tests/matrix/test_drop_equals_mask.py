@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | str, Rule]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES)

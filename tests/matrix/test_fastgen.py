@@ -38,6 +38,7 @@ EXACT: dict[str, Callable[[str], None]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("budget", [None, 14])
 @pytest.mark.parametrize("check", CHECKS)
 def test_matrix(check: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

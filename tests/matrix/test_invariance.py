@@ -70,6 +70,7 @@ def test_ratio_is_of_each_sequence_alone(method: str) -> None:
         assert total == 2 * round(0.4 * length)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_page_size(method: str, slots: int) -> None:

@@ -33,6 +33,7 @@ def _known_to_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(matrix.METHODS, name, options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("method", OPTIONS)
 def test_matrix(method: str, check: str) -> None:

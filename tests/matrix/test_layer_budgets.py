@@ -46,6 +46,7 @@ def cache_generate(cache: Any, ids: Tensor, mask: Tensor, heads: str = "gqa", ch
     return out
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", METHODS)
 @pytest.mark.parametrize("budget", [BUDGET, "40%"])
 def test_totals_are_exact_alone_and_in_a_batch(case: str, budget: Any) -> None:
@@ -134,6 +135,7 @@ MASKED = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", MASKED)

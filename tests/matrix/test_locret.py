@@ -44,6 +44,7 @@ def test_drop_equals_mask() -> None:
         equals_a_mask(model, cache, ids, mask, 10, after=lambda: None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", CHUNKED)
 @pytest.mark.parametrize("decode", ["grow", "evict"])
 def test_chunks_are_those_of_the_text_whatever_the_passes_and_the_batch(method: str, decode: str) -> None:

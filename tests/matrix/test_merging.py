@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("method", OPTIONS)
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Plain]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_plain_merging(case: str, heads: str) -> None:
@@ -110,6 +112,7 @@ LAYERED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", LAYERED)
 @pytest.mark.parametrize(
     "check",

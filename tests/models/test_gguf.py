@@ -141,6 +141,7 @@ def _converting(path: Path) -> subprocess.Popen[str]:
     return child
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_makes_is_not(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)

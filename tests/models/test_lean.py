@@ -60,6 +60,7 @@ def lean_logits(model: Any, ids: Tensor, rows: Tensor) -> Tensor:
         return decoder.forward(ids, torch.arange(len(ids)), attend, rows)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("length", [1, 9, 40])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

@@ -107,6 +107,7 @@ def install(project: Path, where: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(line for group in groups for line in group) + "\n")
 
 
+@pytest.mark.slow
 def test_the_commands_know_it_once_it_is_installed(tmp_path: Path) -> None:
     """Every `millpond` command of the page, in another process that has the package."""
     install(EXAMPLE / "pyproject.toml", tmp_path)

@@ -140,6 +140,7 @@ def plain(budget: float, local: float = 4, together: int = 1, far: str = "one_di
     return Recalling(budget, local, SMALL["sinks"], SMALL["block"], SMALL["representatives"], together, far)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("far", ["one_distance", "true"])
 @pytest.mark.parametrize(
     ("heads", "budget", "local", "together"),
@@ -191,6 +192,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("far", ["one_distance", "true"])
 def test_matrix(far: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def server() -> Iterator[Live]:
 
 @schema.parametrize()
 @settings(
-    max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 def test_no_request_makes_the_server_fail(case: schemathesis.Case, server: Live) -> None:

@@ -113,6 +113,7 @@ def check_answers(course: Course) -> None:
     assert {name: ends for name, ends in course.ends.items() if not fine.issuperset(ends)} == {}
 
 
+@pytest.mark.slow
 def test_one_hostile_request_of_each_short_kind() -> None:
     """One of each kind that is short, eight at a time. Other tests run on the same cores, so no factor can be measured
     here: the long test, which runs alone, holds it. What this one holds is that nothing stands still, as it did for 9

@@ -115,7 +115,7 @@ def test_least_memory_is_the_least_that_runs(recall: ModelSize) -> None:
 def test_more_memory_is_never_slower(recall: ModelSize) -> None:
     cost = cost_of(recall)
     least = least_memory(cost)
-    rates = [search(cost, Limits(memory=least * n // 4)).prediction for n in range(4, 16)]
+    rates = [search(cost, Limits(memory=least * n // 4)).prediction for n in (4, 5, 7, 10, 15)]
     found = [one.tokens_per_s for one in rates if one is not None]
     assert all(later >= 0.97 * earlier for earlier, later in pairwise(found))
     assert found[-1] > found[0]

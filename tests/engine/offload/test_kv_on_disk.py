@@ -94,6 +94,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "order"), SOME)
 def test_tokens_are_those_of_the_model_in_memory(
     name: str, method: str, codec: str, weights: Any, kv: Any, order: Any, folders: dict[str, Path]
@@ -173,6 +174,7 @@ def test_several_answers_of_a_prompt_share_its_pages(method: str, tmp_path: Path
     assert len(set(found[0])) == 6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("to_files", [False, True])
 @pytest.mark.parametrize("method", ["full", "h2o"])
 def test_requests_that_are_preempted_go_on(method: str, to_files: bool, tmp_path: Path) -> None:

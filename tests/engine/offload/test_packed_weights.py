@@ -51,6 +51,7 @@ def packed(disk: Path) -> Path:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox"])
 def test_tokens_are_those_of_weights_packed_in_memory(
