@@ -2,13 +2,15 @@
 # Perplexity of texts and answers about them under methods, budgets and number formats on a real model; hours, and it
 # goes on where it stopped.
 #   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|parts|greedy ...  then: real.sh table
-#   DATA=FOLDER benchmarks/quality/real.sh recall|turns|tasks ...                        then: real.sh answers
+#   DATA=FOLDER benchmarks/quality/real.sh recall|turns|kvpress|xsum|gsm8k|multi-news ... then: real.sh answers
 #   DATA=FOLDER benchmarks/quality/real.sh quick          ten minutes on two cores: a few windows, the first five rows
-# DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the part tasks
-# xsum_0shot.jsonl, gsm8k_test.jsonl and longbench_multi_news.jsonl. The parts can run next to each other, one thread
-# each. SAMPLES: windows or questions per row, else 60 of text and 20 of questions. MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
+# DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the parts
+# of their names xsum_0shot.jsonl, gsm8k_test.jsonl and longbench_multi_news.jsonl. The parts can run next to each other,
+# one thread each. SAMPLES: windows or contexts of a row, by default 60 of texts and 20 where answers are scored.
+# MODEL: `millpond models get smollm2-135m` first. OUT: folder of results.
 set -eu
-bin=$(cd "$(dirname "$0")/../.." && pwd)/${BIN:-.venv/bin}
+root=$(cd "$(dirname "$0")/../.." && pwd)
+bin=$root/${BIN:-.venv/bin}
 results=$(cd "$(dirname "$0")/../results" && pwd)
 quality=$(dirname "$results")/quality
 out=${OUT:-out/real}
@@ -21,11 +23,10 @@ cd "${DATA:?names a folder with the texts}"
 short=context_len=1024:continuation_len=64:stride=1088
 test=text:path=wikitext2_test.txt:$short
 facts=prose_facts:essay=great_expectations.txt:length=1024:facts=3
-most=${SAMPLES:-60}
 evaluate() {
   to=$1
   shift
-  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "$most" --out "$out/$to" "$@"
+  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "${SAMPLES:-$most}" --out "$out/$to" "$@"
 }
 # Answers: the full cache, then about a fifth of its bytes: most entries in 3 or 4 bits, or a fifth of them in 16.
 # The oracle reads ahead, so it has no place where the question comes after the compression.
@@ -39,6 +40,11 @@ answers() {
 }
 
 for part in "$@"; do
+  case $part in
+    recall | turns | kvpress | xsum | gsm8k | multi-news) most=20 ;;
+    quick) most=8 ;;
+    *) most=60 ;;
+  esac
   case $part in
     all)
       evaluate w1-a --tasks "$test" --budget 20% --method "full,oracle,h2o,snapkv,streaming,window,random,tova,keydiff,\
@@ -89,7 +95,6 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       $compare --against h2o 20% --out "$results/h2o-parts-real-paired.json"
       ;;
     recall)
-      most=${SAMPLES:-20}
       answers r-agnostic h2o,kvzip,keydiff keydiff,h2o,kvzip,snapkv,streaming,window \
         --protocol agnostic --tasks "$facts:questions=3"
       answers r-aware snapkv:pool=avg,h2o snapkv:pool=avg,snapkv,keydiff,h2o,expected_attention,streaming,window,oracle \
@@ -99,28 +104,36 @@ h2o:recent=0:sinks=0,h2o:recent=0"
         --method ada,h2o,snapkv:pool=avg
       evaluate r-agnostic --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --budget 512 --codec rotated4 \
         --method ada,h2o,kvzip
-      most=${SAMPLES:-60}
       ;;
     turns)
-      most=${SAMPLES:-20}
       answers r-turns h2o,kvzip h2o,keydiff,snapkv,kvzip,window --protocol turns --tasks "$facts:questions=3"
-      most=${SAMPLES:-60}
       ;;
-    tasks)
-      most=${SAMPLES:-20}
+    kvpress)
+      # beside ours in the folders of recall; build/kvpress comes from benchmarks/peers/kvpress_env.sh
+      presses="full,SnapKVPress,ObservedAttentionPress,ExpectedAttentionPress,KeyDiffPress,StreamingLLMPress,KVzipPress"
+      for protocol in aware agnostic; do
+        asked=$facts
+        test $protocol = aware || asked=$facts:questions=3
+        "$bin/millpond" eval-peer --model "$model" --seed 7 --threads 1 --samples "${SAMPLES:-$most}" --dtype bf16 \
+          --out "$out/r-$protocol" --protocol $protocol --tasks "$asked" --budget 20% --method "$presses" \
+          --python "$root/build/kvpress/bin/python"
+      done
+      ;;
+    xsum)
       answers t-xsum h2o h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
+      ;;
+    gsm8k)
       answers t-gsm8k h2o h2o,snapkv,expected_attention,window --tasks gsm8k:path=gsm8k_test.jsonl:shots=8
+      ;;
+    multi-news)
       answers t-multi-news h2o h2o,snapkv,expected_attention,window \
         --tasks longbench:path=longbench_multi_news.jsonl:max_tokens=7600
-      most=${SAMPLES:-60}
       ;;
     quick)
-      most=8
       evaluate quick-bits --tasks "$test" --budget 60% --codec rotated4 --method full,h2o &
       bits=$!
       evaluate quick --tasks "$test" --budget 20% --method full,h2o,expected_attention,snapkv,streaming,window
       wait "$bits"
-      most=${SAMPLES:-60}
       "$bin/python" "$quality/real_text.py" "$out"/quick "$out"/quick-bits --windows 8 --out "$out/quick.json"
       head -n 9 "$out/quick.md"
       ;;
@@ -134,7 +147,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       ;;
     *)
       echo "no part called $part; there are: all others more bits novels long choose parts greedy table table-parts \
-recall turns tasks answers quick" >&2
+recall turns kvpress xsum gsm8k multi-news answers quick" >&2
       exit 2
       ;;
   esac

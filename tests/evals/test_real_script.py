@@ -47,7 +47,9 @@ def plan(call: list[str]) -> EvalPlan:
     [
         ("recall", {"aware", "agnostic"}, {"prose_facts"}),
         ("turns", {"turns"}, {"prose_facts"}),
-        ("tasks", {"aware"}, {"h2o_summary", "gsm8k", "longbench"}),
+        ("xsum", {"aware"}, {"h2o_summary"}),
+        ("gsm8k", {"aware"}, {"gsm8k"}),
+        ("multi-news", {"aware"}, {"longbench"}),
     ],
 )
 def test_the_parts_that_ask_compare_with_the_full_cache(

@@ -28,6 +28,7 @@ from millpond.cli.bench import app as bench
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
 from millpond.cli.bench import serve as bench_serve
+from millpond.cli.cluster import app as cluster
 from millpond.cli.console import errors
 from millpond.cli.demo import command as demo
 from millpond.cli.train import app as train
@@ -96,4 +97,5 @@ bench.app.command("offload")(bench_offload.offload)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(train.app, name="train")

@@ -8,6 +8,7 @@ step is one forward pass of the model over everything that runs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -32,12 +33,12 @@ from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
-from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.scheduler import Scheduler, State, Step
 from millpond.engine.step_executor import StepExecutor
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.models.weights.streamed import StreamedLayers
-from millpond.runner.packed_model import PackedModel
+from millpond.runner.packed_model import LayerShape, PackedModel
 
 
 class Engine:
@@ -49,6 +50,10 @@ class Engine:
         streamed: the layers of `model` where their weights are read while it runs; the engine closes it.
         tier: where keys and values of some layers lie on a disk; None: in memory. The engine closes it.
         **options: fields of `EngineConfig`, in place of those of `config`.
+
+    Attributes:
+        cache: of requests that name none. recipe: how their caches are stored.
+        watch: called after each forward pass with what it did, and its seconds; None: nothing is.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
@@ -95,7 +100,7 @@ class Engine:
                 tier,
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
-            recipe = self._recipes.group(usual).recipe
+            self.recipe = recipe = self._recipes.group(usual).recipe
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
@@ -106,9 +111,15 @@ class Engine:
         )
         self._turn = StepExecutor(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._finished = self._evicted = 0
+        self.watch: Callable[[Step, float], None] | None = None
         self._stats = self._count()
 
     # ------------------------------------------------------------------ requests
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        """What each layer of the model stores."""
+        return self._model.layers
 
     @property
     def context_length(self) -> int | None:
@@ -250,7 +261,10 @@ class Engine:
         try:
             if groups or reading:
                 self._forget(self._turn.run(groups, reading))
-                self._scheduler.took_seconds(step, time.perf_counter() - began)
+                took = time.perf_counter() - began
+                self._scheduler.took_seconds(step, took)
+                if self.watch is not None:
+                    self.watch(step, took)
         except Exception as error:
             changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):

@@ -15,7 +15,7 @@ _read = 0
 
 
 def give_back_after(query_bytes: int) -> None:
-    """Before a layer attends to a part of a prompt: return what was freed, where the pass is long, or many were (glibc).
+    """Before a layer attends to a part of a prompt: return what was freed, where passes are long or were many (glibc).
 
     Args:
         query_bytes: of the layer's queries in host memory.

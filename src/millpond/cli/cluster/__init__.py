@@ -1,0 +1,1 @@
+"""`millpond cluster`: plans for more than one worker."""

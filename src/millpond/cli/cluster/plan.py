@@ -1,0 +1,114 @@
+"""`millpond cluster plan`: goodput of layouts of workers by simulation, and whether prompts are to be read apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from millpond.cli.console import errors, output
+from millpond.cli.options import optional
+from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.cluster.plan.goodput import Goodput
+
+#: Bits per second in a word such as 25Gbit.
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def plan(
+    trace: Annotated[str, typer.Option(metavar="KIND:PATH", help="azure or mooncake, and a path.")],
+    slo: Annotated[str, typer.Option(help="Service levels in seconds: ttft=0.2,tpot=0.1.")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices in all.")],
+    profile: Annotated[
+        str, typer.Option(help="A file of 'millpond cluster profile', or a100:opt-13b or a100:opt-66b, as published.")
+    ] = "a100:opt-13b",
+    per_node: Annotated[int | None, optional(min=1, help="Devices of a node. Default: all are in one.")] = None,
+    budget: Annotated[
+        str | None, optional(help="Entries that are kept of a prompt, as in 20%, for built-in profiles. Default: all.")
+    ] = None,
+    codec: Annotated[str, typer.Option(help="Number format of kept entries, for built-in profiles.")] = "auto",
+    link: Annotated[str, typer.Option(help="Bits per second between workers: 25Gbit, 100Mbit.")] = "100Gbit",
+    latency: Annotated[float, typer.Option(min=0, help="Seconds of a move beside its bytes.")] = 0.001,
+    memory: Annotated[str | None, optional(help="For caches on each device, as in 40GiB. Default: no limit.")] = None,
+    anywhere: Annotated[
+        bool, typer.Option("--anywhere", help="The link is between all nodes, so phases are placed by themselves.")
+    ] = False,
+    longest: Annotated[int, typer.Option(min=2, help="Leave out requests whose prompt and answer are longer.")] = 2048,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of one simulation.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulations of each rate, with other requests.")] = 3,
+    out: Annotated[Path | None, optional(help="Write the plan here, as JSON.")] = None,
+) -> None:
+    """Compare layouts of workers by goodput per device, and say whether to read prompts apart from answers."""
+    from millpond.bench.serve.statistics import parse_levels
+    from millpond.budget import parse_bytes
+    from millpond.cluster.plan.goodput import Demand, ServiceLevels
+    from millpond.cluster.plan.layout import Link
+    from millpond.cluster.plan.place import Devices, compare
+    from millpond.cluster.plan.profile_file import load_profile
+    from millpond.cluster.plan.report import judge, to_json
+
+    levels = parse_levels(slo)
+    if levels.keys() != {"ttft", "tpot"}:
+        raise OptionError(f"--slo {slo!r} must give both levels: ttft=0.2,tpot=0.1")
+    known = load_profile(profile).with_cache(budget, codec)
+    there = Devices(known.times, devices, per_node or devices, None if memory is None else parse_bytes(memory))
+    between = Link(_bytes_per_s(link), latency)
+    demand = Demand(_lengths(trace, longest), ServiceLevels(**levels), requests, tuple(range(seeds)))
+    with errors().status("simulating") as status:
+        rows = compare(there, known.cache, between, demand, anywhere=anywhere, report=status.update)
+        verdict = judge(rows, known.cache, between, demand)
+    table = Table(title=f"{known.name}, {slo}, nine of ten requests")
+    for name in ("layout", "devices", "goodput per device", "over the seeds", "MB moved"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    output().print(table)
+    for reason in verdict.reasons:
+        output().print(reason, soft_wrap=True, highlight=False)
+    if out is not None:
+        try:
+            out.write_text(json.dumps(to_json(rows, verdict), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _cells(row: Goodput) -> tuple[str, ...]:
+    low, high = row.interval
+    moved = f"{row.moved / 1e6:,.1f}" if row.moved else ""
+    return row.layout.name, str(row.layout.devices), f"{row.per_device:.2f}", f"{low:.2f} to {high:.2f}", moved
+
+
+def _lengths(trace: str, longest: int) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of a trace's requests that are not too long."""
+    from millpond.bench.serve.requests import TokenBlocks
+    from millpond.bench.serve.traces import TRACES
+    from millpond.errors import unknown
+
+    kind, colon, path = trace.partition(":")
+    if not colon:
+        raise OptionError(f"trace {trace!r} must read KIND:PATH, for example azure:azure2023_conv.csv")
+    known = {name: TRACES[name] for name in ("azure", "mooncake")}
+    if kind not in known:
+        raise unknown("trace", kind, known)
+    asks = known[kind](Path(path))
+    pairs = [(ask.prompt.length, ask.output_tokens) for ask in asks if isinstance(ask.prompt, TokenBlocks)]
+    found = [(prompt, answer) for prompt, answer in pairs if prompt + answer < longest]
+    if not found:
+        raise OptionError(f"no request of {trace} has fewer than {longest:,} tokens; raise --longest")
+    return found
+
+
+def _bytes_per_s(text: str) -> float:
+    number, unit = text.rstrip("abcdefghijklmnopqrstuvwxyzGMKB "), text.lstrip("0123456789. ").strip().lower()
+    try:
+        bits = float(number) * _BITS[unit]
+    except (KeyError, ValueError):
+        raise OptionError(f"link {text!r} must read 25Gbit, 100Mbit or 64kbit, per second") from None
+    if not 0 < bits < float("inf"):
+        raise OptionError(f"link {text!r} must be above 0")
+    return bits / 8

@@ -1,0 +1,56 @@
+"""`millpond cluster profile`: step times of a model on this machine, for `millpond cluster plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millpond.cli.cache_options import CacheChoice
+from millpond.cli.console import errors, notes, output
+from millpond.cli.option_groups import expand_groups
+from millpond.cli.options import DtypeName, ModelName, Threads
+from millpond.errors import OptionError
+
+
+@expand_groups
+def profile(
+    *,
+    out: Annotated[Path, typer.Option(help="JSON file of the profile.")],
+    model: ModelName = "pond-recall",
+    dtype: DtypeName = "auto",
+    cache: CacheChoice,
+    prompts: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "32,128,256,512",
+    new: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 24,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured.")] = 2,
+    threads: Threads = None,
+) -> None:
+    """Time an engine's steps over prompts and batches of several sizes, and fit them; about a minute."""
+    import torch
+
+    from millpond.bench.common.machine import describe_machine
+    from millpond.cluster.plan.measure import measure
+    from millpond.cluster.plan.profile_file import save_profile
+    from millpond.engine.engine import Engine
+    from millpond.models.load import load_model
+
+    lengths = [part.strip() for part in prompts.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in lengths):
+        raise OptionError(f"--prompts {prompts!r} must read 32,128,256: tokens, separated by commas")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with notes(), errors().status("measuring") as status:
+        engine = Engine(load_model(model, dtype), options=cache.options, calibration=cache.calibration, **cache.kept())
+        try:
+            found = measure(
+                engine, model, prompts=[int(part) for part in lengths], new=new, rounds=rounds,
+                note=describe_machine().hardware, report=status.update,
+            )  # fmt: skip
+        finally:
+            engine.close()
+    save_profile(found.profile, out)
+    output().print(
+        f"{out}: {len(found.steps):,} steps; the fit is off by {100 * found.error:.0f} % of a step in the median",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""More than one engine: plans of replicas and of prefill and decode pools."""

@@ -1,0 +1,116 @@
+"""Goodput of a layout: the highest rate at which nine of ten requests meet both service levels at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millpond.cluster.plan.cache_size import CacheSize
+from millpond.cluster.plan.layout import Layout, Link
+from millpond.cluster.plan.requests import sample
+from millpond.cluster.plan.simulate import MissLimit, Simulation
+from millpond.errors import OptionError
+
+#: Share of requests that must meet both levels.
+ATTAINED = 0.9
+#: The search ends when the rate is known to this share of itself.
+FINE = 0.04
+#: Times the first rate that is tried: far above it all requests of a simulation come at once, and no rate is too high.
+MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevels:
+    """Seconds to the first token, and per token after it."""
+
+    ttft: float
+    tpot: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.ttft < float("inf") and 0 < self.tpot < float("inf")):
+            raise OptionError(f"service levels ttft={self.ttft:g}, tpot={self.tpot:g} must be seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be served.
+
+    Attributes:
+        lengths: (prompt, output) tokens of the requests of a trace. levels: to be met. requests: of one simulation.
+        seeds: one simulation each, of other requests and arrivals.
+    """
+
+    lengths: Sequence[tuple[int, int]]
+    levels: ServiceLevels
+    requests: int = 1000
+    seeds: Sequence[int] = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests per second of a layout, one number for each seed, and per device; and the bytes of a move."""
+
+    layout: Layout
+    rates: tuple[float, ...]
+    moved: float
+
+    @property
+    def per_device(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.rates) / self.layout.devices
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lowest and highest of the seeds, per device."""
+        return min(self.rates) / self.layout.devices, max(self.rates) / self.layout.devices
+
+
+def goodput(
+    layout: Layout, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
+) -> Goodput:  # fmt: skip
+    """The goodput of a layout, by bisection for each seed. `report` is called before each simulation with its rate."""
+    rates, moves = [], [0.0]
+    # of nine tenths that meet both levels, each of the others has missed one at least and two at most
+    stop = MissLimit(demand.levels.ttft, demand.levels.tpot, math.ceil(2 * (1 - ATTAINED) * demand.requests))
+    for seed in demand.seeds:
+
+        def attained(rate: float, seed: int = seed) -> bool:
+            if report is not None:
+                report(f"{layout.name}: {rate:.2f} requests/s")
+            found = Simulation(layout, cache, link).run(sample(demand.lengths, demand.requests, rate, seed), stop)
+            if found is None:
+                return False
+            moves.append(statistics.fmean(outcome.moved for outcome in found))
+            met = sum(outcome.meets(demand.levels.ttft, demand.levels.tpot) for outcome in found)
+            return met >= ATTAINED * len(found)
+
+        rates.append(_highest(attained, _likely(layout, demand)))
+    return Goodput(layout, tuple(rates), max(moves))
+
+
+def _likely(layout: Layout, demand: Demand) -> float:
+    """A rate to begin with: half of what one reader could read if it did nothing else."""
+    prompt = statistics.fmean(n for n, _ in demand.lengths)
+    times = layout.workers[0].times
+    return 0.5 / (times.read_base + times.per_token * prompt)
+
+
+def _highest(attained: Callable[[float], bool], likely: float) -> float:
+    """The highest rate that is attained, to `FINE`; 0 where a thousandth of the likely one is not."""
+    low = high = likely
+    if attained(likely):
+        while attained(high := 2 * high):
+            low = high
+            if high > MOST * likely:
+                return high
+    else:
+        while not attained(low := low / 2):
+            high = low
+            if low < likely / 1000:
+                return 0.0
+    while high - low > FINE * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if attained(middle) else (low, middle)
+    return low

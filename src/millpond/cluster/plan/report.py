@@ -1,0 +1,85 @@
+"""What a comparison of layouts says: whether to read prompts apart from answers, and why or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millpond.cluster.plan.cache_size import CacheSize
+from millpond.cluster.plan.goodput import Demand, Goodput, goodput
+from millpond.cluster.plan.layout import Link
+
+#: A layout counts as ahead only if its goodput per device is above the other's by this share, and outside its seeds.
+AHEAD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The recommended layout, and sentences that say why.
+
+    Attributes:
+        best: the row that is recommended. split: whether it reads prompts apart from answers. reasons: sentences.
+    """
+
+    best: Goodput
+    split: bool
+    reasons: tuple[str, ...]
+
+
+def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand) -> Verdict:
+    """Choose between the best layout in which every worker does both, and the best one that splits.
+
+    Where splitting is not ahead it is simulated once more with moves that take no time, to tell what holds it back.
+    """
+    both = max((row for row in rows if not row.layout.splits), key=lambda row: row.per_device)
+    split = max((row for row in rows if row.layout.splits), key=lambda row: row.per_device, default=None)
+    if split is None:
+        return Verdict(both, False, ("Too few devices to split.",))
+    moved = f"a request moves {split.moved / 1e6:,.1f} MB"
+    reasons = [
+        f"Best without a split: {both.layout.name}, {_rate(both)}.",
+        f"Best with one: {split.layout.name}, {_rate(split)}; {moved}.",
+    ]
+    if both.per_device == split.per_device == 0:
+        reasons.append("No layout meets both service levels, however few the requests: the levels are below what a "
+                       "request takes alone; relax them, or give a worker more devices.")  # fmt: skip
+        return Verdict(both, False, tuple(reasons))
+    if split.per_device > (1 + AHEAD) * both.per_device and split.interval[0] > both.interval[1]:
+        ratio = f"{split.per_device / both.per_device:.2f} times" if both.per_device else "what it cannot do at all"
+        reasons.append(f"Split: {ratio} per device, outside the range of the seeds.")
+        return Verdict(split, True, tuple(reasons))
+    free = goodput(split.layout, cache, replace(link, bytes_per_s=float("inf"), latency_s=0.0), demand)
+    if free.per_device > (1 + AHEAD) * split.per_device and free.interval[0] > split.interval[1]:
+        reasons.append(
+            f"Do not split: moving the caches holds it back ({_rate(free)} if moves took no time); a faster link, a "
+            "smaller budget or fewer bits per number would change that."
+        )
+    else:
+        reasons.append(
+            "Do not split: prompts and answers disturb each other less than devices are lost by giving each phase its "
+            "own; moves do not matter."
+        )
+    return Verdict(both, False, tuple(reasons))
+
+
+def to_json(rows: Sequence[Goodput], verdict: Verdict) -> dict[str, Any]:
+    """The comparison as plain data: the recommended workers, why, and all rows."""
+    return {
+        "format": 1,
+        "workers": [{"role": worker.role, "devices": worker.devices} for worker in verdict.best.layout.workers],
+        "split": verdict.split,
+        "reasons": list(verdict.reasons),
+        "rows": [
+            {
+                "layout": row.layout.name, "devices": row.layout.devices, "goodput_per_device": row.per_device,
+                "lowest": row.interval[0], "highest": row.interval[1], "moved_bytes": row.moved,
+            }
+            for row in rows
+        ],
+    }  # fmt: skip
+
+
+def _rate(row: Goodput) -> str:
+    low, high = row.interval
+    return f"{row.per_device:.2f} requests/s per device ({low:.2f} to {high:.2f} over the seeds)"

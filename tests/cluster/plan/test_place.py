@@ -1,0 +1,189 @@
+"""Layouts compared by goodput, the verdict, and the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millpond.cli.app import app
+from millpond.cluster.plan.cache_size import CacheSize
+from millpond.cluster.plan.fit import fit
+from millpond.cluster.plan.goodput import Demand, ServiceLevels, goodput
+from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.place import Devices, compare, split_anywhere, split_in_a_node, together
+from millpond.cluster.plan.profile import DecodeTimes, StepLoad, StepTimes
+from millpond.cluster.plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
+from millpond.cluster.plan.report import judge
+from millpond.errors import DataError, OptionError
+
+#: Reading takes long and stops all answers: splitting pays.
+SLOW_TO_READ = StepTimes(0.0, 1e-3, 0.0, (DecodeTimes(None, 0.002, 0.0, 1e-5),))
+CACHE = CacheSize(1000, 1000)
+DEMAND = Demand([(400, 12)] * 40, ServiceLevels(ttft=2.0, tpot=0.01), requests=40, seeds=(0, 1))
+
+
+def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
+    layout = Layout((WorkerPlan("both", SLOW_TO_READ),))
+    found = goodput(layout, CACHE, Link(), DEMAND)
+    tighter = goodput(layout, CACHE, Link(), Demand(DEMAND.lengths, ServiceLevels(0.5, 0.01), 40, (0, 1)))
+    assert found.per_device > tighter.per_device
+    assert found.interval[0] <= found.per_device <= found.interval[1]
+    never = goodput(layout, CACHE, Link(), Demand(DEMAND.lengths, ServiceLevels(0.3, 0.01), 40, (0,)))
+    assert never.rates == (0.0,)  # a prompt takes 0.4 s alone
+
+
+def test_splitting_is_recommended_where_prompts_stop_answers() -> None:
+    devices = Devices({1: SLOW_TO_READ}, 3, 3)
+    rows = compare(devices, CACHE, Link(1e9), DEMAND)
+    verdict = judge(rows, CACHE, Link(1e9), DEMAND)
+    assert verdict.split
+    assert verdict.best.layout.splits
+    assert "Split" in verdict.reasons[-1]
+
+
+def test_a_slow_link_is_named_as_the_reason_against() -> None:
+    devices, slow = Devices({1: SLOW_TO_READ}, 3, 3), Link(2e5)
+    rows = compare(devices, CACHE, slow, DEMAND)
+    verdict = judge(rows, CACHE, slow, DEMAND)
+    assert not verdict.split
+    assert "moving the caches holds it back" in verdict.reasons[-1]
+    small = CacheSize(1000, 20)  # a fiftieth of the bytes turns it round
+    assert judge(compare(devices, small, slow, DEMAND), small, slow, DEMAND).split
+
+
+def test_where_nothing_is_disturbed_splitting_loses_devices() -> None:
+    quick = StepTimes(1e-6, 1e-7, 0.0, (DecodeTimes(None, 0.005, 0.0, 1e-3),))
+    rows = compare(Devices({1: quick}, 2, 2), CACHE, Link(), DEMAND)
+    verdict = judge(rows, CACHE, Link(), DEMAND)
+    assert not verdict.split
+    assert "moves do not matter" in verdict.reasons[-1]
+
+
+def test_layouts_that_fit() -> None:
+    devices = Devices({1: SLOW_TO_READ, 2: SLOW_TO_READ}, 8, 4)
+    assert [layout.devices for layout in together(devices)] == [1, 2]
+    found = list(split_in_a_node(devices))
+    assert all(layout.devices <= 4 for layout in found)
+    assert len({layout.name for layout in found}) == len(found)
+    assert "2 prefill + 1 decode" in {layout.name for layout in found}
+    assert "2 prefill + 2 decode" not in {layout.name for layout in found}  # 1 + 1 twice
+
+
+def test_phases_placed_by_themselves_balance_their_rates() -> None:
+    layout = split_anywhere(Devices({1: SLOW_TO_READ}, 6, 1), CACHE, Link(), DEMAND)
+    assert layout is not None
+    readers = sum(worker.role == "prefill" for worker in layout.workers)
+    assert readers >= 2  # reading is what takes long
+    assert layout.devices <= 6
+
+
+@pytest.mark.parametrize(("count", "per_node"), [(0, 1), (1, 0), (1, 1)])
+def test_devices_that_hold_no_worker(count: int, per_node: int) -> None:
+    with pytest.raises(OptionError, match="at least"):
+        Devices({2: SLOW_TO_READ}, count, per_node)
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def test_a_fit_finds_the_times_that_made_the_steps() -> None:
+    made = StepTimes(0.03, 1e-4, 2e-8, (DecodeTimes(None, 0.02, 3e-6, 5e-4),), per_prompt=0.004)
+    loads = [StepLoad(n, n * n, n % 2) for n in range(10, 400, 13)]
+    loads += [StepLoad(answers=b, entries=b * e) for b in (1, 2, 5, 9) for e in (10, 100, 700)]
+    loads += [StepLoad(n, n * n, 1, b, 50 * b) for n in (20, 50, 170) for b in (1, 4)]
+    found, error = fit([(load, made.seconds(load)) for load in loads])
+    assert error < 1e-6
+    for load in loads:
+        assert found.seconds(load) == pytest.approx(made.seconds(load), rel=1e-6)
+
+
+def test_a_fit_has_no_negative_terms() -> None:
+    loads = [StepLoad(n, n * n, 1) for n in range(10, 200, 9)] + [StepLoad(answers=b, entries=b) for b in range(1, 20)]
+    found, _ = fit([(load, 0.1 - 1e-5 * load.tokens) for load in loads])
+    assert min(found.read_base, found.per_token, found.per_square, found.decode[0].per_entry) >= 0
+
+
+def test_a_fit_needs_steps_of_both_kinds() -> None:
+    with pytest.raises(DataError, match="0 that decode"):
+        fit([(StepLoad(n, n * n), 0.1) for n in range(1, 30)])
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test")
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(str(tmp_path / "p.json")) == profile
+    with pytest.raises(OptionError, match="measured with its own budget and codec"):
+        profile.with_cache("20%", "auto")
+
+
+def test_a_built_in_profile_takes_a_budget_and_a_codec() -> None:
+    profile = built_in("opt-13b")
+    assert profile.cache.entry_bytes == 819_200  # 40 layers, keys and values of 5,120 numbers of 2 bytes
+    small = profile.with_cache("20%", "int4").cache
+    assert small.kept(1000) == 200
+    assert 0.25 < small.stored_bytes / small.entry_bytes < 0.35
+    assert profile.with_cache(None, "auto") is profile
+    with pytest.raises(OptionError, match="opt-13b"):
+        load_profile("a100:opt-13")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"times": {}}, {"times": {"0": {}}}, {"times": {"1": {"decode": []}}}, {"entry_bytes": -1},
+        {"entry_bytes": math.inf}, {"budget": 3}, {"stored_bytes": True}, {"head_dim": "a"}, {"times": [1]},
+    ],
+)  # fmt: skip
+def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:
+    good = json.loads(to_json(Profile("mine", {1: SLOW_TO_READ}, CACHE, 64)))
+    assert from_json(json.dumps(good)).name == "mine"
+    with pytest.raises(DataError, match="millpond cluster profile"):
+        from_json(json.dumps(good | change))
+    with pytest.raises(DataError, match="no JSON"):
+        from_json("{")
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
+    out, plan = tmp_path / "p.json", tmp_path / "plan.json"
+    profile = ["cluster", "profile", "--model", "pond-recall", "--budget", "20%", "--prompts", "40,64", "--new", "4"]
+    result = CliRunner().invoke(app, [*profile, "--rounds", "2", "--threads", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    measured = load_profile(str(out))
+    assert measured.times[1].seconds(StepLoad(40, 1600, 1)) > 0
+    assert measured.cache.kept(100, 9) == 20
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{n:02d}.0000000,{400 + n},{5 + n % 3}" for n in range(40)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
+    command = ["cluster", "plan", "--profile", str(out), "--trace", f"azure:{trace}", "--devices", "2"]
+    few = ["--requests", "20", "--seeds", "1"]
+    result = CliRunner().invoke(app, [*command, *few, "--slo", "ttft=600,tpot=600", "--out", str(plan)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(plan.read_text())
+    assert {row["layout"] for row in written["rows"]} == {"1 both", "1 prefill + 1 decode"}
+    assert written["workers"][0]["role"] in ("both", "prefill")
+    assert all(row["goodput_per_device"] > 0 for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--slo", "ttft=1"], "both levels"), (["--link", "5"], "25Gbit"), (["--link", "0Gbit"], "above 0"),
+        (["--profile", "a100:gpt"], "opt-13b"), (["--trace", "azur:x"], "azure"), (["--trace", "x"], "KIND:PATH"),
+        (["--longest", "2"], "raise --longest"), (["--requests", "1000"], "40 usable"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_refuses(given: list[str], said: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{n:02d}.0000000,40,5" for n in range(40)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
+    usual = ["--trace", f"azure:{trace}", "--slo", "ttft=1,tpot=1", "--devices", "1", "--requests", "10"]
+    result = CliRunner().invoke(app, ["cluster", "plan", *usual, *given])
+    assert result.exit_code == 2
+    assert said in result.output + result.stderr

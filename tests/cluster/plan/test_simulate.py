@@ -1,0 +1,146 @@
+"""The simulation of workers: times of single requests, memory, moves, and what is conserved."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millpond.budget import Budget
+from millpond.cluster.plan.cache_size import CacheSize
+from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.profile import A100, DecodeTimes, StepLoad, StepTimes
+from millpond.cluster.plan.requests import PlannedRequest, sample
+from millpond.cluster.plan.simulate import MissLimit, Outcome, Simulation
+from millpond.errors import OptionError
+
+TIMES = StepTimes(0.01, 1e-3, 0.0, (DecodeTimes(None, 0.02, 1e-5, 1e-3),), per_prompt=0.005)
+FULL = CacheSize(100, 100)
+
+
+def split(readers: int = 1, decoders: int = 1, memory: int | None = None) -> Layout:
+    reader, decoder = (WorkerPlan(role, TIMES, memory=memory) for role in ("prefill", "decode"))
+    return Layout((reader,) * readers + (decoder,) * decoders)
+
+
+def run(
+    layout: Layout, requests: list[PlannedRequest], cache: CacheSize = FULL, link: Link | None = None
+) -> list[Outcome]:
+    found = Simulation(layout, cache, link).run(requests)
+    assert found is not None
+    return found
+
+
+def test_a_request_alone_takes_its_steps() -> None:
+    (outcome,) = run(Layout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])
+    assert outcome.ttft == pytest.approx(0.01 + 0.1 + 0.005)
+    assert outcome.tpot == pytest.approx((2 * (0.02 + 1e-3) + 1e-5 * (101 + 102)) / 2)
+    assert outcome.moved == 0
+
+
+def test_a_split_adds_the_move_to_the_second_token() -> None:
+    alone = run(Layout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])[0]
+    (moved,) = run(split(), [PlannedRequest(0.0, 100, 3)], link=Link(1e6, 0.25))
+    assert alone.tpot is not None
+    assert moved.tpot is not None
+    assert moved.ttft == alone.ttft
+    assert moved.moved == 100 * 100
+    assert 2 * (moved.tpot - alone.tpot) == pytest.approx(0.25 + 1e4 / 1e6)
+
+
+def test_fewer_entries_in_fewer_bytes_move_and_decode_faster() -> None:
+    small = CacheSize(100, 25, Budget.parse("20%"), grows=False)
+    requests = [PlannedRequest(0.0, 100, 11)]
+    (full,), (kept,) = (run(split(), requests, cache, Link(1e6)) for cache in (FULL, small))
+    assert (full.moved, kept.moved) == (10_000, 500)
+    assert small.kept(100, 10) == small.kept(100) == 20
+    assert full.tpot is not None
+    assert kept.tpot is not None
+    attended = sum(100 + n for n in range(1, 11)) - 10 * 20
+    assert 10 * (full.tpot - kept.tpot) == pytest.approx(9_500 / 1e6 + 1e-5 * attended)
+
+
+def test_an_answer_of_one_token_does_not_move() -> None:
+    (outcome,) = run(split(), [PlannedRequest(0.0, 100, 1)])
+    assert (outcome.tpot, outcome.moved) == (None, 0)
+
+
+def test_moves_of_one_reader_follow_each_other() -> None:
+    requests = [PlannedRequest(0.0, 10, 2), PlannedRequest(0.0, 10, 2)]
+    slow = Link(bytes_per_s=100.0)  # 10 s each
+    first, second = run(split(), requests, link=slow)
+    assert first.tpot is not None
+    assert second.tpot is not None
+    assert second.tpot - first.tpot == pytest.approx(10.0, abs=0.1)
+
+
+def test_memory_lets_requests_wait_and_is_never_exceeded() -> None:
+    requests = [PlannedRequest(0.0, 100, 20) for _ in range(8)]
+    free = run(Layout((WorkerPlan("both", TIMES),)), requests)
+    tight = run(Layout((WorkerPlan("both", TIMES, memory=25_000),)), requests)
+    assert max(o.ttft for o in tight) > 2 * max(o.ttft for o in free)
+    with pytest.raises(OptionError, match="holds 12,000 bytes, a worker that does both has 11,999"):
+        run(Layout((WorkerPlan("both", TIMES, memory=11_999),)), requests)
+
+
+def test_what_waits_to_be_fetched_stops_the_reader() -> None:
+    requests = [PlannedRequest(0.0, 2000, 2) for _ in range(4)]  # each fills a step, and moves for 20 s
+    free = run(split(), requests, link=Link(1e4))
+    bounded = run(split(), requests, link=Link(1e4, memory=10_000))
+    assert max(o.ttft for o in free) < 10
+    assert max(o.ttft for o in bounded) > 60
+
+
+def test_a_simulation_that_has_failed_ends() -> None:
+    requests = [PlannedRequest(0.001 * n, 1000, 5) for n in range(50)]
+    layout = Layout((WorkerPlan("both", TIMES),))
+    assert Simulation(layout, FULL).run(requests, MissLimit(0.5, 1.0, 10)) is None
+    assert Simulation(layout, FULL).run(requests, MissLimit(1e3, 1e3, 0)) is not None
+
+
+@given(seed=st.integers(0, 10**6), readers=st.integers(0, 2), decoders=st.integers(1, 2), tight=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_every_request_gets_all_of_its_tokens(seed: int, readers: int, decoders: int, tight: bool) -> None:
+    draw = random.Random(seed)
+    lengths = [(draw.randint(1, 60), draw.randint(1, 12)) for _ in range(30)]
+    memory = 9_000 if tight else None
+    both = WorkerPlan("both", TIMES, memory=memory)
+    layout = split(readers, decoders, memory) if readers else Layout((both,) * decoders)
+    requests = sample(lengths, 30, 20.0, seed)
+    simulation = Simulation(layout, FULL, Link(1e5, 0.001, memory=8_000))
+    found = simulation.run(requests)
+    assert found is not None
+    assert all(outcome.ttft > 0 for outcome in found)
+    assert [outcome.tpot is None for outcome in found] == [request.output == 1 for request in requests]
+    assert all(not worker.flights and not worker.held and not worker.incoming for worker in simulation._workers)
+    assert all(len(worker.scheduler) == 0 and worker.unread == 0 for worker in simulation._workers)
+
+
+def test_a_mixed_step_has_the_larger_base_once() -> None:
+    reads, decodes = StepLoad(tokens=10, squares=100, ended=1), StepLoad(answers=2, entries=50)
+    mixed = StepLoad(10, 100, 1, 2, 50)
+    both = TIMES.seconds(reads) + TIMES.seconds(decodes)
+    assert TIMES.seconds(mixed) == pytest.approx(both - 0.01)
+    assert TIMES.seconds(StepLoad()) == 0
+
+
+def test_large_batches_have_times_of_their_own() -> None:
+    times = A100["opt-13b"][1]
+    few, many = (times.seconds(StepLoad(answers=n, entries=n)) for n in (94, 95))
+    assert few == pytest.approx(1e-3 * (19.934702624895458 + 94 * (0.0006269356524350583 + 0.03850697740828398)))
+    assert many == pytest.approx(1e-3 * (7.1661889468253595 + 95 * (0.0005798000403396046 + 0.15831096191764046)))
+
+
+def test_roles_of_a_layout() -> None:
+    both, reader = WorkerPlan("both", TIMES), WorkerPlan("prefill", TIMES)
+    for workers in ((both, reader), (reader,), ()):
+        with pytest.raises(OptionError, match="workers do both, or some read prompts and others decode"):
+            Layout(workers)
+    assert split(2, 1).name == "2 prefill + 1 decode"
+
+
+def test_a_budget_in_bytes_cannot_be_planned() -> None:
+    with pytest.raises(OptionError, match="a share or tokens"):
+        CacheSize(100, 100, Budget.parse("1MiB"))
