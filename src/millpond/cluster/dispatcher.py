@@ -6,6 +6,7 @@ All of it runs in one event loop, and nothing in it waits for one worker alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -89,10 +90,8 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for handle in [*self._workers.values(), *self._starting.values()]:
-            try:
+            with contextlib.suppress(TimeoutError, MillpondError):
                 await asyncio.wait_for(handle.close(), 5.0)
-            except (TimeoutError, MillpondError):
-                pass
             handle.kill()
         self._workers.clear()
         self._starting.clear()
@@ -332,7 +331,5 @@ class Dispatcher:
     @staticmethod
     async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         """What need not succeed where a worker is gone."""
-        try:
+        with contextlib.suppress(MillpondError):
             await work
-        except MillpondError:
-            pass

@@ -36,7 +36,15 @@ class LoopThread:
         return self.start(work())
 
     def close(self) -> None:
-        """Stop the loop; what still runs in it does not continue."""
+        """Stop the loop; what still runs in it is cancelled."""
+
+        async def cancel() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(cancel())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -1,4 +1,4 @@
-"""ClusterSettings: which workers a cluster has and what it does when one is gone, checked when they are put together."""
+"""ClusterSettings: the workers of a cluster and what it does when one is gone, checked when they are put together."""
 
 from __future__ import annotations
 

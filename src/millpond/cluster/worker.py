@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -67,10 +67,8 @@ class EngineWorker:
 
     async def report(self) -> WorkerReport:
         """What is new of all requests; waits until something is, but not for long."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), HEARTBEAT_S)
-        except TimeoutError:
-            pass
         self._news.clear()
         newest, self._newest = self._newest, {}
         now = time.monotonic()
