@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.errors import CacheMismatchError, DataError, OptionError
+from millpond.errors import CacheMismatchError, DataError
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.methods import METHODS
 from tests.helpers.matrix.models import llama

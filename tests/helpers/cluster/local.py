@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -30,12 +31,16 @@ class LocalWorker:
         self.started: list[Request] = []
         self.taken: list[str] = []
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
+        self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
+        self.go = threading.Event()
+        self.on_take: Callable[[LocalWorker], None] = lambda source: None  # before bytes are pulled from a worker
         self._watch = watch
         model = copy.deepcopy(shared_model("llama"))
         self.engine = EngineWorker(model, options, role, settings.handoff_bytes, settings.hang_s)
 
     def die(self) -> None:
         """No call is answered any more; the engine goes, and what it held."""
+        self.go.set()
         if not self.dead.is_set():
             self.dead.set()
             self._ended = asyncio.get_running_loop().create_task(self.engine.close())
@@ -52,6 +57,14 @@ class LocalWorker:
 
     async def open(self) -> Any:
         _, *model = await self._of(self.engine.open())
+        engine, step = self.engine._llm._engine, self.engine._llm._engine.step
+
+        def held_step() -> list[RequestOutput]:
+            if self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values()):
+                self.go.wait()
+            return step()
+
+        engine.step = held_step  # type: ignore[method-assign]
         return tuple(model)
 
     async def start(self, request: Request) -> None:
@@ -73,8 +86,9 @@ class LocalWorker:
 
     async def take(self, name: str, offered: Any) -> None:
         if self.refuses:
-            raise self.refuses.pop()
+            raise self.refuses.pop(0)
         source, of = offered
+        self.on_take(source)
         data = await source._of(source.engine.fetch(of))
         await self._of(self.engine.take(name, data))
         self.taken.append(name)
@@ -86,6 +100,7 @@ class LocalWorker:
         return await self._of(self.engine.memory(name, layer))
 
     async def close(self) -> None:
+        self.go.set()
         await self._of(self.engine.close())
 
     def kill(self) -> None:
@@ -114,14 +129,18 @@ class LocalCluster:
     def __exit__(self, *exception: object) -> None:
         self.cluster.close()
 
-    def generate(self, prompts: Any, params: Any, seen: list[RequestOutput]) -> list[RequestOutput]:
-        """As `ClusterLLM.generate`; all outputs on the way are added to `seen`."""
+    def generate(
+        self, prompts: Any, params: Any, see: Callable[[RequestOutput, LocalWorker | None], None]
+    ) -> list[RequestOutput]:  # fmt: skip
+        """As `ClusterLLM.generate`; all outputs on the way are shown to `see`, with the worker that has the request."""
         dispatcher = self.cluster.dispatcher
         submit = dispatcher.submit
 
         def watched(request: Request, deliver: Callable[[RequestOutput], None]) -> None:
             def both(output: RequestOutput) -> None:
-                seen.append(output)
+                entry = dispatcher._entries.get(output.request_id)
+                at = None if entry is None else entry.worker
+                see(output, next((one for one in self.made if one.name == at), None))
                 deliver(output)
 
             submit(request, both)
