@@ -70,13 +70,13 @@ def test_the_outputs_of_one_engine(layout: dict[str, int], method: str) -> None:
     ids=["replica", "decode", "prefill"],
 )
 def test_a_worker_that_dies_costs_no_token(layout: dict[str, int], victim: int) -> None:
-    """One that decodes waits at 5 tokens and dies when the client has them; one that reads, when its bytes are pulled."""
+    """One that decodes waits at 5 tokens and dies when they were sent; one that reads, when its bytes are pulled."""
     seen: dict[str, int] = {}
 
     with LocalCluster(**layout) as local:
         dies = local.made[victim]
         if dies.role == "prefill":
-            local.made[1].on_take = LocalWorker.die
+            local.made[1].on_take = lambda source: source.die() if source is dies else None
         else:
             dies.hold = 5
 

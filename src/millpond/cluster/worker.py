@@ -47,6 +47,7 @@ class EngineWorker:
         self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
         self._reported: dict[str, Reported] = {}
         self._offered: dict[str, bytes] = {}
+        self._cancelled: set[str] = set()
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions]:
@@ -83,6 +84,8 @@ class EngineWorker:
 
     async def cancel(self, name: str) -> None:
         """End a request with what it has, or forget one that waits for another worker; no other is an error."""
+        if name in self._tasks:
+            self._cancelled.add(name)  # it may be on its way out of the engine
         self._offered.pop(name, None)
         await self._llm.cancel(name)
 
@@ -129,7 +132,11 @@ class EngineWorker:
     def _follow(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._run(name, outputs))
         self._tasks[name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        task.add_done_callback(lambda _: self._ended(name))
+
+    def _ended(self, name: str) -> None:
+        self._tasks.pop(name, None)
+        self._cancelled.discard(name)
 
     async def _run(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         try:
@@ -159,6 +166,8 @@ class EngineWorker:
             return False
         except MillpondError as error:
             self._tell(name, failed(name, error))
+            return True
+        if name in self._cancelled:
             return True
         self._offered[name] = data
         update = self._reported.setdefault(name, Reported()).update(output, time.monotonic())
