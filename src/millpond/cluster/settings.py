@@ -58,7 +58,10 @@ class ClusterSettings:
     @property
     def roles(self) -> tuple[Role, ...]:
         """One for each worker."""
+        workers: list[Role] = []
         if self.prefill is None or self.decode is None:
-            return ("replica",) * (self.replicas or 1)
-        prefill: tuple[Role, ...] = ("prefill",) * self.prefill
-        return (*prefill, *(("decode",) * self.decode))
+            workers += ["replica"] * (self.replicas or 1)
+        else:
+            workers += ["prefill"] * self.prefill
+            workers += ["decode"] * self.decode
+        return tuple(workers)

@@ -109,7 +109,7 @@ class EngineWorker:
         Raises:
             MillpondError: see `Engine.take_over`; nothing is left behind.
         """
-        self._follow(name, await self._llm.take_over(memoryview(np.ascontiguousarray(data))))
+        self._follow(name, await self._llm.take_over(np.ascontiguousarray(data).data))
 
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
         """See `AsyncLLM.memory`."""
