@@ -7,6 +7,7 @@ different sizes understand each other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,9 @@ def fill_cache(
         dtype = recipe.pool(layer.key_dim, layer.value_dim).arrays.dtype
         part = _padded(core.index, layer, dtype, n_heads, part)
         from_tensors(core, part, len(ids), ids.device)
-    if isinstance(stack.states, States):
-        restore_states(stack.states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
+    states: Any = stack.states
+    if isinstance(states, States):
+        restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
     stack.timeline.adopt(ids[None])
     for core in stack.layers:
         core.columns = len(ids)
