@@ -45,7 +45,9 @@ def answers(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("layout", [{"replicas": 2}, {"prefill": 1, "decode": 1}], ids=["replicas", "split"])
-@pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])
+@pytest.mark.parametrize(
+    "method", ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "snapkv"))]
+)
 def test_the_outputs_of_one_engine(layout: dict[str, int], method: str) -> None:
     cache = CacheOptions(method=method, budget=budget_of(method))
     with LocalCluster(**layout) as local:
@@ -143,7 +145,7 @@ def test_refused_prompts_and_names_in_use() -> None:
 
 
 @pytest.mark.parametrize("layout", [{"replicas": 1}, {"prefill": 1, "decode": 1}], ids=["replicas", "split"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_cancelled_request_leaves_nothing(layout: dict[str, int], n: int) -> None:
     with LocalCluster(**layout) as local:
         dispatcher, loop, holds = local.cluster.dispatcher, local.cluster.loop, local.made[0 if n == 1 else -1]

@@ -40,7 +40,7 @@ def request(method: str, **params: Any) -> Request:
 
 
 @pytest.mark.parametrize("method", ["full", "h2o", "snapkv", "streaming"])
-@pytest.mark.parametrize("n_known", [1, 9, NEW])
+@pytest.mark.parametrize("n_known", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, NEW))])
 def test_what_follows_known_tokens_is_what_followed_them(engine: Engine, method: str, n_known: int) -> None:
     asked = request(method)
     (expected,) = answer(engine, asked).completions

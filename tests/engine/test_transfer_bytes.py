@@ -100,7 +100,7 @@ def refused(engine: Engine, data: bytes) -> None:
     assert len(engine._sampler) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cut=st.data())
 def test_torn_and_changed_bytes_are_refused(engines: tuple[Engine, Engine], data: bytes, cut: st.DataObject) -> None:
     place = cut.draw(st.one_of(st.integers(0, 40), st.integers(0, len(data) - 1)), "place")

@@ -101,5 +101,5 @@ class TwoEngines(EngineLife):
 
 TestTwoEngines = TwoEngines.TestCase
 TestTwoEngines.settings = settings(
-    max_examples=5, stateful_step_count=16, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=3, stateful_step_count=16, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
