@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millpond import cluster as cluster
     from millpond.budget import Budget
     from millpond.codec import list_codecs
     from millpond.engine.async_llm import AsyncLLM
@@ -103,6 +104,8 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "cluster":
+        return import_module("millpond.cluster")
     if name not in _HOME:
         raise AttributeError(f"module 'millpond' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

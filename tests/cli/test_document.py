@@ -49,8 +49,8 @@ def test_errors(tmp_path: Path) -> None:
     assert "cannot be read" in wrong("ask", str(tmp_path / "none.kv"), "what?")
     (tmp_path / "other").write_text("no tensors")
     assert "cannot be read" in wrong("ask", str(tmp_path / "other"), "what?")
-    assert "keys to new positions" in wrong(
-        "remember", str(tmp_path / "x.kv"), "--prompt", "go on " * 50, "--method", "streaming"
+    assert "remembers predictions" in wrong(
+        "remember", str(tmp_path / "x.kv"), "--prompt", "go on " * 50, "--method", "sirllm"
     )
 
 

@@ -5,6 +5,7 @@ Entries keep their slots and sealed pages their bytes, so that a restored cache 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,28 +14,26 @@ from torch import Tensor
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.swap.pages import read_pages, write_pages
-from millpond.errors import DataError, OptionError
+from millpond.errors import DataError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, EntryRows
+from millpond.policy.needs.head_rules import HeadRule
 from millpond.policy.scores.query_moments import QueryMoments
 
+#: need(right, rule): refuse what does not follow a rule.
+Need = Callable[[bool, str], None]
 #: Tensors of the plain part, in the order of `PaddedEntries`.
 ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
 
 
-def to_tensors(core: LayerCache) -> dict[str, Tensor]:
-    """All that the layer needs to continue with the one sequence that it holds.
+def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
+    """All that the layer needs to continue with the one sequence that it holds, whose prompt was planned.
 
-    Raises:
-        OptionError: the method remembers something besides entries that has no place here.
+    later_prompts: more prompts may be read behind it, and their plans look at the queries of this one; False: decoding
+        alone follows, for which queries are stored only where the policy plans at each step.
     """
     table, companions = core.table, core.companions
     assert table is not None, "a text was read"
-    if companions.rolling is not None or companions.focus is not None:
-        raise OptionError(
-            "this method turns keys to new positions or looks only at some of them as it goes on, which a file does "
-            "not hold; give positions='absolute', or use another method"
-        )
     width = int(table.lengths().max(initial=0))
     found = ops.read(table.regions, width)
     out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
@@ -45,14 +44,19 @@ def to_tensors(core: LayerCache) -> dict[str, Tensor]:
         out |= {f"sealed.{name}": t for name, t in table.sealed.numbers().items()}
         for i, array in enumerate(read_pages(table.sealed.pool, table.sealed.held())):
             out[f"sealed.pages.{i}"] = array
-    if core.policy.window:
+    queries_follow = later_prompts or core.policy.plans_each_step
+    if core.policy.window and queries_follow:
         out["queries"], out["queries.at"] = companions.queries.last(0)
     moments = companions.queries.moments(0)
-    if moments is not None:
+    if moments is not None and queries_follow:
         out["moments.total"], out["moments.outer"] = moments.total, moments.outer
         out["moments.count"] = torch.tensor(moments.count)
     if 0 in companions.memories:
         out["memory"] = companions.memories[0]
+    if companions.rolling is not None:
+        out |= {f"rolling.{name}": t for name, t in companions.rolling.tensors(0).items()}
+    if companions.focus is not None:
+        out |= {f"focus.{name}": t for name, t in companions.focus.tensors(0).items()}
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
@@ -65,7 +69,7 @@ def from_tensors(core: LayerCache, stored: dict[str, Tensor], n_tokens: int, dev
     """
     try:
         _check(core.index, stored, n_tokens)
-        _fill(core, {name: t.to(device) for name, t in stored.items()})
+        _fill(core, {name: t.to(device) for name, t in stored.items()}, n_tokens)
     except KeyError as error:
         raise DataError(f"layer {core.index}: the file lacks {error.args[0]!r}; save the text again") from None
 
@@ -95,9 +99,52 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     need(bool(((positions >= -1) & (positions < n_tokens)).all()), f"positions are -1 to {n_tokens - 1}")
     shape = stored["shape"]
     need(shape.shape == (3,) and bool(shape.isfinite().all()), "shape has three finite numbers")
+    need(bool((stored["capacities"] >= 0).all()), "a head may hold 0 entries or more")
+    rules = stored["head_rules"]
+    need(bool(((rules >= 0) & (rules <= max(HeadRule))).all()), f"rules of heads are 0 to {int(max(HeadRule))}")
+    _check_queries(stored, heads, keys.shape[2], n_tokens, need)
+    _check_frames(stored, heads, keys.shape[2], n_tokens, need)
 
 
-def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
+def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
+    """Of queries, sums over them and the memory of a merge, where there are any."""
+    if (q := stored.get("queries")) is not None:
+        at = stored["queries.at"]
+        need(q.ndim == 3 and len(q) % heads == 0 and q.shape[2] == dim, "queries are (query heads, n, channels)")
+        need(q.is_floating_point() and at.shape == q.shape[1:2] and not at.is_floating_point(), "each has a position")
+    if (total := stored.get("moments.total")) is not None:
+        outer, count = stored["moments.outer"], stored["moments.count"]
+        need(total.ndim == 2 and len(total) % heads == 0 and total.shape[1] == dim, "sums are (query heads, channels)")
+        need(outer.shape == (*total.shape, dim), "products are (query heads, channels, channels)")
+        need(count.numel() == 1 and 0 <= int(count) <= n_tokens, f"sums are over 0 to {n_tokens} queries")
+    if (memory := stored.get("memory")) is not None:
+        need(memory.numel() == 1 and memory.is_floating_point(), "a merge leaves one number")
+
+
+def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
+    """Of positions inside the cache, and of blocks that are looked up, where there are any."""
+    if (base := stored.get("rolling.base")) is not None:
+        need(base.numel() == 1 and 0 <= int(base) <= n_tokens, f"a frame begins at 0 to {n_tokens}")
+    if (sinks := stored.get("rolling.keys")) is not None:
+        need(sinks.ndim == 3 and len(sinks) == heads and sinks.shape[2] == dim, "sinks are (heads, n, channels)")
+        need(sinks.is_floating_point(), "sinks are numbers with a point")
+    if (given := stored.get("rolling.positions")) is not None:
+        places = stored["rolling.places"]
+        need(given.ndim == 2 and len(given) == heads and given.shape[1] > 0, "closed gaps are (heads, entries)")
+        need(places.shape == given.shape and given.dtype == places.dtype == torch.int64, "each has a place")
+        need(bool(((places >= 0) & (places <= n_tokens)).all()), f"places are 0 to {n_tokens}")
+    if (budget := stored.get("focus.budget")) is not None:
+        means, scores = stored["focus.means"], stored["focus.scores"]
+        need(budget.numel() == 1 and int(budget) > 0, "a query attends to an entry or more")
+        need(means.ndim == 3 and means.shape[1] % heads == 0 and means.shape[2] == dim, "means are (blocks, heads, D)")
+        need(len(means) <= n_tokens, f"there are at most {n_tokens} blocks")
+        need(scores.ndim == 2 and len(scores) == means.shape[1], "each query head has scores")
+        need(scores.shape[1] <= n_tokens, f"at most {n_tokens} entries have scores")
+        need(means.is_floating_point() and scores.dtype == torch.float32, "means and scores are numbers with a point")
+        need(bool((stored["lens"] == n_tokens).all()), "a layer that looks up blocks holds every token")
+
+
+def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     keys, values = stored["keys"], stored["values"]
     scale, softcap, window = stored["shape"].tolist()
     shape = AttentionShape(scale, softcap, int(window))
@@ -119,6 +166,9 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         n_arrays = sum(name.startswith("sealed.pages.") for name in stored)
         content = tuple(stored[f"sealed.pages.{i}"] for i in range(n_arrays))
         _check_counts(core.index, len(keys), table.sealed.slots, numbers, content)
+        _check_channels(core.index, numbers, table.sealed.numbers(), keys.shape[2])
+        if "reach" in numbers:
+            numbers["reach"] = numbers["reach"].clamp(0, n_tokens)  # tables may have grown for longer texts there
         ids = table.sealed.adopt(numbers)
         _check_pages(core.index, table.sealed.pool, content)
         write_pages(table.sealed.pool, ids, content)
@@ -130,6 +180,24 @@ def _fill(core: LayerCache, stored: dict[str, Tensor]) -> None:
         queries.adopt(0, QueryMoments(int(count), total, outer))
     if "memory" in stored:
         core.companions.memories[0] = stored["memory"]
+    for name, part in (("rolling.", core.companions.rolling), ("focus.", core.companions.focus)):
+        if part is not None:
+            part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
+
+
+def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:
+    """
+    Raises:
+        DataError: other choices of key channels than this codec makes; none was taken.
+    """
+    for name in ("channels", "balance", "reach"):
+        found, mine = numbers.get(name), own.get(name)
+        right = (found is None) == (mine is None)
+        if found is not None and mine is not None:
+            right = found.shape == mine.shape and found.dtype == mine.dtype
+            right = right and (name != "channels" or bool(((found >= 0) & (found < dim)).all()))
+        if not right:
+            raise DataError(f"layer {layer}: the file's {name} of keys are not of this codec; save the text again")
 
 
 def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]) -> None:

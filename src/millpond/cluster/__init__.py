@@ -1,1 +1,26 @@
-"""More than one engine: plans of replicas and of prefill and decode pools."""
+"""Many engines as one, in processes of their own that Ray starts: replicas, or pools for prompts and for decoding.
+
+Imports: budget, engine, errors, models, optional.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millpond.cluster.async_llm import AsyncClusterLLM as AsyncLLM
+    from millpond.cluster.llm import ClusterLLM as LLM
+
+__all__ = ["LLM", "AsyncLLM"]
+
+#: Public names, and the modules and classes that they stand for.
+_HOME = {"AsyncLLM": ("async_llm", "AsyncClusterLLM"), "LLM": ("llm", "ClusterLLM")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'millpond.cluster' has no attribute {name!r}")
+    module, kind = _HOME[name]
+    value = globals()[name] = getattr(import_module(f"millpond.cluster.{module}"), kind)
+    return value

@@ -6,6 +6,7 @@ the model, only the mark by which the model is known again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -91,6 +92,14 @@ class Calibration:
     def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
         """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
         return self.layers[layer].key_scale, self.layers[layer].key_zero
+
+    def digest(self) -> str:
+        """A short text that differs where key ranges or tables differ."""
+        found = hashlib.sha256(repr([(layer.keys, layer.values) for layer in self.layers]).encode())
+        for layer in self.layers:
+            for part in (layer.key_scale, layer.key_zero):
+                found.update(part.detach().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file.

@@ -32,6 +32,10 @@ class Calibrated(Protocol):
         """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
         ...
 
+    def digest(self) -> str:
+        """A short text that differs where key ranges or tables differ."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Codec:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
@@ -87,7 +87,7 @@ class AsyncLLM:
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )
-        self._boxes: dict[str, _Mailbox] = {}  # only the engine's thread reads it
+        self._boxes: dict[str, Mailbox] = {}  # only the engine's thread reads it
         self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -142,19 +142,60 @@ class AsyncLLM:
         Raises:
             MillpondError: the request is refused, or an error ended it.
         """
-        box = _Mailbox(asyncio.get_running_loop())
+        box = Mailbox(asyncio.get_running_loop())
         try:
             grammar = await self._engine.grammars.wait_for(request.params)
             bans = await asyncio.to_thread(self._engine.bans_of, request.params) if request.params.forbids else None
             await self.call(lambda engine: self._take_in(engine, request, box, grammar, bans), request.client)
+            async with aclosing(self._outputs(request.request_id, box)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if not box.finished:
+                self._post(lambda: self._drop(request.request_id, box))
+
+    async def _outputs(self, request_id: str, box: Mailbox) -> AsyncGenerator[RequestOutput, None]:
+        """What comes of a request that the engine has."""
+        try:
             while not box.finished:
                 output = await box.next()
+                if output is None:
+                    return
                 if output.error is not None:
                     raise output.error
                 yield output
         finally:
             if not box.finished:
-                self._post(lambda: self._drop(request.request_id, box))
+                self._post(lambda: self._drop(request_id, box))
+
+    async def hand_over(self, request_id: str) -> bytes:
+        """See `Engine.hand_over`; the stream of the request ends without a last output."""
+
+        def leave(engine: Engine) -> bytes:
+            data = engine.hand_over(request_id)
+            box = self._boxes.pop(request_id, None)
+            if box is not None:
+                box.end()
+            return data
+
+        return await self.call(leave)
+
+    async def take_over(self, data: bytes | memoryview) -> AsyncGenerator[RequestOutput, None]:
+        """See `Engine.take_over`: the request continues here, and its outputs come as those of `stream`.
+
+        Raises:
+            MillpondError: it is refused; nothing is left behind.
+        """
+        box = Mailbox(asyncio.get_running_loop())
+
+        def enter(engine: Engine) -> str:
+            if self._closing or self._stopped:
+                raise MillpondError("the engine is closing and takes no requests any more")
+            request_id = engine.take_over(data)
+            self._boxes[request_id] = box
+            return request_id
+
+        return self._outputs(await self.call(enter), box)
 
     async def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -267,14 +308,14 @@ class AsyncLLM:
             return self._engine.end_all(error)
 
     def _take_in(
-        self, engine: Engine, request: Request, box: _Mailbox, grammar: Grammar | None, bans: Bans | None
+        self, engine: Engine, request: Request, box: Mailbox, grammar: Grammar | None, bans: Bans | None
     ) -> None:
         if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
         engine.add(request, grammar, bans)
         self._boxes[request.request_id] = box
 
-    def _drop(self, request_id: str, box: _Mailbox) -> None:
+    def _drop(self, request_id: str, box: Mailbox) -> None:
         """Cancel a request whose answers are no longer read; its id may be used again."""
         if self._boxes.get(request_id) is box:
             del self._boxes[request_id]
@@ -299,7 +340,7 @@ class AsyncLLM:
         return True
 
 
-class _Mailbox:
+class Mailbox:
     """The newest output of a request, for the task that reads it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -322,6 +363,15 @@ class _Mailbox:
 
         self._post(arrive)
 
+    def end(self) -> None:
+        """Called by the engine's thread: no output comes any more, and that is no error."""
+
+        def arrive() -> None:
+            self.finished, self._output = True, None
+            self._there.set()
+
+        self._post(arrive)
+
     def _post(self, arrive: Callable[[], None]) -> bool:
         try:
             self._loop.call_soon_threadsafe(arrive)
@@ -329,8 +379,8 @@ class _Mailbox:
             return False
         return True
 
-    async def next(self) -> RequestOutput:
-        """The newest output that was not read yet.
+    async def next(self) -> RequestOutput | None:
+        """The newest output that was not read yet; None: the stream has ended without one.
 
         Raises:
             MillpondError: none comes any more.
@@ -339,8 +389,8 @@ class _Mailbox:
         self._there.clear()
         if self._error is not None:
             raise self._error
-        assert self._output is not None, "an output came"
-        self.finished = self._output.finished
+        if self._output is not None:
+            self.finished = self._output.finished
         return self._output
 
     def _arrive(self, output: RequestOutput) -> None:

@@ -35,8 +35,12 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler, State, Step
 from millpond.engine.step_executor import StepExecutor
+from millpond.engine.transfer.request_snapshot import RequestSnapshot
+from millpond.engine.transfer.request_transfer import RequestTransfer
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
+from millpond.hf.document import fingerprint
+from millpond.hf.model_support import unwrapped
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -81,6 +85,7 @@ class Engine:
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
         )
+        self._model_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
         self._model = PackedModel(
             model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights
         )
@@ -110,6 +115,10 @@ class Engine:
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer
         )
         self._turn = StepExecutor(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
+        self._transfer = RequestTransfer(
+            self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
+            self._files,
+        )  # fmt: skip
         self._finished = self._evicted = 0
         self.watch: Callable[[Step, float], None] | None = None
         self._stats = self._count()
@@ -159,10 +168,63 @@ class Engine:
         grammar = grammar or self.grammars.of(request.params)
         bans = bans or self.bans_of(request.params)
         for answer in live.answers:
-            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar, bans)
+            known = request.known[answer.index] if request.known else ()
+            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar, bans, known=known)
         self._live[request.request_id] = live
         self._scheduler.add(live.job)
         self._stats = self._count()
+
+    def hand_over(self, request_id: str) -> bytes:
+        """End a request here and return all that another engine needs to continue it: see `take_over`.
+
+        A request whose prompt is still being read is sent without its cache, and read again there. Pages are free
+        afterwards.
+
+        Returns:
+            One safetensors buffer with a checksum: request, tokens, seeds, entries. No pages, so that engines with
+            pages of different sizes understand each other.
+
+        Raises:
+            OptionError: no such request, keys and values on a disk, or options of the method that name files.
+            PoolFullError: it is swapped out and there is no room to read its pages. DataError: their file is broken.
+            In all cases the request stays as it is.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
+        data = self._transfer.to_bytes(live)
+        if live.stack is not None:
+            live.stack.clear()
+        elif live.job.read == live.job.prompt:
+            live.group.part(live.unfinished).clear()
+        for answer in live.answers:
+            self._sampler.stop(answer.key)
+        self._scheduler.remove(live.job)
+        del self._live[request_id]
+        if not self._live:
+            self._trim()
+        self._stats = self._count()
+        return data
+
+    def take_over(self, data: bytes | bytearray | memoryview) -> str:
+        """Continue a request of another engine with the same model, with the tokens that it would have had there.
+
+        Args:
+            data: from `hand_over`.
+
+        Returns:
+            Name of the request.
+
+        Raises:
+            DataError: bytes that are cut off or changed, or hold what no request has.
+            CacheMismatchError: another model, or another method, budget, codec or calibration than here.
+            PoolFullError: there is no room now. OptionError, BudgetError, UnsupportedModelError: as `add`. In all
+            cases nothing is left behind.
+        """
+        live = self._transfer.take(RequestSnapshot.from_bytes(data), self._live.__contains__)
+        self._live[live.request.request_id] = live
+        self._stats = self._count()
+        return live.request.request_id
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -337,6 +399,11 @@ class Engine:
         for live in lost:
             self._tidy(live)
         return lost
+
+    def _fingerprint(self) -> str:
+        if self._model_mark is None:
+            self._model_mark = fingerprint(self._model.model)
+        return self._model_mark
 
     def _let_go(self) -> None:
         self._model.close()

@@ -128,14 +128,7 @@ class LLM:
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        each = _prompts(prompts)
-        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
-        if len(chosen) != len(each):
-            raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
-        asked = [
-            Request(request_id=str(next(self._names)), prompt=prompt, params=own, cache=cache or CacheOptions())
-            for prompt, own in zip(each, chosen, strict=True)
-        ]
+        asked = requests_of(prompts, params, cache, self._names)
         try:
             for request in asked:
                 self.engine.add(request)
@@ -229,6 +222,25 @@ def load(
             "loaded for this engine alone"
         )
     return model, tokenizer
+
+
+def requests_of(
+    prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
+    names: Iterator[int],
+) -> list[Request]:  # fmt: skip
+    """A request for each prompt, named by the next numbers.
+
+    Raises:
+        OptionError: neither texts nor token ids, or another number of params.
+    """
+    each = _prompts(prompts)
+    chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
+    if len(chosen) != len(each):
+        raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
+    return [
+        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions())
+        for prompt, own in zip(each, chosen, strict=True)
+    ]
 
 
 def _prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:

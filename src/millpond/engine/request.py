@@ -48,6 +48,8 @@ class Request:
             that have none. At most `MOST_SALT` characters. Only its keyed hash is kept.
         priority: lower goes first, before clients are compared.
         deadline: seconds after arrival at which the request ends with what it has; None: never.
+        known: tokens of each of the `n` answers that are known already, such as those that a client has been sent by an
+            engine that is gone: they are fed behind the prompt and its plan, and what follows is chosen. Empty: none.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
     """
 
@@ -60,3 +62,4 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     watch: bool = False
+    known: tuple[tuple[int, ...], ...] = ()

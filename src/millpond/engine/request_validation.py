@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from millpond.cache.pages.memory_limit import MemoryLimit
@@ -45,6 +46,7 @@ class RequestValidator:
         most = self._most_new(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
+        self._check_known(request.known, params.n, most)
         if params.stop and self._tokenizer is None:
             raise OptionError("stop texts need a tokenizer; give stop_token_ids, or the engine its tokenizer")
         if params.n > self._scheduler.most_running:
@@ -83,6 +85,19 @@ class RequestValidator:
             ids = tuple(int(i) for i in request.prompt)
         check_tokens(ids, self._model.vocabulary)
         return ids
+
+    def _check_known(self, known: Sequence[Sequence[int]], n: int, most: int) -> None:
+        """
+        Raises:
+            OptionError: known tokens of another number of answers, more than an answer may have, or no tokens.
+        """
+        if known and len(known) != n:
+            raise OptionError(f"known has tokens of {len(known)} answers, and n={n}; give those of each, or none")
+        for tokens in known:
+            if len(tokens) > most:
+                raise OptionError(f"known has {len(tokens)} tokens of an answer of at most {most}; give fewer")
+            if tokens:
+                check_tokens(tokens, self._model.vocabulary)
 
     def _most_new(self, request: Request, prompt: int) -> int:
         """Tokens that an answer may have."""

@@ -177,6 +177,11 @@ class Scheduler:
         self._arrivals += 1
         self._jobs[job.key] = job
 
+    def may_join(self, job: Job) -> bool:
+        """Whether a job that decodes elsewhere may go on here now, besides what is kept for running ones."""
+        runs = any(True for _ in self._running())
+        return not runs or (not self._closed and self._fits(job))
+
     def remove(self, job: Job) -> None:
         """A job is finished or cancelled; its pages are free."""
         del self._jobs[job.key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,12 @@ def document_note(path: str | os.PathLike[str]) -> str:
 
 def checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """SHA-256 of all that a document holds, in hex: what is said of it but this, and each tensor with its name."""
-    said = {name: about.get(name) for name in ("format", "settings", "model", "note")}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    return digest_of({name: about.get(name) for name in ("format", "settings", "model", "note")}, tensors)
+
+
+def digest_of(said: Mapping[str, str | None], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of texts and of tensors of any shapes, each with its name, in hex."""
+    digest = hashlib.sha256(json.dumps(dict(said), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.kernels.decode_rules import Evict
+from millpond.option_files import OptionFile
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import PackedModel
@@ -50,6 +52,7 @@ class CacheFactory(CacheLayout):
         policy, budget: what is kept. pools: where entries lie.
         whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
         slots: what counts the states of a hybrid; None for other models.
+        described: method, options, budget and format in words: equal where caches are kept alike.
 
     Raises:
         OptionError: as `compress`, or the method cannot run with others in one pass; the message says why.
@@ -88,6 +91,7 @@ class CacheFactory(CacheLayout):
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
         self.slots, self.tier = slots, tier
+        self.described = described(method, options, kept, stored or model.dtype)
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
         self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
@@ -133,3 +137,18 @@ class CacheFactory(CacheLayout):
             rule = self.policy.decode_rule(core.index)
             core.scores_answers = rule.evict is not Evict.NEVER or self.policy.plans_each_step
         return cores
+
+
+def described(method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec) -> str:
+    """Words that are equal where caches are kept alike; what files hold stands in them as a digest."""
+    chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
+    calibration = stored.calibration if isinstance(stored, Codec) else None
+    name = stored.name if isinstance(stored, Codec) else str(stored).removeprefix("torch.")
+    tables = "" if calibration is None else f" calibrated {calibration.digest()}"
+    return f"{method}({chosen}) budget {budget} {name}{tables}"
+
+
+def _shown(value: object) -> str:
+    files = {value: value} if isinstance(value, OptionFile) else getattr(value, "files", {})
+    marks = [hashlib.sha256(file.content).hexdigest()[:16] for file in files.values()]
+    return " ".join([repr(value), *sorted(marks)])

@@ -95,6 +95,15 @@ class BlockRetrieval:
             out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
         return out, lse
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """See `Focus.tensors`."""
+        known = self._known[sequence]
+        return {"budget": torch.tensor(known.budget), "means": known.means, "scores": known.scores}
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """See `Focus.adopt`."""
+        self._known[0] = Blocks(int(stored["budget"]), stored["means"], stored["scores"])
+
     def copy(self, sequences: list[int] | None = None) -> BlockRetrieval:
         """See `Focus.copy`."""
         return BlockRetrieval(self._lookup, self._known.copy(sequences))

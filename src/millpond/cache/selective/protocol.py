@@ -47,6 +47,18 @@ class SelectiveAttention(Protocol):
         """Store the new entries and attend, as `LayerCache` does in a step; None: let it attend to everything."""
         ...
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """All that is remembered of one sequence, for `adopt`."""
+        ...
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """Hold one sequence, of which `tensors` gave this elsewhere.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
+        ...
+
     def copy(self, sequences: list[int] | None = None) -> SelectiveAttention:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
         ...

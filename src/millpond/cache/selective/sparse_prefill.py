@@ -47,6 +47,13 @@ class SparsePrefill:
     ) -> None:  # fmt: skip
         """See `Focus.decode`: everything is attended to."""
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """See `Focus.tensors`: there are none."""
+        return {}
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """See `Focus.adopt`: there is nothing to hold."""
+
     def copy(self, sequences: list[int] | None = None) -> SparsePrefill:
         """See `Focus.copy`: there is nothing to copy."""
         return self

@@ -30,6 +30,18 @@ class CacheRelativePositions(Protocol):
         """Take over the sequences of `other`, of the same kind, after the `n_seq` of this batch."""
         ...
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """All that is remembered of one sequence, for `adopt`."""
+        ...
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """Hold one sequence, of which `tensors` gave this elsewhere.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
+        ...
+
     def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Before a decoding step: queries and keys (S, heads, D) of tokens at `positions` (S,), -1 for none."""
         ...

@@ -57,6 +57,20 @@ class GapClosing:
         self._base = np.concatenate(bases)
         self._closed.join(other._closed, n_seq)
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """See `CacheRelativePositions`."""
+        base = int(self._base[sequence]) if sequence < len(self._base) else 0
+        found = {"base": torch.tensor(base)}
+        if sequence in self._closed:
+            found["positions"], found["places"] = self._closed[sequence]
+        return found
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """See `CacheRelativePositions`."""
+        self._base = np.array([int(stored["base"])], dtype=np.int64)
+        if "positions" in stored:
+            self._closed[0] = stored["positions"], stored["places"]
+
     def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """See `CacheRelativePositions`."""
         self._base = _padded(self._base, table.n_seq)

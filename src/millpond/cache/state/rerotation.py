@@ -71,6 +71,16 @@ class Rerotation:
         self._keys = torch.cat([self._keys, other._keys])
         self._ready = None  # opened again, for all
 
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """See `CacheRelativePositions`."""
+        assert self._keys is not None, "a sequence is stored when its prompt was read"
+        return {"base": torch.tensor(int(self._base[sequence])), "keys": self._keys[sequence]}
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """See `CacheRelativePositions`."""
+        self._base, self._keys = np.array([int(stored["base"])], dtype=np.int64), stored["keys"][None]
+        self._ready = None  # opened again, of these keys
+
     def step(self, table: PageTable, q: Tensor, k: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Before a decoding step: bring queries and keys (S, heads, D) into the frame and the sinks into place.
 

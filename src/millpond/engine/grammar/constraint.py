@@ -31,10 +31,7 @@ class Constraints:
 
     def start(self, key: Hashable, grammar: Grammar, ends: Collection[int]) -> None:
         """A completion begins; the ids in `ends` end it, where it is complete."""
-        import xgrammar
-
-        matcher = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=sorted(ends))
-        self._followed[key] = _Followed(matcher, grammar)
+        self._followed[key] = _Followed(_matcher(grammar, ends), grammar)
 
     def stop(self, key: Hashable) -> None:
         """Forget it."""
@@ -42,6 +39,12 @@ class Constraints:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._followed
+
+    @staticmethod
+    def allow(grammar: Grammar, ends: Collection[int], tokens: Sequence[int]) -> bool:
+        """Whether an answer may begin with these tokens."""
+        matcher = _matcher(grammar, ends)
+        return all(matcher.is_terminated() or matcher.accept_token(token) for token in tokens)
 
     def apply_(self, keys: Sequence[Hashable], logits: Tensor) -> None:
         """Forbid in the logits (S, V), float32, in place, what the grammars do not allow."""
@@ -68,3 +71,10 @@ class Constraints:
             if one is not None and not one.matcher.is_terminated():
                 accepted = one.matcher.accept_token(token)
                 assert accepted, f"token {token} was chosen against the grammar of {key}"
+
+
+def _matcher(grammar: Grammar, ends: Collection[int]) -> Any:
+    """At the beginning of an answer."""
+    import xgrammar
+
+    return xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=sorted(ends))

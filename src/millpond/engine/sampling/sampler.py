@@ -67,6 +67,7 @@ class _State:
     seed: int
     index: int
     step: int = 0
+    known: Sequence[int] = ()
 
 
 class Sampler:
@@ -120,23 +121,48 @@ class Sampler:
         index: int = 0,
         grammar: Grammar | None = None,
         bans: Bans | None = None,
+        *,
+        seed: int | None = None,
+        said: Sequence[int] = (),
+        known: Sequence[int] = (),
     ) -> None:
-        """A completion begins.
+        """A completion begins, or continues.
 
         Args:
             key: what it is called until `stop`. prompt: its token ids, for the repetition penalty.
             index: which of the request's `n` completions it is: each draws its own numbers from the one seed.
             grammar: what `grammars` made of `params`. bans: what `bans_of` made of them.
+            seed: of its draws; None: that of `params`, or a new one where it has none.
+            said: tokens that it has already. known: those that come next, whatever the logits say.
+
+        Raises:
+            OptionError: tokens that do not follow the grammar.
         """
         assert key not in self._states, f"{key} has begun already"
         assert (grammar is None) == (params.constrained is None), "the grammar of these parameters"
+        tokens = (*said, *known)
         if grammar is not None:
-            self._constraints.start(key, grammar, self.grammars.ends.union(params.stop_token_ids))
+            ends = self.grammars.ends.union(params.stop_token_ids)
+            if tokens and not self._constraints.allow(grammar, ends, tokens):
+                raise OptionError(f"the known tokens of answer {index} do not follow its {params.constrained}")
+            self._constraints.start(key, grammar, ends)
         if bans is not None:
             self._forbidden.start(key, bans)
         self._penalties.start(key, params, prompt)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        self._states[key] = _State(params, seed, index)
+        if seed is None:
+            seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._states[key] = _State(params, seed, index, known=tokens)
+        for token in said:
+            self._follow([key], [token])
+
+    def seed_of(self, key: Hashable) -> int:
+        """The number that a completion's draws depend on."""
+        return self._states[key].seed
+
+    def known_of(self, key: Hashable) -> tuple[int, ...]:
+        """Known tokens that a completion has not come to yet."""
+        state = self._states[key]
+        return tuple(state.known[state.step :])
 
     def stop(self, key: Hashable) -> None:
         """It is over: forget it. A key that never began is nothing to forget."""
@@ -170,16 +196,24 @@ class Sampler:
         elif bad:
             raise BadLogitsError(bad)
         ids: list[int] = tokens.tolist()
+        for i, state in enumerate(states):
+            if state.step < len(state.known):
+                ids[i] = state.known[state.step]
+        self._follow(keys, ids)
+        return self._with_logprobs(states, logits, ids)
+
+    def _follow(self, keys: Sequence[Hashable], ids: Sequence[int]) -> None:
+        """Take note of the next token of each completion."""
         self._penalties.count(keys, ids)
         self._constraints.advance(keys, ids)
         self._forbidden.count(keys, ids)
-        for state in states:
-            state.step += 1
-        return self._with_logprobs(states, logits, ids)
+        for key in keys:
+            self._states[key].step += 1
 
     def _changes(self, key: Hashable, state: _State) -> bool:
-        """Whether the likeliest token as the model gave it may not be the one."""
-        return state.params.temperature > 0 or self._changed(key)
+        """Whether the likeliest token as the model gave it may not be the one; a known one is not chosen."""
+        chosen = state.step >= len(state.known)
+        return chosen and (state.params.temperature > 0 or self._changed(key))
 
     def _changed(self, key: Hashable) -> bool:
         """Whether its logits are not those of the model."""

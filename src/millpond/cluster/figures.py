@@ -1,0 +1,58 @@
+"""Figures of a cluster: its workers, and what it has moved and begun again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from millpond.cluster.worker import Role
+from millpond.engine.outputs import EngineStats
+
+#: Where a worker is: it loads its model; it serves.
+WorkerState = Literal["starting", "serving"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker.
+
+    Attributes:
+        pid, node: id of its process, and of the machine in Ray; 0 and "" while it starts. stats: of its engine.
+    """
+
+    name: str
+    role: Role
+    pid: int
+    node: str
+    state: WorkerState
+    stats: EngineStats | None
+
+
+@dataclass(slots=True)
+class ClusterFigures:
+    """Counters from the start of a cluster.
+
+    Attributes:
+        moved: requests that went from one worker to another. moved_bytes: bytes that went with them.
+        full_bytes: bytes of full caches of the same tokens. replayed: requests that were begun again.
+        deaths: workers that ended, or did not answer. move_s: seconds from the offer of a request to its arrival,
+            of all together.
+    """
+
+    moved: int = 0
+    moved_bytes: int = 0
+    full_bytes: int = 0
+    replayed: int = 0
+    deaths: int = 0
+    move_s: float = 0.0
+
+
+def together(stats: Sequence[EngineStats]) -> EngineStats:
+    """All engines as one; no limit where one of them has none."""
+
+    def of(name: str) -> int | None:
+        found = [getattr(one, name) for one in stats]
+        return None if None in found or (name == "kv_limit" and not found) else sum(found)
+
+    return EngineStats(**{field.name: of(field.name) for field in fields(EngineStats)})  # type: ignore[arg-type]

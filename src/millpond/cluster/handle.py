@@ -1,0 +1,68 @@
+"""Protocol of a worker as the dispatcher sees it, in another process or in this one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from millpond.cluster.messages import WorkerReport
+from millpond.cluster.worker import Role
+from millpond.engine.outputs import CacheSnapshot
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import MillpondError
+
+
+class WorkerLostError(MillpondError):
+    """A worker's process has ended, or does not answer."""
+
+
+class WorkerHandle(Protocol):
+    """One worker. All calls raise `WorkerLostError` where it is gone; else what `EngineWorker` raises.
+
+    Attributes:
+        name, role: of the worker. pid, node: where it runs; known after `open`.
+    """
+
+    name: str
+    role: Role
+    pid: int
+    node: str
+
+    async def open(self) -> tuple[int, int, CacheOptions]:
+        """Begin; returns context length, vocabulary, and how caches are kept where a request does not say."""
+        ...
+
+    async def start(self, request: Request) -> None:
+        """See `EngineWorker.start`."""
+        ...
+
+    async def report(self) -> WorkerReport:
+        """See `EngineWorker.report`; a worker that does not answer in time is lost."""
+        ...
+
+    async def cancel(self, name: str) -> None:
+        """See `EngineWorker.cancel`."""
+        ...
+
+    def offered(self, name: str) -> Any:
+        """Where the bytes of an offered request can be pulled from, for `take` of another worker."""
+        ...
+
+    async def take(self, name: str, offered: Any) -> None:
+        """Pull a request's bytes and continue it, see `EngineWorker.take`."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """See `EngineWorker.release`."""
+        ...
+
+    async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
+        """See `EngineWorker.memory`."""
+        ...
+
+    async def close(self) -> None:
+        """End the worker."""
+        ...
+
+    def kill(self) -> None:
+        """End its process at once."""
+        ...

@@ -1,0 +1,109 @@
+"""Messages of a worker: what its requests have come to since its last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import millpond.errors
+from millpond.engine.outputs import Completion, EngineStats, FinishReason, KVStats, RequestOutput, TokenLogprob
+from millpond.errors import MillpondError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUpdate:
+    """The new part of one answer.
+
+    Attributes:
+        first: number of its first token here. tokens, logprobs: from there. begin: where the new text begins, in
+            characters. The rest: as of `Completion`.
+    """
+
+    first: int
+    tokens: tuple[int, ...]
+    begin: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    kv: KVStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """The new part of one request.
+
+    Attributes:
+        name: of the request in the worker's engine. answers: their new parts, in order.
+        prompt_ids, prompt_logprobs: in the first update of a worker; else None.
+        started_s, first_token_s: seconds since these moments; None: they have not come.
+        offered: bytes that wait for another worker to take the request over; None: it runs here.
+        finished: nothing more comes. error: name of an error's class and its message; None: all is well.
+    """
+
+    name: str
+    answers: tuple[AnswerUpdate, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    offered: int | None = None
+    finished: bool = False
+    error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One message for all requests of a worker.
+
+    Attributes:
+        trouble: why its engine does not move; None: all is well.
+    """
+
+    updates: tuple[RequestUpdate, ...]
+    stats: EngineStats
+    trouble: str | None = None
+
+
+class Reported:
+    """How much of a request was reported, so that the next update holds the rest."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[int, int]] = {}  # of each answer, tokens and characters
+        self._prompt = True
+
+    def update(self, output: RequestOutput, now: float) -> RequestUpdate:
+        """The new part of an output. now: on the clock of its times, in seconds."""
+        times, first = output.times, self._prompt
+        self._prompt = False
+        return RequestUpdate(
+            output.request_id, tuple(map(self._answer, output.completions)),
+            output.prompt_token_ids if first else None, output.prompt_logprobs if first else None,
+            None if times.started is None else now - times.started,
+            None if times.first_token is None else now - times.first_token, finished=output.finished,
+        )  # fmt: skip
+
+    def _answer(self, answer: Completion) -> AnswerUpdate:
+        first, begin = self._sizes.get(answer.index, (0, 0))
+        self._sizes[answer.index] = len(answer.token_ids), len(answer.text)
+        return AnswerUpdate(
+            first, answer.token_ids[first:], begin, answer.text[begin:],
+            None if answer.logprobs is None else answer.logprobs[first:], answer.finish_reason, answer.stop_reason,
+            answer.kv,
+        )  # fmt: skip
+
+
+def failed(name: str, error: Exception) -> RequestUpdate:
+    """The last update of a request that an error ended."""
+    kind = next((k.__name__ for k in type(error).__mro__ if getattr(millpond.errors, k.__name__, None) is k), "")
+    return RequestUpdate(name, finished=True, error=(kind, str(error) if kind else f"the worker failed: {error!r}"))
+
+
+def error_of(update: RequestUpdate) -> MillpondError | None:
+    """The error of an update, of the class that it had in the worker."""
+    if update.error is None:
+        return None
+    kind = getattr(millpond.errors, update.error[0], MillpondError)
+    return kind(update.error[1]) if issubclass(kind, MillpondError) else MillpondError(update.error[1])

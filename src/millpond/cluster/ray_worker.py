@@ -1,0 +1,114 @@
+"""RayWorker: an `EngineWorker` in a process of its own that Ray starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from millpond.cluster.handle import WorkerLostError
+from millpond.cluster.messages import WorkerReport
+from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.worker import EngineWorker, Role
+from millpond.engine.outputs import CacheSnapshot
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import MillpondError
+
+#: Calls of one worker that may run at a time; all but those that wait for reports are short.
+_CALLS = 10_000
+
+
+class RayWorker:
+    """See `WorkerHandle`.
+
+    Args:
+        ray: the module, connected. model, options: as of `EngineWorker`.
+    """
+
+    def __init__(
+        self, ray: Any, name: str, role: Role, model: str, options: Mapping[str, Any], settings: ClusterSettings
+    ) -> None:  # fmt: skip
+        self.name, self.role = name, role
+        self.pid, self.node = 0, ""
+        self._ray, self._hang_s = ray, settings.hang_s
+        actor = ray.remote(EngineWorker).options(num_cpus=1, max_restarts=0, max_concurrency=_CALLS)
+        self._actor = actor.remote(model, dict(options), role, settings.handoff_bytes, settings.hang_s)
+
+    async def open(self) -> tuple[int, int, CacheOptions]:
+        """See `WorkerHandle`."""
+        self.pid, context, vocabulary, cache = await self._wait(self._actor.open.remote())
+        self.node = str(self._ray.get_runtime_context().get_node_id())
+        return context, vocabulary, cache
+
+    async def start(self, request: Request) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.start.remote(request))
+
+    async def report(self) -> WorkerReport:
+        """See `WorkerHandle`."""
+        try:
+            found: WorkerReport = await asyncio.wait_for(self._wait(self._actor.report.remote()), self._hang_s)
+        except TimeoutError:
+            raise WorkerLostError(f"no answer in {self._hang_s:g} seconds") from None
+        return found
+
+    async def cancel(self, name: str) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.cancel.remote(name))
+
+    def offered(self, name: str) -> Any:
+        """See `WorkerHandle`: a reference, so that the bytes go from process to process and not through this one."""
+        return self._actor.fetch.remote(name)
+
+    async def take(self, name: str, offered: Any) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.take.remote(name, offered))
+
+    async def release(self, name: str) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.release.remote(name))
+
+    async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
+        """See `WorkerHandle`."""
+        found: CacheSnapshot | None = await self._wait(self._actor.memory.remote(name, layer))
+        return found
+
+    async def close(self) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.close.remote())
+
+    def kill(self) -> None:
+        """See `WorkerHandle`."""
+        self._ray.kill(self._actor)
+
+    async def _wait(self, reference: Any) -> Any:
+        """What a call returns, with the errors of this package as they were there."""
+        errors = self._ray.exceptions
+        try:
+            return await _awaited(reference)
+        except MillpondError as error:
+            raise _cause(error) from None
+        except errors.RayTaskError as error:
+            cause = _cause(error)
+            if isinstance(cause, MillpondError):
+                raise cause from None
+            if isinstance(cause, errors.RayError):  # what it was given cannot be read any more
+                raise WorkerLostError(f"worker {self.name}: {type(cause).__name__}") from error
+            raise MillpondError(f"worker {self.name} failed: {cause!r}") from error
+        except errors.RayError as error:
+            raise WorkerLostError(f"worker {self.name} is gone: {type(error).__name__}") from error
+
+
+def _cause(error: BaseException) -> Exception:
+    """What was raised in the worker: Ray wraps it."""
+    found = getattr(error, "cause", None)
+    return (
+        found if isinstance(found, Exception) else error if isinstance(error, Exception) else RuntimeError(str(error))
+    )
+
+
+def _awaited(reference: Any) -> Coroutine[Any, Any, Any]:
+    async def wait() -> Any:
+        return await reference
+
+    return wait()

@@ -1,0 +1,180 @@
+"""EngineWorker: one engine, and reports of what its requests come to. It knows neither Ray nor other workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from millpond.cluster.messages import Reported, RequestUpdate, WorkerReport, failed
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.outputs import CacheSnapshot, RequestOutput
+from millpond.engine.request import CacheOptions, Request
+from millpond.errors import MillpondError, OptionError, PoolFullError
+
+#: Who reads prompts and decodes ("replica"), or only one of the two.
+Role = Literal["replica", "prefill", "decode"]
+#: A report comes after this many seconds even if nothing is new.
+HEARTBEAT_S = 0.5
+#: Bytes to send of a request, at most: as a multiple of those in its pages, and besides.
+_MORE, _BESIDES = 1.25, 2**16
+
+
+class EngineWorker:
+    """One engine of a cluster; all its methods run in one event loop.
+
+    Args:
+        model: as of `AsyncLLM`. options: the rest of its arguments. role: see `Role`.
+        handoff_memory: most bytes of requests that wait for others to take them over; where there is no room for one
+            more it decodes here until there is.
+        step_limit_s: seconds that a step may take before reports say that the engine hangs.
+    """
+
+    def __init__(
+        self, model: Any, options: Mapping[str, Any], role: Role, handoff_memory: int, step_limit_s: float
+    ) -> None:  # fmt: skip
+        self._model, self._options = model, options
+        self._role, self._limit, self._step_limit_s = role, handoff_memory, step_limit_s
+        self._opened: AsyncLLM | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
+        self._reported: dict[str, Reported] = {}
+        self._offered: dict[str, bytes] = {}
+        self._cancelled: set[str] = set()
+        self._news = asyncio.Event()
+
+    async def open(self) -> tuple[int, int, int, CacheOptions]:
+        """Load the model, and begin.
+
+        Returns:
+            Id of the process, context length, vocabulary, and how caches are kept where a request does not say.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`.
+        """
+        self._opened = AsyncLLM(self._model, **self._options)
+        return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
+
+    async def start(self, request: Request) -> None:
+        """Take a request in; reports say what becomes of it, or why it is refused."""
+        self._follow(request.request_id, self._llm.stream(request))
+
+    async def report(self) -> WorkerReport:
+        """What is new of all requests; waits until something is, but not for long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), HEARTBEAT_S)
+        self._news.clear()
+        newest, self._newest = self._newest, {}
+        now = time.monotonic()
+        updates = [
+            one if isinstance(one, RequestUpdate) else self._reported.setdefault(name, Reported()).update(one, now)
+            for name, one in newest.items()
+        ]
+        for update in updates:
+            if update.finished or update.offered is not None:
+                self._reported.pop(update.name, None)
+        return WorkerReport(tuple(updates), self._llm.stats(), self._llm.trouble(self._step_limit_s))
+
+    async def cancel(self, name: str) -> None:
+        """End a request with what it has, or forget one that waits for another worker; no other is an error."""
+        if name in self._tasks:
+            self._cancelled.add(name)  # it may be on its way out of the engine
+        self._offered.pop(name, None)
+        await self._llm.cancel(name)
+
+    async def fetch(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a request that waits for another worker; they stay until `release`.
+
+        Raises:
+            OptionError: no such request waits.
+        """
+        if name not in self._offered:
+            raise OptionError(f"no request {name!r} waits to be taken over")
+        return np.frombuffer(self._offered[name], dtype=np.uint8)
+
+    async def release(self, name: str) -> None:
+        """Another worker has a request: its bytes here are free."""
+        self._offered.pop(name, None)
+
+    async def take(self, name: str, data: npt.NDArray[np.uint8]) -> None:
+        """Continue a request out of the bytes of another worker.
+
+        Raises:
+            MillpondError: see `Engine.take_over`; nothing is left behind.
+        """
+        self._follow(name, await self._llm.take_over(np.ascontiguousarray(data).data))
+
+    async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
+        """See `AsyncLLM.memory`."""
+        return await self._llm.memory(name, layer)
+
+    async def close(self) -> None:
+        """End all requests and give all memory back."""
+        await self._llm.close(drain=False)
+        for task in list(self._tasks.values()):
+            task.cancel()
+        self._offered.clear()
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        assert self._opened is not None, "a worker is opened first"
+        return self._opened
+
+    def _follow(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(name, outputs))
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._ended(name))
+
+    def _ended(self, name: str) -> None:
+        self._tasks.pop(name, None)
+        self._cancelled.discard(name)
+
+    async def _run(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._tell(name, output)
+                    if self._role == "prefill" and not output.finished and await self._offer(name, output):
+                        return
+        except Exception as error:  # whatever it is, the one who waits must hear of it
+            self._tell(name, failed(name, error))
+
+    def _tell(self, name: str, news: RequestOutput | RequestUpdate) -> None:
+        self._newest[name] = news
+        self._news.set()
+
+    async def _offer(self, name: str, output: RequestOutput) -> bool:
+        """Turn a request whose prompt was read into bytes for another worker, if there is room for them."""
+        sizes = [one.kv.kv_bytes for one in output.completions if one.kv is not None]
+        if not all(one.token_ids for one in output.completions):
+            return False
+        held = sum(map(len, self._offered.values()))
+        if held + _MORE * sum(sizes) + _BESIDES > self._limit:
+            return False
+        try:
+            data = await self._llm.hand_over(name)
+        except (OptionError, PoolFullError):  # it has ended, or cannot move now: it goes on here
+            return False
+        except MillpondError as error:
+            self._tell(name, failed(name, error))
+            return True
+        if name in self._cancelled:
+            return True
+        self._offered[name] = data
+        update = self._reported.setdefault(name, Reported()).update(output, time.monotonic())
+        self._tell(name, _offering(update, len(data)))
+        return True
+
+
+def _offering(update: RequestUpdate, n_bytes: int) -> RequestUpdate:
+    """The last update of a request that another worker may take over."""
+    return replace(update, offered=n_bytes)

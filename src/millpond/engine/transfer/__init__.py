@@ -1,0 +1,1 @@
+"""A request in flight as bytes, and back: how it moves from one engine to another."""

@@ -1,0 +1,194 @@
+"""RequestSnapshot: one request in flight with its answers so far and its cache, as bytes and back.
+
+Texts, penalties, constraints and stop texts are not stored: they follow from the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millpond.budget import Budget
+from millpond.engine.outputs import FinishReason, TokenLogprob
+from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.transfer.container import pack, unpack
+from millpond.engine.transfer.typed_json import from_json, to_json
+from millpond.errors import DataError, MillpondError, OptionError
+from millpond.option_files import OptionFile, OwnText
+
+#: Names this form of the bytes; another one is refused.
+FORMAT = "millpond-request-1"
+#: A token's log probability, and those of the likeliest, as `TokenLogprob` has them without texts.
+Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSnapshot:
+    """One answer so far.
+
+    Attributes:
+        seed: of its draws. tokens: so far. known: that come next, see `Request`. logprobs: of `tokens`, if requested.
+        finish_reason: None while it grows. shared: tokens of its prompt that others had read.
+    """
+
+    seed: int
+    tokens: tuple[int, ...]
+    known: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ages:
+    """Seconds since moments of a request; None: it has not come."""
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSnapshot:
+    """A request between two engines.
+
+    Attributes:
+        request: its prompt as token ids, and its deadline in seconds that are left. text: its prompt, if it was a text.
+        answers: of which those that grow have a cache in `caches`, in order; or all of them one, which they share.
+        ages: see `Ages`. prompt_logprobs: so far, None for the first token; None where not requested.
+        model: fingerprint of the model. recipe: how the cache is kept, in words.
+        caches: tensors of each; none where the prompt was not read, which the next engine begins again.
+    """
+
+    request: Request
+    text: str | None
+    answers: tuple[AnswerSnapshot, ...]
+    ages: Ages
+    model: str
+    recipe: str
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    caches: Sequence[Mapping[str, Tensor]] = field(default=(), repr=False)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt was read, so that the answers continue from a cache."""
+        return bool(self.caches)
+
+    def to_bytes(self) -> bytes:
+        """As one safetensors buffer with a checksum.
+
+        Raises:
+            OptionError: options of the method that cannot be written down.
+        """
+        request = self.request
+        header = {
+            "request": to_json(request, frozenset({"prompt", "params", "cache", "known"})),
+            "params": to_json(request.params), "cache": _cache_fields(request.cache), "text": self.text,
+            "answers": [to_json(answer, frozenset({"tokens", "known"})) for answer in self.answers],
+            "ages": to_json(self.ages), "prompt_logprobs": self.prompt_logprobs, "caches": len(self.caches),
+        }  # fmt: skip
+        tensors = {"ids": torch.tensor(request.prompt, dtype=torch.int32)}
+        for index, answer in enumerate(self.answers):
+            tensors[f"answer.{index}.tokens"] = torch.tensor(answer.tokens, dtype=torch.int32)
+            tensors[f"answer.{index}.known"] = torch.tensor(answer.known, dtype=torch.int32)
+        for index, cache in enumerate(self.caches):
+            tensors |= {f"cache.{index}.{name}": t for name, t in cache.items()}
+        try:
+            written = json.dumps(header, allow_nan=True)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"request {request.request_id!r} cannot be written down ({error})") from None
+        return pack({"format": FORMAT, "model": self.model, "recipe": self.recipe, "request": written}, tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> RequestSnapshot:
+        """What `to_bytes` was given.
+
+        Raises:
+            DataError: bytes that are cut off, changed, of another version, or hold values that no request has.
+        """
+        about, tensors = unpack(data)
+        if about.get("format") != FORMAT:
+            raise DataError(
+                f"the buffer has the format {str(about.get('format'))[:80]!r}, and this Millpond reads {FORMAT!r}: run "
+                "the same version on both sides"
+            )
+        try:
+            return cls._read(about, json.loads(about["request"]), tensors)
+        except MillpondError as error:
+            raise DataError(f"the buffer holds no request: {error}") from None
+        except (KeyError, ValueError, TypeError, RecursionError, AttributeError) as error:
+            raise DataError(f"the buffer holds no request ({type(error).__name__}: {str(error)[:120]})") from None
+
+    @classmethod
+    def _read(cls, about: dict[str, str], header: dict[str, Any], tensors: dict[str, Tensor]) -> RequestSnapshot:
+        fields = {**header["request"], "prompt": _ids(tensors["ids"])}
+        request = replace(
+            from_json(Request, fields), params=from_json(SamplingParams, header["params"]),
+            cache=_cache_of(header["cache"]),
+        )  # fmt: skip
+        answers = [
+            replace(
+                from_json(AnswerSnapshot, {**one, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
+                known=_ids(tensors[f"answer.{index}.known"]),
+            )
+            for index, one in enumerate(header["answers"])
+        ]
+        n_caches, text = header["caches"], header["text"]
+        if type(n_caches) is not int or not 0 <= n_caches <= len(answers) or not isinstance(text, str | None):
+            raise DataError(f"{str(n_caches)[:40]} caches of {len(answers)} answers")
+        return cls(
+            request=request, text=text, answers=tuple(answers), ages=from_json(Ages, header["ages"]),
+            model=about["model"], recipe=about["recipe"],
+            prompt_logprobs=from_json(_Logprobs, {"found": header["prompt_logprobs"]}).found,
+            caches=[_named(tensors, f"cache.{index}.") for index in range(n_caches)],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Those of a prompt, for `from_json`."""
+
+    found: tuple[Logprob | None, ...] | None
+
+
+def logprob_of(found: TokenLogprob) -> Logprob:
+    """Without texts, which follow from the ids."""
+    return found.token_id, found.logprob, tuple((token, value) for token, value, _ in found.top)
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _ids(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.ndim != 1 or tensor.dtype != torch.int32:
+        raise DataError(f"ids of shape {tuple(tensor.shape)} and type {tensor.dtype}")
+    return tuple(tensor.tolist())
+
+
+def _cache_fields(cache: CacheOptions) -> dict[str, Any]:
+    """Options as JSON has them.
+
+    Raises:
+        OptionError: one of them names a file.
+    """
+    for name, value in cache.options.items():
+        if isinstance(value, OptionFile | OwnText):
+            raise OptionError(f"option {name} names a file, which does not move with a request: set it for the engine")
+    fields = to_json(cache, frozenset({"files", "budget"}))
+    budget = cache.budget
+    return {**fields, "budget": [budget.kind, budget.amount, budget.at_least] if isinstance(budget, Budget) else budget}
+
+
+def _cache_of(fields: Any) -> CacheOptions:
+    """What `_cache_fields` was given; no file may be named by it."""
+    budget = fields.pop("budget")
+    cache = from_json(CacheOptions, fields)
+    found = Budget(*budget) if isinstance(budget, list) else budget
+    return replace(cache, budget=found, files={})

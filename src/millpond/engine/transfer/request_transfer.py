@@ -1,0 +1,282 @@
+"""RequestTransfer: requests of an engine that leave as snapshots, and snapshots that become requests of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from millpond.cache.batch_cache import BatchCache
+from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.swap.files import SwapFiles
+from millpond.cache.swap.pages import parts_of
+from millpond.engine.completion import with_texts
+from millpond.engine.outputs import Times, TokenLogprob
+from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.request import Request
+from millpond.engine.request_state import RequestState
+from millpond.engine.request_validation import RequestValidator
+from millpond.engine.sampling.sampler import Sampled, Sampler
+from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.transfer.cache_tensors import cache_tensors, fill_cache
+from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, Logprob, RequestSnapshot, logprob_of
+from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
+from millpond.hf.model_profile import ModelProfile
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import PackedModel
+
+#: Seconds that a request has on arrival whose deadline came on the way.
+_NO_TIME = 1e-9
+
+
+class RequestTransfer:
+    """Makes snapshots of an engine's requests, and requests of snapshots.
+
+    Args:
+        fingerprint: of the model and its weights. files: where swapped caches lie; None: in memory. The others are the
+            engine's own.
+    """
+
+    def __init__(
+        self, model: PackedModel, fingerprint: Callable[[], str], scheduler: Scheduler, sampler: Sampler,
+        sharing: PrefixSharing, intake: RequestValidator, tokenizer: object, files: SwapFiles | None,
+    ) -> None:  # fmt: skip
+        self._model, self._fingerprint, self._files = model, fingerprint, files
+        self._scheduler, self._sampler, self._sharing = scheduler, sampler, sharing
+        self._intake, self._tokenizer = intake, tokenizer
+        self._n_heads = ModelProfile.of(model.model).n_heads
+
+    # ------------------------------------------------------------------ out
+
+    def to_bytes(self, live: RequestState) -> bytes:
+        """A snapshot of a request, which stays as it is.
+
+        Raises:
+            OptionError: caches on a disk, or options that cannot be written down.
+            PoolFullError: it is swapped out, and there is no room to read its pages.
+            DataError: the file with its pages is broken.
+        """
+        recipe = live.group.recipe
+        if recipe.tier is not None:
+            raise OptionError("keys and values on a disk do not move: use engines that keep them in memory")
+        if live.job.read < live.job.prompt:
+            return self._snapshot(live, []).to_bytes()
+        if live.stack is None:
+            places = [live.group.answers.index(answer) for answer in live.unfinished]
+            return self._snapshot(live, _caches(recipe, live.group.stack, places)).to_bytes()
+        if not self._sharing.has(live.stack.pages_to_swap_in()):
+            raise PoolFullError(
+                f"request {live.request.request_id!r} is swapped out, and the pool has no room to read its pages; call "
+                "again after some steps, or cancel another request"
+            )
+        live.stack.swap_in()
+        try:
+            return self._snapshot(live, _caches(recipe, live.stack, list(range(live.stack.n_seq)))).to_bytes()
+        except BaseException:
+            live.stack.swap_out(self._files)
+            raise
+
+    def _snapshot(self, live: RequestState, caches: Sequence[Mapping[str, Tensor]]) -> RequestSnapshot:
+        now, request, times = time.monotonic(), live.request, live.times
+        begun, prompt = bool(caches), request.prompt
+        moving = replace(
+            request, prompt=live.ids, known=(), cache_salt=None if begun else request.cache_salt,
+            deadline=None if live.job.deadline is None else max(live.job.deadline - now, _NO_TIME),
+        )  # fmt: skip
+        return RequestSnapshot(
+            request=moving, text=prompt if isinstance(prompt, str) else None,
+            answers=tuple(self._answer(live, index) for index in range(len(live.answers))),
+            ages=Ages(
+                arrived=now - times.arrived, started=None if times.started is None else now - times.started,
+                first_token=None if times.first_token is None else now - times.first_token,
+            ),
+            model=self._fingerprint(), recipe=live.group.recipe.described,
+            prompt_logprobs=_logprobs(live.prompt_logprobs) if begun else None, caches=caches,
+        )  # fmt: skip
+
+    def _answer(self, live: RequestState, index: int) -> AnswerSnapshot:
+        answer = live.answers[index]
+        shown = answer.show()
+        return AnswerSnapshot(
+            seed=0 if answer.finished else self._sampler.seed_of(answer.key), tokens=shown.token_ids,
+            known=() if answer.finished else self._sampler.known_of(answer.key),
+            logprobs=None if shown.logprobs is None else tuple(map(logprob_of, shown.logprobs)),
+            finish_reason=answer.finish_reason, shared=answer.shared,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ in
+
+    def take(self, snapshot: RequestSnapshot, taken: Callable[[str], bool]) -> RequestState:
+        """A request of the engine, known to its scheduler and its sampler.
+
+        Args:
+            taken: whether a request of this name is in flight here.
+
+        Raises:
+            CacheMismatchError: another model, or a cache that is kept in another way here.
+            DataError: values that no such request has. PoolFullError: there is no room now.
+            OptionError, BudgetError, UnsupportedModelError: see `Engine.add`. Nothing is left behind in any case.
+        """
+        request = self._checked(snapshot, taken)
+        live = self._intake.validate(request)
+        recipe = live.group.recipe
+        if snapshot.recipe != recipe.described:
+            raise CacheMismatchError(
+                f"the request's cache is kept as {snapshot.recipe[:300]}, and here it would be kept as "
+                f"{recipe.described[:300]}: give both engines the same method, options, budget, codec and calibration"
+            )
+        if snapshot.text is not None:
+            live.request = replace(request, prompt=snapshot.text)
+        now, ages = time.monotonic(), snapshot.ages
+        started, first = (None if age is None else now - age for age in (ages.started, ages.first_token))
+        live.times = Times(now - ages.arrived, started, first)
+        keys = [answer.key for answer in live.answers]
+        try:
+            self._start(live, snapshot)
+            if snapshot.begun:
+                self._continue(live, snapshot)
+            else:
+                self._scheduler.add(live.job)
+        except BaseException:
+            for key in keys:
+                self._sampler.stop(key)
+            raise
+        return live
+
+    def _checked(self, snapshot: RequestSnapshot, taken: Callable[[str], bool]) -> Request:
+        """The request as the engine takes it in."""
+        if snapshot.model != self._fingerprint():
+            raise CacheMismatchError(
+                "the request was begun with another model, with other weights, or with weights in another format: give "
+                "both engines the same"
+            )
+        request, answers = snapshot.request, snapshot.answers
+        if taken(request.request_id):
+            raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
+        if len(answers) != request.params.n:
+            raise DataError(f"the request has {len(answers)} answers, and n={request.params.n}; send it once more")
+        known = tuple(answer.known for answer in answers)
+        return replace(request, known=() if snapshot.begun or not any(known) else known)
+
+    def _start(self, live: RequestState, snapshot: RequestSnapshot) -> None:
+        """Let the sampler and the answers know all tokens so far."""
+        params = live.request.params
+        grammar, bans = self._sampler.grammars.of(params), self._sampler.bans_of(params)
+        for answer, stored in zip(live.answers, snapshot.answers, strict=True):
+            for token in (*stored.tokens, *stored.known):
+                if not 0 <= token < self._model.vocabulary:
+                    raise DataError(f"token id {token} is not one of the model's {self._model.vocabulary}")
+            answer.shared = stored.shared
+            found = stored.logprobs or ()
+            if params.logprobs is not None and len(found) != len(stored.tokens):
+                raise DataError(f"{len(found)} log probabilities of {len(stored.tokens)} tokens; send it once more")
+            for place, token in enumerate(stored.tokens):
+                if answer.finished:
+                    raise DataError(f"answer {answer.index} has tokens behind its end; send it once more")
+                answer.take(Sampled(token, *(found[place][1:] if found else ())))
+            if stored.finish_reason is None and answer.finished:
+                raise DataError(f"answer {answer.index} ends before its last token; send it once more")
+            if stored.finish_reason is not None and not answer.finished:
+                answer.end(stored.finish_reason)
+            if not answer.finished:
+                self._sampler.start(
+                    answer.key, params, live.ids, answer.index, grammar, bans, seed=stored.seed, said=stored.tokens,
+                    known=stored.known,
+                )  # fmt: skip
+
+    def _continue(self, live: RequestState, snapshot: RequestSnapshot) -> None:
+        """Decode behind the caches of a snapshot."""
+        going, caches, recipe, job = live.unfinished, snapshot.caches, live.group.recipe, live.job
+        alike = len(caches) == 1 < len(going)
+        if not going or (not alike and len(caches) != len(going)) or not all(answer.tokens for answer in going):
+            raise DataError(f"{len(caches)} caches of {len(going)} answers that continue; send the request once more")
+        if alike and any(len(answer.tokens) > 1 for answer in going):
+            raise DataError("answers of several tokens have one cache; send the request once more")
+        if snapshot.prompt_logprobs is not None and live.prompt_logprobs is not None:
+            live.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
+        job.read, job.width, job.state = job.prompt, len(going), State.DECODING
+        if not self._scheduler.may_join(job) or not self._sharing.has(_pages(recipe, self._model, caches, len(going))):
+            raise PoolFullError(
+                f"the requests in flight leave no room for {job.reserved:,} bytes of a request with {job.width} "
+                "answers; take it over after some of them have ended, or raise kv_memory or max_running"
+            )
+        stack = recipe.stack()
+        try:
+            for cache, answer in zip(caches, going, strict=False):
+                self._fill(stack, recipe, cache, (*live.ids, *answer.tokens[:-1]))
+            if alike:
+                stack.select([0] * len(going))
+        except BaseException:
+            stack.clear()
+            raise
+        self._scheduler.add(job)
+        live.group = live.group.with_room(len(going))
+        live.group.join(stack, going)
+        live.group.update_stats()
+
+    def _fill(self, stack: BatchCache, recipe: CacheFactory, cache: Mapping[str, Tensor], ids: Sequence[int]) -> None:
+        """Add one sequence to a stack."""
+        one = recipe.stack()
+        try:
+            tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
+            fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
+            stack.join(one)
+        except BaseException:
+            one.clear()
+            raise
+
+    def _logprob(self, found: Logprob) -> TokenLogprob:
+        return with_texts(self._tokenizer, *found)
+
+
+def _caches(recipe: CacheFactory, stack: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The tensors of some sequences of a stack, once where they have written nothing of their own yet."""
+    found = []
+    for place in places[:1] if _alike(stack, places) else places:
+        one = recipe.stack()
+        try:
+            stack.lend([place], one)
+            found.append(cache_tensors(one))
+        finally:
+            one.clear()
+    return found
+
+
+def _alike(stack: BatchCache, places: Sequence[int]) -> bool:
+    """Whether several sequences hold the same pages, and no others: they have not decoded yet."""
+    chosen = list(places)
+    for core in stack.layers:
+        if core.table is None or len(chosen) < 2:
+            return False
+        for part in parts_of(core.table):
+            ids = part.page_lists.ids.reshape(core.table.n_seq, core.table.n_kv_heads, -1)[chosen]
+            if not (ids == ids[:1]).all():
+                return False
+        lengths = core.table.entries()[chosen]
+        if not (lengths == lengths[:1]).all():
+            return False
+    return True
+
+
+def _pages(recipe: CacheFactory, model: PackedModel, caches: Sequence[Mapping[str, Tensor]], n: int) -> dict[Pool, int]:
+    """Pages that the stored sequences take, and slots of states for `n` answers; numbers are checked later."""
+    need: Counter[Pool] = Counter()
+    for cache in caches:
+        for index, layer in enumerate(model.layers):
+            pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+            lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
+            need[pool] += int((-(-lens // pool.slots)).sum())
+            if packed is not None:
+                need[packed] += int(cache.get(f"{index}.sealed.owned", torch.zeros(1)).long().clamp(min=0).sum())
+    if recipe.slots is not None:
+        need[cast(Pool, recipe.slots)] += n
+    return dict(need)
+
+
+def _logprobs(found: Sequence[TokenLogprob | None] | None) -> tuple[Logprob | None, ...] | None:
+    return None if found is None else tuple(one if one is None else logprob_of(one) for one in found)

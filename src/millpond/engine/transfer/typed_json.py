@@ -1,0 +1,81 @@
+"""Values out of JSON, compared with the type hints of the dataclass that they are for."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from millpond.errors import DataError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, without those in `leave_out`."""
+    found = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in leave_out}
+    return {field.name: found[field.name] for field in fields(value) if _differs(field, found)}
+
+
+def from_json(kind: type[T], values: Any) -> T:
+    """An instance of a dataclass of values out of JSON, where tuples are lists and keys are texts.
+
+    Raises:
+        DataError: a field that the class does not have, or a value of another type. Also what the class raises.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(values, dict) or not values.keys() <= hints.keys():
+        raise DataError(f"{str(values)[:80]} does not hold the fields of {kind.__name__}: send the request once more")
+    try:
+        return kind(**{name: _as(hints[name], value) for name, value in values.items()})
+    except TypeError as error:
+        raise DataError(f"fields of {kind.__name__} do not fit ({error}): send the request once more") from None
+
+
+def _differs(field: Field[Any], found: Mapping[str, Any]) -> bool:
+    if field.name not in found:
+        return False
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    return default is MISSING or found[field.name] != default
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """`value` as the hint has it.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    kind, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if kind in (Union, types.UnionType):
+        return _as_one_of(parts, value)
+    if kind is Literal:
+        if value in parts and type(value) is str:
+            return value
+    elif kind is tuple and isinstance(value, list | tuple):
+        if parts[1:] == (...,):
+            return tuple(_as(parts[0], one) for one in value)
+        if len(parts) == len(value):
+            return tuple(_as(part, one) for part, one in zip(parts, value, strict=True))
+    elif kind is not None and isinstance(kind, type) and issubclass(kind, Mapping) and isinstance(value, dict):
+        key = int if parts[0] is int else str
+        return {key(name): _as(parts[1], one) for name, one in value.items()}
+    elif hint is float and type(value) in (int, float):
+        return value
+    elif hint is type(None) or hint is None:
+        if value is None:
+            return None
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    raise TypeError(f"{str(value)[:40]!r} is no {hint}")
+
+
+def _as_one_of(hints: tuple[Any, ...], value: Any) -> Any:
+    for hint in hints:
+        try:
+            return _as(hint, value)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError(f"{str(value)[:40]!r} is none of {hints}")

@@ -1,0 +1,162 @@
+"""Workers of a cluster in this process, which die when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from millpond.cluster.handle import WorkerLostError
+from millpond.cluster.llm import Cluster, ClusterLLM
+from millpond.cluster.messages import WorkerReport
+from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.worker import EngineWorker, Role
+from millpond.engine.config import EngineConfig
+from millpond.engine.outputs import RequestOutput
+from millpond.engine.request import Request
+from tests.helpers.hf.families import shared_model
+
+#: Called with each report of a worker before the dispatcher has it.
+Watch = Callable[["LocalWorker", WorkerReport], None]
+
+
+class LocalWorker:
+    """See `WorkerHandle`. Reports come without waiting, so that a test decides what happens between two."""
+
+    def __init__(self, name: str, role: Role, settings: ClusterSettings, watch: Watch, options: dict[str, Any]) -> None:
+        self.name, self.role, self.pid, self.node = name, role, 1, "here"
+        self.dead = asyncio.Event()
+        self.started: list[Request] = []
+        self.taken: list[str] = []
+        self.refuses: list[Exception] = []  # what the next calls of `take` raise
+        self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
+        self.go = threading.Event()
+        self.on_take: Callable[[LocalWorker], None] = lambda source: None  # before bytes are pulled from a worker
+        self._watch = watch
+        model = copy.deepcopy(shared_model("llama"))
+        self.engine = EngineWorker(model, options, role, settings.handoff_bytes, settings.hang_s)
+
+    def die(self) -> None:
+        """No call is answered any more; the engine goes, and what it held."""
+        self.go.set()
+        if not self.dead.is_set():
+            self.dead.set()
+            self._ended = asyncio.get_running_loop().create_task(self.engine.close())
+
+    async def _of(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The answer of a call, or the loss of the worker, whichever comes first."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if self.dead.is_set():
+            task.cancel()
+            raise WorkerLostError(f"{self.name} died")
+        return await task
+
+    async def open(self) -> Any:
+        _, *model = await self._of(self.engine.open())
+        engine, step = self.engine._llm._engine, self.engine._llm._engine.step
+
+        def held_step() -> list[RequestOutput]:
+            if self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values()):
+                self.go.wait()
+            return step()
+
+        engine.step = held_step  # type: ignore[method-assign]
+        return tuple(model)
+
+    async def start(self, request: Request) -> None:
+        self.started.append(request)
+        await self._of(self.engine.start(request))
+
+    async def report(self) -> WorkerReport:
+        found: WorkerReport = await self._of(self.engine.report())
+        self._watch(self, found)
+        if self.dead.is_set():
+            raise WorkerLostError(f"{self.name} died before its report came")
+        return found
+
+    async def cancel(self, name: str) -> None:
+        await self._of(self.engine.cancel(name))
+
+    def offered(self, name: str) -> Any:
+        return self, name
+
+    async def take(self, name: str, offered: Any) -> None:
+        if self.refuses:
+            raise self.refuses.pop(0)
+        source, of = offered
+        self.on_take(source)
+        data = await source._of(source.engine.fetch(of))
+        await self._of(self.engine.take(name, data))
+        self.taken.append(name)
+
+    async def release(self, name: str) -> None:
+        await self._of(self.engine.release(name))
+
+    async def memory(self, name: str, layer: int) -> Any:
+        return await self._of(self.engine.memory(name, layer))
+
+    async def close(self) -> None:
+        self.go.set()
+        await self._of(self.engine.close())
+
+    def kill(self) -> None:
+        self.die()
+
+
+class LocalCluster:
+    """A cluster of such workers; `made` holds all that there ever were."""
+
+    def __init__(self, watch: Watch | None = None, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.made: list[LocalWorker] = []
+        chosen = ClusterSettings(**settings)
+        options = {"method": "h2o", "budget": "30%", "max_step_tokens": 16, "page_slots": 4} | (engine or {})
+
+        def make(name: str, role: Role) -> LocalWorker:
+            worker = LocalWorker(name, role, chosen, watch or (lambda *_: None), options)
+            self.made.append(worker)
+            return worker
+
+        self.cluster = Cluster(chosen, "local", EngineConfig(), None, None, make)
+        self.llm = ClusterLLM.of(self.cluster)
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cluster.close()
+
+    def generate(
+        self, prompts: Any, params: Any, see: Callable[[RequestOutput, LocalWorker | None], None]
+    ) -> list[RequestOutput]:  # fmt: skip
+        """As `ClusterLLM.generate`; all outputs on the way are shown to `see`, with the worker that has the request."""
+        dispatcher = self.cluster.dispatcher
+        submit = dispatcher.submit
+
+        def watched(request: Request, deliver: Callable[[RequestOutput], None]) -> None:
+            def both(output: RequestOutput) -> None:
+                entry = dispatcher._entries.get(output.request_id)
+                at = None if entry is None else entry.worker
+                see(output, next((one for one in self.made if one.name == at), None))
+                deliver(output)
+
+            submit(request, both)
+
+        dispatcher.submit = watched  # type: ignore[method-assign]
+        return self.llm.generate(prompts, params)
+
+    def settle(self) -> None:
+        """Wait until no worker that lives holds a page, a request or bytes of one; a test's time limit ends it."""
+        while not self.cluster.loop.run(self._is_empty()):
+            pass
+
+    async def _is_empty(self) -> bool:
+        await asyncio.sleep(0.005)
+        alive = [one.engine for one in self.made if not one.dead.is_set()]
+        return all(
+            not one._offered and not one._tasks and not one._llm._engine._live and not one._llm._engine.busy
+            for one in alive
+        )
