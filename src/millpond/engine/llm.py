@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import torch
 
+from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
@@ -25,8 +26,8 @@ from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 
-#: What `generate` takes: a text, token ids, or several of either.
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+#: What `generate` takes: a text, token ids, or a `Prompt` of texts and chunks; or several of one of them.
+Prompts = str | Sequence[int] | Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 
 class LLM:
@@ -106,7 +107,7 @@ class LLM:
         """Answer all prompts.
 
         Args:
-            prompts: one or several, texts or token ids.
+            prompts: one or several, texts, token ids or `Prompt`s.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
             progress: show a bar (needs rich).
@@ -231,22 +232,24 @@ def load(
     return model, tokenizer
 
 
-def _prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:
+def _prompts(prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:
     """Each prompt of what a user gave.
 
     Raises:
         OptionError: neither texts nor token ids.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Prompt):
         return [prompts]
     given: list[Any] = list(prompts)
     if given and all(isinstance(one, int) for one in given):
         return [tuple(given)]
-    if all(isinstance(one, str) for one in given):
+    if all(isinstance(one, str | Prompt) for one in given):
         return given
-    if all(not isinstance(one, str | int) and all(isinstance(i, int) for i in one) for one in given):
+    if all(not isinstance(one, str | int | Prompt) and all(isinstance(i, int) for i in one) for one in given):
         return [tuple(one) for one in given]
-    raise OptionError("prompts must be a text, a list of texts, a list of token ids, or a list of such lists")
+    raise OptionError(
+        "prompts must be a text, a list of texts, a list of token ids, or a list of such lists, or Prompts"
+    )
 
 
 def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:

@@ -6,7 +6,10 @@ import time
 from typing import Any
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.chunk_reuse import ChunkReuse
+from millpond.engine.chunked_prompt import Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
+from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
@@ -15,6 +18,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Job, Scheduler
 from millpond.errors import BudgetError, OptionError
+from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import PackedModel, check_tokens
 
 
@@ -29,7 +33,9 @@ class RequestValidator:
         scheduler: Scheduler,
         sampler: Sampler,
         tokenizer: Any,
+        chunks: ChunkReuse | None = None,
     ) -> None:
+        self._chunks = chunks
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
@@ -41,7 +47,7 @@ class RequestValidator:
                 range. BudgetError: the request can never fit the memory. Also what `compress` raises.
         """
         arrived = time.monotonic()
-        ids = self._ids(request)
+        ids, spans = self._ids(request)
         most = self._most_new(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
@@ -55,6 +61,8 @@ class RequestValidator:
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         group = self._recipes.group(request.cache)
+        if spans:
+            self._check_chunks(request, spans, group)
         need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
         limit = self._account.limit_bytes
         if limit is not None and need.most(params.n) > limit:
@@ -72,17 +80,36 @@ class RequestValidator:
             for index in range(params.n)
         ]
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
-        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs)
+        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans)
 
-    def _ids(self, request: Request) -> tuple[int, ...]:
-        if isinstance(request.prompt, str):
+    def _check_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> None:
+        """
+        Raises:
+            OptionError: a prompt with chunks that the engine cannot run; the message says why.
+        """
+        if self._chunks is None:
+            raise OptionError(
+                "the prompt holds chunks and the engine has no chunk store; give chunk_store=ChunkStore(folder) to "
+                "LLM, or the texts without Chunk"
+            )
+        method = request.cache.method or str(self._recipes.defaults.method)
+        self._chunks.check(group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None)
+
+    def _ids(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
+        """The tokens of a prompt, and its parts where it holds chunks."""
+        check_recompute(request.cache.recompute)
+        check_pick(request.cache.pick)
+        spans: list[PromptSpan] = []
+        if isinstance(request.prompt, Prompt):
+            ids, spans = tokenized(request.prompt, self._tokenizer)
+        elif isinstance(request.prompt, str):
             if self._tokenizer is None:
                 raise OptionError("a prompt of text needs a tokenizer; give token ids, or the engine its tokenizer")
             ids = tuple(int(i) for i in self._tokenizer(request.prompt)["input_ids"])
         else:
             ids = tuple(int(i) for i in request.prompt)
         check_tokens(ids, self._model.vocabulary)
-        return ids
+        return ids, spans if any(span.is_chunk for span in spans) else []
 
     def _most_new(self, request: Request, prompt: int) -> int:
         """Tokens that an answer may have."""

@@ -1,0 +1,327 @@
+"""Disk tier of a chunk store: one safetensors file per variant, verified whenever it is read.
+
+A file is written under another name and renamed, so that it is either whole or absent, and it never changes. Its header
+holds the format, the mark of the model, what is known of the variant, and a checksum of each tensor, all under a
+checksum of their own. Files that fail are removed and counted; nothing here raises because of what lies in the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from millpond.cache.chunks.shape import StoredShape
+from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
+from millpond.errors import DataError, OptionError
+
+#: Of the files, and of the file that names the model of a folder.
+FORMAT = "millpond-chunk-1"
+#: Longest header that is read, in bytes.
+MOST_HEADER = 16 << 20
+#: Age of unfinished files after which they are left-overs of a process that was killed, in seconds.
+LEFT_OVER_S = 3600.0
+_SUFFIX, _PART = ".safetensors", ".part"
+
+
+class TornFileError(DataError):
+    """A file that is cut or not as it was written."""
+
+
+class ForeignFileError(DataError):
+    """A file of another model, format or chunk."""
+
+
+class ChunkFiles:
+    """The folder of one store.
+
+    Args:
+        folder: is made where it does not exist. limit: most bytes of all files.
+
+    Attributes:
+        counts: of torn, foreign, removed and evicted files, of write_failures and read_failures. nbytes: of all files.
+
+    Raises:
+        OptionError: the folder holds chunks of another model, or cannot be made.
+    """
+
+    def __init__(self, folder: Path, limit: int, shape: StoredShape) -> None:
+        self.folder, self.limit, self._shape = folder, limit, shape
+        self.counts: Counter[str] = Counter()
+        _claim(folder, shape.mark)
+        self.nbytes = self.measure()
+
+    # ------------------------------------------------------------------ reading
+
+    def names(self, chunk: str) -> list[str]:
+        """Variants of a chunk."""
+        try:
+            found = os.listdir(self._home(chunk))
+        except FileNotFoundError:
+            return []
+        except OSError:
+            self.counts["read_failures"] += 1
+            return []
+        return sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+
+    def facts(self, chunk: str, name: str) -> VariantFacts | None:
+        """What the header of a file says; None for a file that is gone or bad, which is removed."""
+        return self._guarded(chunk, name, lambda path: self._facts(_header(path)[0], chunk))
+
+    def read(self, chunk: str, name: str) -> ChunkVariant | None:
+        """A variant; None for a file that is gone or bad, which is removed."""
+        found = self._guarded(chunk, name, lambda path: self._variant(path, chunk))
+        if found is not None:
+            try:
+                os.utime(self._path(chunk, name))
+            except OSError:
+                self.counts["read_failures"] += 1
+        return found
+
+    def _guarded(self, chunk: str, name: str, read: Any) -> Any:
+        path = self._path(chunk, name)
+        try:
+            return read(path)
+        except ForeignFileError:
+            self.counts["foreign"] += 1
+        except TornFileError:
+            self.counts["torn"] += 1
+        except OSError:
+            self.counts["read_failures"] += 1
+            return None
+        self.remove(chunk, name)
+        return None
+
+    def _variant(self, path: Path, chunk: str) -> ChunkVariant:
+        """
+        Raises:
+            TornFileError, ForeignFileError: see there. OSError: it cannot be read.
+        """
+        data = path.read_bytes()
+        about, _ = _parse(data)
+        facts = self._facts(about, chunk)
+        try:
+            tensors = load(data)
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise TornFileError(f"{path.name} cannot be read: {error}") from error
+        if set(tensors) != set(about["tensors"]):
+            raise TornFileError(f"{path.name} holds other tensors than it says")
+        for name, tensor in tensors.items():
+            if _checksum(name, tensor) != about["tensors"][name]:
+                raise TornFileError(f"{path.name}: {name} is not as it was written")
+        n = len(self._shape.layers)
+        try:
+            found = ChunkVariant(
+                facts, tensors["scores"], tuple(tensors[f"keys.{i}"] for i in range(n)),
+                tuple(tensors[f"values.{i}"] for i in range(n)),
+            )  # fmt: skip
+        except KeyError as error:
+            raise ForeignFileError(f"{path.name} lacks {error.args[0]}") from None
+        if not self._shape.fits(found):
+            raise ForeignFileError(f"{path.name} holds tensors of other shapes or another dtype than this model's")
+        return found
+
+    def _facts(self, about: dict[str, Any], chunk: str) -> VariantFacts:
+        """
+        Raises:
+            ForeignFileError: of another model or chunk.
+        """
+        if about.get("format") != FORMAT or about.get("mark") != self._shape.mark:
+            raise ForeignFileError("a file of another model or format")
+        given = dict(about["facts"])
+        given |= {name: tuple(given[name]) for name in ("before", "received")}
+        facts = VariantFacts(**given)
+        if facts.chunk != chunk:
+            raise ForeignFileError("a file of another chunk")
+        return facts
+
+    # ------------------------------------------------------------------ writing
+
+    def write(self, variant: ChunkVariant) -> bool:
+        """Write a variant; False where it cannot be written, and then nothing is left of it."""
+        if variant.nbytes > self.limit:
+            return False
+        facts = variant.facts
+        path = self._path(facts.chunk, facts.name)
+        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_PART}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_bytes(part, _serialized(variant, self._shape.mark))
+            part.replace(path)
+        except OSError:
+            self.counts["write_failures"] += 1
+            _unlink(part)
+            return False
+        self.nbytes += variant.nbytes
+        if self.nbytes > self.limit:
+            self._make_room(path)
+        return True
+
+    def remove(self, chunk: str, name: str) -> None:
+        """Remove a variant's file; one that is gone is no error."""
+        _unlink(self._path(chunk, name))
+        self.counts["removed"] += 1
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove the longest unused files, all processes' alike, until the rest fits."""
+        files = sorted(self._stats(), key=lambda one: one[1])
+        self.nbytes = sum(size for _, _, size in files)
+        for path, _, size in files:
+            if self.nbytes <= self.limit:
+                return
+            if path != newest:
+                _unlink(path)
+                self.counts["evicted"] += 1
+                self.nbytes -= size
+
+    # ------------------------------------------------------------------ the folder
+
+    def measure(self) -> int:
+        """Bytes of all files; left-overs of processes that were killed are removed."""
+        for path in self._all(_PART):
+            try:
+                if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+                    _unlink(path)
+            except OSError:
+                self.counts["read_failures"] += 1
+        return sum(size for _, _, size in self._stats())
+
+    def variants(self) -> list[tuple[str, str, int]]:
+        """(chunk, name, bytes) of all files."""
+        return sorted((path.parent.name, path.name.removesuffix(_SUFFIX), size) for path, _, size in self._stats())
+
+    def check(self) -> list[tuple[Path, str]]:
+        """Read every file; returns those that are bad, and why. None is removed."""
+        bad = []
+        for path, _, _ in sorted(self._stats()):
+            try:
+                self._variant(path, path.parent.name)
+            except (DataError, OSError) as error:
+                bad.append((path, str(error)))
+        return bad
+
+    def _stats(self) -> Iterator[tuple[Path, float, int]]:
+        for path in self._all(_SUFFIX):
+            try:
+                found = path.stat()
+            except OSError:  # another process has removed it
+                continue
+            yield path, found.st_mtime, found.st_size
+
+    def _all(self, suffix: str) -> list[Path]:
+        try:
+            return [path for path in self.folder.glob("??/*/*") if path.name.endswith(suffix)]
+        except OSError:
+            self.counts["read_failures"] += 1
+            return []
+
+    def _home(self, chunk: str) -> Path:
+        return self.folder / chunk[:2] / chunk
+
+    def _path(self, chunk: str, name: str) -> Path:
+        return self._home(chunk) / f"{name}{_SUFFIX}"
+
+
+def _claim(folder: Path, mark: str) -> None:
+    """Let a folder be of one model.
+
+    Raises:
+        OptionError: it is of another model, or cannot be made.
+    """
+    path = folder / "store.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["mark"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # new or torn: its files have marks of their own
+            part = folder / f"store.json.{secrets.token_hex(8)}{_PART}"
+            part.write_text(json.dumps({"format": FORMAT, "mark": mark}), encoding="utf-8")
+            part.replace(path)
+            return
+    except OSError as error:
+        raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
+    if found != mark:
+        raise OptionError(
+            f"{str(folder)!r} holds chunks of another model, dtype or format of weights; name another folder, or "
+            "empty it with `millpond chunks rm`"
+        )
+
+
+def _serialized(variant: ChunkVariant, mark: str) -> bytes:
+    tensors = {"scores": variant.scores}
+    for kind in ("keys", "values"):
+        tensors |= {f"{kind}.{i}": t for i, t in enumerate(getattr(variant, kind))}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    sums = {name: _checksum(name, t) for name, t in tensors.items()}
+    about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})
+    return save(tensors, {"about": about, "seal": _seal(about)})
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        first = file.read(8)
+        size = int.from_bytes(first, "little")
+        return _parse(first + file.read(min(size, MOST_HEADER)))
+
+
+def _parse(data: bytes) -> tuple[dict[str, Any], int]:
+    """What is said in the header of a file, and where the header ends.
+
+    Raises:
+        TornFileError: it is not as it was written. ForeignFileError: it is no file of a chunk store.
+    """
+    end = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 8 < end <= min(len(data), 8 + MOST_HEADER):
+        raise TornFileError("the file is cut")
+    try:
+        metadata = json.loads(data[8:end])["__metadata__"]
+        about, seal = metadata["about"], metadata["seal"]
+        intact = _seal(about) == seal
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TornFileError(f"its header cannot be read: {error}") from error
+    if not intact:
+        raise TornFileError("its header is not as it was written")
+    try:
+        found: dict[str, Any] = json.loads(about)
+        known = {"format", "mark", "facts", "tensors"} <= found.keys()
+    except (ValueError, AttributeError) as error:
+        raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
+    if not known:
+        raise ForeignFileError("its header says nothing of a chunk")
+    return found, end
+
+
+def _seal(about: str) -> str:
+    return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+
+
+def _checksum(name: str, tensor: Tensor) -> str:
+    digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
