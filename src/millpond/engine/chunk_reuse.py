@@ -55,8 +55,10 @@ class ChunkReuse:
 
     def check(
         self, recipe: CacheFactory, method: str, spans: Sequence[PromptSpan], options: CacheOptions, logprobs: bool
-    ) -> None:
-        """Check a request with chunks. method: of `recipe`. logprobs: those of its prompt are wanted.
+    ) -> bool:
+        """Whether a request takes chunks from the store or gives some to it; False: its prompt runs as any other.
+
+        method: of `recipe`. logprobs: those of the prompt are wanted.
 
         Raises:
             OptionError: a method that needs all queries of a prompt, and some would not be computed; or a chunk that
@@ -65,9 +67,10 @@ class ChunkReuse:
         for span in spans:
             if span.is_chunk:
                 self.store.check_size(span.end - span.begin)
+        apart = recipe.policy.scores_entries or not can_share(recipe)
         if options.recompute == 1:
-            return
-        if recipe.policy.scores_entries or not can_share(recipe):
+            return not apart and not logprobs
+        if apart:
             raise OptionError(
                 f"method {method!r} needs every query or hidden state of a prompt, and "
                 "tokens that come from a chunk store have none; give recompute=1, or a method such as 'full', 'snapkv' "
@@ -77,6 +80,7 @@ class ChunkReuse:
             raise OptionError("prompt_logprobs need every token of the prompt to be computed; give recompute=1")
         if options.pick == "deviation":
             self._model.check_second_layer()
+        return True
 
     def begin(
         self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, window: int, salt: str | None

@@ -61,8 +61,8 @@ class RequestValidator:
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         group = self._recipes.group(request.cache)
-        if spans:
-            self._check_chunks(request, spans, group)
+        if spans and not self._uses_chunks(request, spans, group):
+            spans = []
         need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
         limit = self._account.limit_bytes
         if limit is not None and need.most(params.n) > limit:
@@ -82,8 +82,9 @@ class RequestValidator:
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans)
 
-    def _check_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> None:
-        """
+    def _uses_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> bool:
+        """See `ChunkReuse.check`.
+
         Raises:
             OptionError: a prompt with chunks that the engine cannot run; the message says why.
         """
@@ -93,7 +94,9 @@ class RequestValidator:
                 "LLM, or the texts without Chunk"
             )
         method = request.cache.method or str(self._recipes.defaults.method)
-        self._chunks.check(group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None)
+        return self._chunks.check(
+            group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None
+        )
 
     def _ids(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
         """The tokens of a prompt, and its parts where it holds chunks."""

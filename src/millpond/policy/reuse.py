@@ -57,7 +57,7 @@ def contextual_impact(received: Sequence[float], sizes: Sequence[int], own: floa
 
 
 def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[str]) -> float:
-    """The overlap beta' = beta (1 - gamma), from 0 to 1 (equations 6 to 8): how much of a chunk's old context the new one has.
+    """How much of a chunk's old context the new one has: beta' = beta (1 - gamma), from 0 to 1 (equations 6 to 8).
 
     beta is the share of the attention to earlier parts that went to those of the new context too, and gamma the share
     of pairs of these that stand in another order.

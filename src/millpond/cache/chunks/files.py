@@ -151,27 +151,28 @@ class ChunkFiles:
 
     def write(self, variant: ChunkVariant) -> bool:
         """Write a variant; False where it cannot be written, and then nothing is left of it."""
-        if variant.nbytes > self.limit:
-            return False
         facts = variant.facts
+        data = _serialized(variant, self._shape.mark)
+        if len(data) > self.limit:
+            return False
         path = self._path(facts.chunk, facts.name)
         part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_PART}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_bytes(part, _serialized(variant, self._shape.mark))
+            _write_bytes(part, data)
             part.replace(path)
         except OSError:
             self.counts["write_failures"] += 1
             _unlink(part)
             return False
-        self.nbytes += variant.nbytes
+        self.nbytes += len(data)
         if self.nbytes > self.limit:
             self._make_room(path)
         return True
 
     def remove(self, chunk: str, name: str) -> None:
         """Remove a variant's file; one that is gone is no error."""
-        _unlink(self._path(chunk, name))
+        self.nbytes -= _unlink(self._path(chunk, name))
         self.counts["removed"] += 1
 
     def _make_room(self, newest: Path) -> None:
@@ -320,8 +321,11 @@ def _checksum(name: str, tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _unlink(path: Path) -> None:
+def _unlink(path: Path) -> int:
+    """Remove a file; returns the bytes that it had. One that cannot be removed stays."""
     try:
-        path.unlink(missing_ok=True)
+        size = path.stat().st_size
+        path.unlink()
     except OSError:
-        return
+        return 0
+    return size
