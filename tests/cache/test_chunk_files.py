@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from millpond.cache.chunks import files
+from millpond.cache.chunks.inspect import list_files
 from millpond.cache.chunks.key import ids_key
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
@@ -201,13 +202,15 @@ def test_check_names_the_bad_files(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for number in range(3):
         store.put(variant(number))
-    found = files.ChunkFiles(tmp_path, 1 << 20, SHAPE)
-    assert found.check() == []
+    assert [one.facts is None for one in list_files(tmp_path, verify=True)] == [False] * 3
     bad = sorted(tmp_path.glob("??/*/*.safetensors"))[1]
-    bad.write_bytes(bad.read_bytes()[:-1])
-    ((path, why),) = found.check()
-    assert path == bad
-    assert why
+    bad.write_bytes(bad.read_bytes()[:-1] + b"!")
+    assert all(one.facts for one in list_files(tmp_path)), "headers alone"
+    (found,) = [one for one in list_files(tmp_path, verify=True) if one.facts is None]
+    assert found.path == bad
+    assert "is not as it was written" in found.why
+    with pytest.raises(OptionError, match="is no chunk store"):
+        list_files(tmp_path / "elsewhere")
     assert bad.exists(), "a check removes nothing"
 
 

@@ -62,9 +62,19 @@ class Prompt:
     @property
     def text(self) -> str | None:
         """The text of all parts; None where one of them is token ids."""
-        contents = [part.content if isinstance(part, Chunk) else part for part in self.parts]
-        texts = [one for one in contents if isinstance(one, str)]
-        return "".join(texts) if len(texts) == len(contents) else None
+        texts = [one for one in self.texts if isinstance(one, str)]
+        return "".join(texts) if len(texts) == len(self.parts) else None
+
+    @property
+    def texts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The contents of all parts."""
+        return tuple(part.content if isinstance(part, Chunk) else part for part in self.parts)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a prompt whose parts are all token ids."""
+        assert not any(isinstance(text, str) for text in self.texts), "of token ids"
+        return sum(map(len, self.texts))
 
 
 class PromptSpan(NamedTuple):
@@ -99,13 +109,25 @@ def tokenized(prompt: Prompt, tokenizer: Any) -> tuple[tuple[int, ...], list[Pro
     return tuple([*ids, *after]), spans
 
 
+def with_ids(prompt: Prompt, tokenizer: Any) -> Prompt:
+    """The same prompt with token ids in place of texts.
+
+    Raises:
+        OptionError: as `tokenized`.
+    """
+    ids, spans = tokenized(prompt, tokenizer)
+    parts: list[tuple[int, ...] | Chunk] = [ids[: spans[0].begin] if spans else ids]
+    parts += [Chunk(ids[begin:end]) if chunk else ids[begin:end] for begin, end, chunk in spans]
+    return Prompt([*parts, ids[spans[-1].end :]] if spans else parts)
+
+
 def _special_tokens(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Tokens that the tokenizer puts before and after a text.
 
     Raises:
         OptionError: a text without a tokenizer.
     """
-    contents = [part.content if isinstance(part, Chunk) else part for part in prompt.parts]
+    contents = prompt.texts
     if not any(isinstance(one, str) for one in contents):
         return [], []
     if tokenizer is None:

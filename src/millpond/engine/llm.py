@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import torch
 
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunked_prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
@@ -146,6 +146,34 @@ class LLM:
             for request in asked:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
+
+    def store_chunks(self, texts: Sequence[str], *, alone: bool = False) -> None:
+        """Compute chunks for the chunk store, each after the one before it; one that is there already stays.
+
+        After some text, whatever it says, a chunk can be used much better elsewhere than alone: see
+        docs/how-to/chunks.md.
+
+        Args:
+            texts: the first comes after the last; one that does not fit into the context with the one before it comes
+                alone. alone: compute each by itself.
+
+        Raises:
+            OptionError: there is no chunk store, or a chunk that it cannot hold, or that is longer than the context.
+        """
+        prompts = [
+            Prompt([Chunk(text)] if alone or len(texts) == 1 else [self._before(texts[n - 1], text), Chunk(text)])
+            for n, text in enumerate(texts)
+        ]
+        if prompts:
+            self.generate(prompts, SamplingParams(max_tokens=1, temperature=0), cache=CacheOptions(method="full"))
+
+    def _before(self, text: str, chunk: str) -> str:
+        """A text that a chunk is computed after; nothing where both do not fit into the context."""
+        context = self.engine.context_length
+        if context is None or self.tokenizer is None:
+            return text
+        n = sum(len(self.tokenizer(one)["input_ids"]) for one in (text, chunk))
+        return text if n < context else ""
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

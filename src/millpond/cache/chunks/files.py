@@ -33,7 +33,7 @@ FORMAT = "millpond-chunk-1"
 MOST_HEADER = 16 << 20
 #: Age of unfinished files after which they are left-overs of a process that was killed, in seconds.
 LEFT_OVER_S = 3600.0
-_SUFFIX, _PART = ".safetensors", ".part"
+SUFFIX, _PART, _NAME = ".safetensors", ".part", "store.json"
 
 
 class TornFileError(DataError):
@@ -74,11 +74,11 @@ class ChunkFiles:
         except OSError:
             self.counts["read_failures"] += 1
             return []
-        return sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
 
     def facts(self, chunk: str, name: str) -> VariantFacts | None:
         """What the header of a file says; None for a file that is gone or bad, which is removed."""
-        return self._guarded(chunk, name, lambda path: self._facts(_header(path)[0], chunk))
+        return self._guarded(chunk, name, lambda path: header(path, self._shape.mark, chunk))
 
     def read(self, chunk: str, name: str) -> ChunkVariant | None:
         """A variant; None for a file that is gone or bad, which is removed."""
@@ -109,18 +109,7 @@ class ChunkFiles:
         Raises:
             TornFileError, ForeignFileError: see there. OSError: it cannot be read.
         """
-        data = path.read_bytes()
-        about, _ = _parse(data)
-        facts = self._facts(about, chunk)
-        try:
-            tensors = load(data)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise TornFileError(f"{path.name} cannot be read: {error}") from error
-        if set(tensors) != set(about["tensors"]):
-            raise TornFileError(f"{path.name} holds other tensors than it says")
-        for name, tensor in tensors.items():
-            if _checksum(name, tensor) != about["tensors"][name]:
-                raise TornFileError(f"{path.name}: {name} is not as it was written")
+        facts, tensors = content(path, self._shape.mark, chunk)
         n = len(self._shape.layers)
         try:
             found = ChunkVariant(
@@ -132,20 +121,6 @@ class ChunkFiles:
         if not self._shape.fits(found):
             raise ForeignFileError(f"{path.name} holds tensors of other shapes or another dtype than this model's")
         return found
-
-    def _facts(self, about: dict[str, Any], chunk: str) -> VariantFacts:
-        """
-        Raises:
-            ForeignFileError: of another model or chunk.
-        """
-        if about.get("format") != FORMAT or about.get("mark") != self._shape.mark:
-            raise ForeignFileError("a file of another model or format")
-        given = dict(about["facts"])
-        given |= {name: tuple(given[name]) for name in ("before", "received")}
-        facts = VariantFacts(**given)
-        if facts.chunk != chunk:
-            raise ForeignFileError("a file of another chunk")
-        return facts
 
     # ------------------------------------------------------------------ writing
 
@@ -199,22 +174,8 @@ class ChunkFiles:
                 self.counts["read_failures"] += 1
         return sum(size for _, _, size in self._stats())
 
-    def variants(self) -> list[tuple[str, str, int]]:
-        """(chunk, name, bytes) of all files."""
-        return sorted((path.parent.name, path.name.removesuffix(_SUFFIX), size) for path, _, size in self._stats())
-
-    def check(self) -> list[tuple[Path, str]]:
-        """Read every file; returns those that are bad, and why. None is removed."""
-        bad = []
-        for path, _, _ in sorted(self._stats()):
-            try:
-                self._variant(path, path.parent.name)
-            except (DataError, OSError) as error:
-                bad.append((path, str(error)))
-        return bad
-
     def _stats(self) -> Iterator[tuple[Path, float, int]]:
-        for path in self._all(_SUFFIX):
+        for path in self._all(SUFFIX):
             try:
                 found = path.stat()
             except OSError:  # another process has removed it
@@ -223,7 +184,7 @@ class ChunkFiles:
 
     def _all(self, suffix: str) -> list[Path]:
         try:
-            return [path for path in self.folder.glob("??/*/*") if path.name.endswith(suffix)]
+            return variant_files(self.folder, suffix)
         except OSError:
             self.counts["read_failures"] += 1
             return []
@@ -232,7 +193,30 @@ class ChunkFiles:
         return self.folder / chunk[:2] / chunk
 
     def _path(self, chunk: str, name: str) -> Path:
-        return self._home(chunk) / f"{name}{_SUFFIX}"
+        return self._home(chunk) / f"{name}{SUFFIX}"
+
+
+def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:
+    """The files of a store.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return [path for path in folder.glob("??/*/*") if path.name.endswith(suffix)]
+
+
+def mark_of(folder: Path) -> str | None:
+    """The mark of the model that a folder is of; None where it says none.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    try:
+        return str(json.loads((folder / _NAME).read_text(encoding="utf-8"))["mark"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # new or torn: its files have marks of their own
+        return None
+    except OSError as error:
+        raise OptionError(f"{str(folder)!r} cannot be read ({error}); name another folder") from error
 
 
 def _claim(folder: Path, mark: str) -> None:
@@ -241,15 +225,13 @@ def _claim(folder: Path, mark: str) -> None:
     Raises:
         OptionError: it is of another model, or cannot be made.
     """
-    path = folder / "store.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["mark"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):  # new or torn: its files have marks of their own
-            part = folder / f"store.json.{secrets.token_hex(8)}{_PART}"
+        found = mark_of(folder)
+        if found is None:
+            part = folder / f"{_NAME}.{secrets.token_hex(8)}{_PART}"
             part.write_text(json.dumps({"format": FORMAT, "mark": mark}), encoding="utf-8")
-            part.replace(path)
+            part.replace(folder / _NAME)
             return
     except OSError as error:
         raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
@@ -277,15 +259,55 @@ def _write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def header(path: Path, mark: str, chunk: str) -> VariantFacts:
+    """What the header of a file says.
+
+    Raises:
+        TornFileError: it is not as it was written. ForeignFileError: of another model or chunk. OSError: it is gone.
+    """
     with path.open("rb") as file:
         first = file.read(8)
-        size = int.from_bytes(first, "little")
-        return _parse(first + file.read(min(size, MOST_HEADER)))
+        return _facts(_parse(first + file.read(min(int.from_bytes(first, "little"), MOST_HEADER))), mark, chunk)
 
 
-def _parse(data: bytes) -> tuple[dict[str, Any], int]:
-    """What is said in the header of a file, and where the header ends.
+def content(path: Path, mark: str, chunk: str) -> tuple[VariantFacts, dict[str, Tensor]]:
+    """What a file says and its tensors, verified. The file is read whole, so that one that is cut later harms nothing.
+
+    Raises:
+        TornFileError, ForeignFileError, OSError: as `header`.
+    """
+    data = path.read_bytes()
+    about = _parse(data)
+    facts = _facts(about, mark, chunk)
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise TornFileError(f"{path.name} cannot be read: {error}") from error
+    if set(tensors) != set(about["tensors"]):
+        raise TornFileError(f"{path.name} holds other tensors than it says")
+    for name, tensor in tensors.items():
+        if _checksum(name, tensor) != about["tensors"][name]:
+            raise TornFileError(f"{path.name}: {name} is not as it was written")
+    return facts, tensors
+
+
+def _facts(about: dict[str, Any], mark: str, chunk: str) -> VariantFacts:
+    """
+    Raises:
+        ForeignFileError: of another model or chunk.
+    """
+    if about.get("format") != FORMAT or about.get("mark") != mark:
+        raise ForeignFileError("a file of another model or format")
+    given = dict(about["facts"])
+    given |= {name: tuple(given[name]) for name in ("before", "received")}
+    facts = VariantFacts(**given)
+    if facts.chunk != chunk:
+        raise ForeignFileError("a file of another chunk")
+    return facts
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """What is said in the header of a file that begins with `data`.
 
     Raises:
         TornFileError: it is not as it was written. ForeignFileError: it is no file of a chunk store.
@@ -308,7 +330,7 @@ def _parse(data: bytes) -> tuple[dict[str, Any], int]:
         raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
     if not known:
         raise ForeignFileError("its header says nothing of a chunk")
-    return found, end
+    return found
 
 
 def _seal(about: str) -> str:
