@@ -8,7 +8,7 @@ import torch
 from millpond.kernels import scattered_rows
 from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.reference import prefill
-from millpond.kernels.scattered_rows import attend_scattered, attention_to_parts
+from millpond.kernels.scattered_rows import _blocks, attend_scattered, attention_to_parts
 
 SHAPES = [
     AttentionShape(0.4),
@@ -16,21 +16,46 @@ SHAPES = [
     AttentionShape(0.4, window=6),
     AttentionShape(0.4, sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0])),
 ]
+NAMES = ["plain", "softcap", "window", "sinks"]
+ROWS = {
+    "scattered": [0, 3, 4, 11, 20, 21, 38],
+    "a run between": [2, *range(5, 25), 30, 33, 39],
+    "all": [*range(40)],
+    "the last": [39],
+    "two": [0, 39],
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "softcap", "window", "sinks"])
-@pytest.mark.parametrize("block", [1 << 21, 1])
-def test_some_rows_are_those_of_all(shape: AttentionShape, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scattered_rows, "BLOCK_LOGITS", block)
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("together", [1, 4, 32])
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "mixed"])
+def test_some_rows_are_those_of_all(
+    shape: AttentionShape, rows: str, together: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scattered_rows, "BLOCK_ROWS", together)
+    monkeypatch.setattr(scattered_rows, "BLOCK_LOGITS", 1)
     torch.manual_seed(0)
-    q, k, v = torch.randn(4, 40, 8), torch.randn(2, 40, 8), torch.randn(2, 40, 6)
+    q, k, v = torch.randn(4, 40, 8), torch.randn(2, 40, 8), torch.randn(2, 40, 8)
     places = torch.arange(40, dtype=torch.int32)
     whole = prefill(PrefillArgs(q, k, v, places, shape)).out
-    rows = torch.tensor([0, 3, 4, 11, 20, 21, 38])
-    mixed = torch.randperm(40)
-    found = attend_scattered(q[:, rows], k[:, mixed], v[:, mixed], places[rows], places[mixed][None], shape)
-    assert torch.allclose(found, whole[:, rows], atol=1e-5)
-    assert attend_scattered(q[:, :0], k, v, places[:0], places[None], shape).shape == (4, 0, 6)
+    chosen = torch.tensor(ROWS[rows])
+    order = torch.randperm(40) if mixed else torch.arange(40)
+    found = attend_scattered(q[:, chosen], k[:, order], v[:, order], places[chosen], places[order][None], shape)
+    assert torch.allclose(found, whole[:, chosen], atol=1e-5)
+
+
+def test_no_rows() -> None:
+    q, k = torch.randn(4, 0, 8), torch.randn(2, 5, 8)
+    places = torch.arange(5, dtype=torch.int32)
+    assert attend_scattered(q, k, k, places[:0], places[None], SHAPES[0]).shape == (4, 0, 8)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_blocks_cut_the_rows_in_order(rows: str) -> None:
+    found = list(_blocks(ROWS[rows]))
+    assert [n for begin, end in found for n in range(begin, end)] == [*range(len(ROWS[rows]))]
+    assert all(begin < end for begin, end in found)
 
 
 def test_attention_to_parts_sums_to_what_is_counted() -> None:
