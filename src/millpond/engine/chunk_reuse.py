@@ -87,6 +87,9 @@ class ChunkReuse:
     ) -> PromptBlend:
         """Choose a variant of each chunk of a prompt, and what is computed.
 
+        The first token of a prompt is computed, unless it comes from a chunk that was stored at a beginning: most
+        models let all tokens attend to it, whatever it is, and one from the middle of another text does not serve.
+
         Args:
             ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request; chunks of
                 different salts are kept apart.
@@ -114,6 +117,8 @@ class ChunkReuse:
                     computed[span.begin + picked.numpy()] = True
                     reused.append(ReusedChunk(span.begin, variant))
             before[key] = span.end - span.begin
+        if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(ids[:0], salt)):
+            computed[0] = True
         computed[len(ids) - max(1, window) :] = True
         return PromptBlend(computed, reused, kept, exact, self._rotations)
 
