@@ -140,6 +140,29 @@ def test_recompute_0_computes_what_is_no_chunk_alone() -> None:
     of.close()
 
 
+def test_the_first_token_of_a_prompt_comes_from_a_beginning() -> None:
+    of = engine()
+    ask(of, PROMPTS["ab"])  # which stores A after another text
+    kv = ask(of, PROMPTS["a"], recompute=0).completions[0].kv
+    assert (kv.reused_tokens, kv.recomputed_tokens, kv.exact) == (len(A) - 1, 1, False)
+    of.close()
+
+
+def test_auto_computes_what_the_context_asks_for() -> None:
+    of = engine(store=ChunkStore(None, alpha=1.0))
+    for name in ("ab", "cba"):
+        ask(of, PROMPTS[name])
+    found = ask(of, PROMPTS["ba"]).completions[0].kv
+    store = of.config.chunk_store
+    expected, before = 0, [ids_key(LEAD)]
+    for ids in (B, A):
+        shares = [facts.share(ids_key(()), before, 1.0) for facts in store.find(ids_key(ids))]
+        expected += int(np.ceil(min(shares) * len(ids)))
+        before.append(ids_key(ids))
+    assert 0 < found.recomputed_tokens == expected < len(A) + len(B)
+    of.close()
+
+
 def test_a_chunk_twice_in_a_prompt_is_stored_once() -> None:
     of = engine()
     ask(of, PROMPTS["aa"])
@@ -369,12 +392,13 @@ def test_the_integrity_check_finds_a_tainted_page_in_the_tree() -> None:
     of.close()
 
 
-def test_salts_keep_chunks_apart() -> None:
-    of = engine()
-    for salt, expected in (("one", 0), ("two", 0), ("one", len(A)), (None, 0)):
+def test_salts_keep_chunks_apart_and_share_what_has_none(tmp_path: Path) -> None:
+    of = engine(store=ChunkStore(tmp_path))
+    for salt, expected in (("one", 0), ("two", 0), ("one", len(A)), (None, 0), ("three", len(A))):
         add(of, Request(request_id="x", prompt=PROMPTS["a"], params=greedy(1), cache_salt=salt))
         (output,) = of.drain()
         assert output.completions[0].kv.reused_tokens == expected
+        assert len([*tmp_path.glob("??/*/*")]) == (salt in (None, "three")), "salted chunks stay in memory"
     of.close()
 
 

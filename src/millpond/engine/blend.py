@@ -69,7 +69,8 @@ class PromptBlend:
 
     Attributes:
         computed: (tokens,) bool. reused: chunks with a variant. kept: chunks that are computed for the store.
-        exact: all reused chunks are as a full computation would give them.
+        exact: all reused chunks are as a full computation would give them. private: what is stored is for the memory of
+            this process alone.
     """
 
     computed: np.ndarray
@@ -77,6 +78,7 @@ class PromptBlend:
     kept: list[ComputedChunk]
     exact: bool
     rotations: Rotations
+    private: bool = False
 
     @property
     def n_reused(self) -> int:
@@ -110,7 +112,7 @@ class PromptBlend:
     def finish(self, store: ChunkStore) -> None:
         """The prompt is read: give the store what was computed for it."""
         for one in self.kept:
-            store.put(one.variant())
+            store.put(one.variant(), private=self.private)
         self.kept = []
         self.reused = []
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.chunks.key import ids_key
+from millpond.cache.chunks.key import ids_key, salted
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ChunkVariant
@@ -91,8 +91,9 @@ class ChunkReuse:
         models let all tokens attend to it, whatever it is, and one from the middle of another text does not serve.
 
         Args:
-            ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request; chunks of
-                different salts are kept apart.
+            ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request. It takes chunks
+                that were stored without a salt or with its own; those that it gives are for its own salt alone, in
+                memory.
         """
         recompute, pick = options.recompute, options.pick
         computed = np.ones(len(ids), dtype=bool)
@@ -102,13 +103,14 @@ class ChunkReuse:
         exact = True
         deviation = _Deviation(self._model, self._rotations, ids) if pick == "deviation" else None
         for span in spans:
-            key = ids_key(ids[span.begin : span.end], salt)
+            key = ids_key(ids[span.begin : span.end])
             if span.is_chunk:
-                prefix = ids_key(ids[: span.begin], salt)
-                found, keep = self._variant(key, prefix, list(before), recompute)
+                prefix = ids_key(ids[: span.begin])
+                own = key if salt is None else salted(key, salt)
+                found, keep = self._variant({key, own}, prefix, list(before), recompute)
                 if found is None:
-                    if keep and all(one.chunk != key for one in kept):
-                        kept.append(_to_keep(ids, span, key, prefix, exact, before, spans, salt, len(self._rotations)))
+                    if keep and all(one.chunk != own for one in kept):
+                        kept.append(_to_keep(ids, span, own, prefix, exact, before, spans))
                 else:
                     variant, share, same = found
                     exact = exact and same
@@ -117,19 +119,19 @@ class ChunkReuse:
                     computed[span.begin + picked.numpy()] = True
                     reused.append(ReusedChunk(span.begin, variant))
             before[key] = span.end - span.begin
-        if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(ids[:0], salt)):
+        if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(())):
             computed[0] = True
         computed[len(ids) - max(1, window) :] = True
-        return PromptBlend(computed, reused, kept, exact, self._rotations)
+        return PromptBlend(computed, reused, kept, exact, self._rotations, private=salt is not None)
 
     def _variant(
-        self, key: str, prefix: str, before: list[str], recompute: Recompute
+        self, keys: set[str], prefix: str, before: list[str], recompute: Recompute
     ) -> tuple[tuple[ChunkVariant, float, bool] | None, bool]:
-        """The variant with the least CFO, the share that is computed again, and whether it is exact here.
+        """The variant with the least CFO under some keys, the share that is computed again, and whether it is exact.
 
         None: there is none, or all of it is computed; then whether the store shall have what is computed.
         """
-        known = self.store.find(key)
+        known = [facts for key in sorted(keys) for facts in self.store.find(key)]
         if recompute == 1 and known:
             return None, False
         for facts in sorted(known, key=lambda one: one.share(prefix, before, self.store.alpha)):
@@ -147,7 +149,7 @@ class ChunkReuse:
 
 def _to_keep(
     ids: np.ndarray, span: PromptSpan, key: str, prefix: str, exact: bool, before: dict[str, int],
-    spans: Sequence[PromptSpan], salt: str | None, n_layers: int,
+    spans: Sequence[PromptSpan],
 ) -> ComputedChunk:  # fmt: skip
     """A chunk that is computed for the store.
 
@@ -157,7 +159,7 @@ def _to_keep(
     parts = torch.full((len(ids),), len(before) + 1)
     for one in spans:
         if one.end <= span.begin:
-            parts[one.begin : one.end] = numbers[ids_key(ids[one.begin : one.end], salt)]
+            parts[one.begin : one.end] = numbers[ids_key(ids[one.begin : one.end])]
     parts[span.begin : span.end] = len(before)
     if span.begin:
         parts[0] = len(before) + 1
