@@ -3,7 +3,7 @@
 Usage: python benchmarks/performance/chunk_first_token.py TEXT [--model smollm2-135m] [--chunks 8] [--tokens 256]
     [--suffix 32] [--repeats 3] [--threads 1] [--dtype bf16] [--folder DIR] [--out benchmarks/results/chunk-first-token]
 
-Chunks are stored behind each other's neighbours; then prompts hold them in another order at each repeat. "Plain" is
+Chunks are stored behind their neighbours, which a second run with the same --folder finds there; then prompts hold them in another order at each repeat. "Plain" is
 recompute=1. "Disk" has a memory tier of one byte; the file cache of the system is warm. Times are from the start of a
 request to its first token; the table has the median and the extremes of the repeats.
 """
@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
     cuts = range(0, args.chunks * args.tokens, args.tokens)
     chunks = [tuple(ids[begin : begin + args.tokens]) for begin in cuts]
     end = tuple(ids[-args.suffix :])
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
         found: dict[str, list[tuple[float, float]]] = {}
         for tier, memory in (("memory", "4GiB"), ("disk", 1)):
             store = mp.ChunkStore(folder, memory=memory, disk="20GiB")

@@ -1,4 +1,4 @@
-"""Chunks of a request: spans beside the prompt of a completion, and marked text parts of a chat."""
+"""Chunks of a request: spans of a completion's prompt, and marked text parts of a chat."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class ChunkStore:
     def check_size(self, n_tokens: int) -> None:
         """
         Raises:
-            OptionError: a chunk of so many tokens fits neither in memory nor in the files.
+            OptionError: a chunk of `n_tokens` fits neither in memory nor in the files.
         """
         assert self._shape is not None, "a store is bound before it is used"
         need, most = n_tokens * self._shape.token_bytes, max(self.memory, 0 if self._files is None else self.disk)
