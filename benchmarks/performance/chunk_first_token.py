@@ -3,9 +3,10 @@
 Usage: python benchmarks/performance/chunk_first_token.py TEXT [--model smollm2-135m] [--chunks 8] [--tokens 256]
     [--suffix 32] [--repeats 3] [--threads 1] [--dtype bf16] [--folder DIR] [--out benchmarks/results/chunk-first-token]
 
-Chunks are stored behind their neighbours, which a second run with the same --folder finds there; then prompts hold them in another order at each repeat. "Plain" is
-recompute=1. "Disk" has a memory tier of one byte; the file cache of the system is warm. Times are from the start of a
-request to its first token; the table has the median and the extremes of the repeats.
+Chunks are stored behind their neighbours, where a second run with the same --folder finds them; then prompts hold them
+in another order at each repeat. "Plain" is recompute=1. "Disk" has a memory tier of one byte; the file cache of the
+system is warm. Times are from the arrival of a request to its first token; the table has the median and the extremes of
+the repeats.
 """
 
 from __future__ import annotations
