@@ -13,10 +13,10 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +27,9 @@ from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
 from millpond.errors import DataError, OptionError
 
-#: Of the files, and of the file that names the model of a folder.
+T = TypeVar("T")
+
+#: Name of the format of the files, and of the file that names the model of a folder.
 FORMAT = "millpond-chunk-1"
 #: Longest header that is read, in bytes.
 MOST_HEADER = 16 << 20
@@ -90,7 +92,8 @@ class ChunkFiles:
                 self.counts["read_failures"] += 1
         return found
 
-    def _guarded(self, chunk: str, name: str, read: Any) -> Any:
+    def _guarded(self, chunk: str, name: str, read: Callable[[Path], T]) -> T | None:
+        """What `read` finds in a file; None where it is gone or bad, and then counted."""
         path = self._path(chunk, name)
         try:
             return read(path)
