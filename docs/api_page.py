@@ -15,7 +15,10 @@ GROUPS = {
     "Caches for `generate()`": (
         "compress", "MillpondCache", "CacheStats", "Budget", "preset", "save_document", "restore_document",
     ),
-    "Engine": ("LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "plan", "Plan"),
+    "Engine": (
+        "LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "CacheOptions", "Prompt", "Chunk", "ChunkStore", "plan",
+        "Plan",
+    ),
     "Models": ("load_model", "load_tokenizer"),
     "Methods and number formats": ("list_methods", "list_codecs", "Policy"),
     "Errors": (

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millpond import cluster as cluster
     from millpond.budget import Budget
+    from millpond.cache.chunks.store import ChunkStore
     from millpond.codec import list_codecs
     from millpond.engine.async_llm import AsyncLLM
+    from millpond.engine.chunked_prompt import Chunk, Prompt
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.offload.plan import Plan
     from millpond.engine.offload.planner import plan
+    from millpond.engine.request import CacheOptions
     from millpond.engine.sampling.params import SamplingParams
     from millpond.errors import (
         BudgetError,
@@ -47,7 +50,10 @@ _HOME = {
     "Budget": "millpond.budget",
     "BudgetError": "millpond.errors",
     "CacheMismatchError": "millpond.errors",
+    "CacheOptions": "millpond.engine.request",
     "CacheStats": "millpond.hf.stats",
+    "Chunk": "millpond.engine.chunked_prompt",
+    "ChunkStore": "millpond.cache.chunks.store",
     "DataError": "millpond.errors",
     "EngineConfig": "millpond.engine.config",
     "LLM": "millpond.engine.llm",
@@ -59,6 +65,7 @@ _HOME = {
     "Plan": "millpond.engine.offload.plan",
     "Policy": "millpond.policy.policy",
     "PoolFullError": "millpond.errors",
+    "Prompt": "millpond.engine.chunked_prompt",
     "SamplingParams": "millpond.engine.sampling.params",
     "UnsupportedModelError": "millpond.errors",
     "compress": "millpond.hf.compress",
@@ -77,7 +84,10 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Budget",
     "BudgetError",
     "CacheMismatchError",
+    "CacheOptions",
     "CacheStats",
+    "Chunk",
+    "ChunkStore",
     "DataError",
     "EngineConfig",
     "LLM",
@@ -89,6 +99,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Plan",
     "Policy",
     "PoolFullError",
+    "Prompt",
     "SamplingParams",
     "UnsupportedModelError",
     "compress",

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from millpond.cli import (
     calibrate,
     chat,
+    chunks,
     documents,
     eval_peer,
     generate,
@@ -96,6 +97,7 @@ bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(models.app, name="models")
+app.add_typer(chunks.app, name="chunks")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(train.app, name="train")

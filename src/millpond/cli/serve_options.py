@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import Weights, optional, parse_options
 from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.cache.chunks.store import ChunkStore
 
 #: API keys, separated by commas, so that they are not in the list of processes.
 KEYS_VARIABLE = "MILLPOND_API_KEYS"
@@ -44,14 +47,32 @@ class EngineChoice(OptionGroup):
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
     ] = "auto"  # fmt: skip
     weights: Weights = None
+    chunk_store: Annotated[
+        Path | None, optional(help="Folder for keys and values of chunks that prompts hold. Default: no chunks.")
+    ] = None
+    chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
+    chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`."""
         prefixes = self.kv_memory is not None if self.prefix_cache is None else self.prefix_cache
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
-            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
+            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
         }  # fmt: skip
+
+    def _chunks(self) -> ChunkStore | None:
+        """
+        Raises:
+            OptionError: limits of a store without its folder.
+        """
+        if self.chunk_store is not None:
+            from millpond.cache.chunks.store import ChunkStore
+
+            return ChunkStore(self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk)
+        if given := self.given & {"chunk_memory", "chunk_disk"}:
+            raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampled
+
+
+class ReuseCounts(NamedTuple):
+    """What a prompt has from a chunk store: see `KVStats`."""
+
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    exact: bool = True
 
 
 class CompletionState:
@@ -19,7 +28,8 @@ class CompletionState:
         ends: ids that end a text, as the model says.
 
     Attributes:
-        kv: what its cache holds, and shared: tokens of its prompt that others had read; set by the engine.
+        kv: what its cache holds, shared: tokens of its prompt that others had read, and reuse: what came from a chunk
+            store; set by the engine.
     """
 
     def __init__(
@@ -30,6 +40,7 @@ class CompletionState:
         self.finish_reason: FinishReason | None = None
         self.kv: KVStats | None = None
         self.shared = 0
+        self.reuse = ReuseCounts()
         self._params = params
         self._most = most
         self._ends = frozenset() if params.ignore_eos else ends
@@ -70,6 +81,12 @@ class CompletionState:
         self.finish_reason = reason
         if self._writer is not None:
             self._writer.finish()
+
+    def count(self, figures: KVStats) -> None:
+        """What its cache holds now, together with what its prompt has from elsewhere."""
+        if self.shared or self.reuse != ReuseCounts():
+            figures = replace(figures, shared_tokens=self.shared, **self.reuse._asdict())
+        self.kv = figures
 
     def show(self) -> Completion:
         """As far as it has come."""

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, TypedDict, TypeVar, get_args
 
 from millpond.budget import Budget, parse_bytes
+from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError, unknown
@@ -39,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     runner: Runner
     native_layers: bool
     weights: str | None
+    chunk_store: ChunkStore | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class EngineConfig:
         weights: "int8" or "int4": the matrices of the model's layers and head are packed in 8 or 4 bits when the
             engine is made (on a CPU, of models that run natively); None leaves them as they are. The modules of the
             model are emptied then, so `LLM` takes this only for a model that it loads.
+        chunk_store: keys and values of chunks that prompts hold, see `Prompt`; None: prompts hold none.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec or runner that does not exist.
@@ -86,6 +89,7 @@ class EngineConfig:
     runner: Runner = "auto"
     native_layers: bool = True
     weights: str | None = None
+    chunk_store: ChunkStore | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))

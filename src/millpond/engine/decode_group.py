@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from millpond.cache.batch_cache import BatchCache
 from millpond.engine.completion import CompletionState
 from millpond.engine.outputs import KVStats
@@ -86,7 +84,7 @@ class DecodeGroup:
     def update_stats(self) -> None:
         """Tell every answer what its cache holds now."""
         for answer, figures in zip(self.answers, figures_of(self.stack, self.recipe, self._layers), strict=True):
-            answer.kv = replace(figures, shared_tokens=answer.shared) if answer.shared else figures
+            answer.count(figures)
 
 
 def figures_of(stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:

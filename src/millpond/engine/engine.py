@@ -19,11 +19,12 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.cache_snapshots import SnapshotStore
+from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
-from millpond.engine.integrity import check_pages
+from millpond.engine.integrity import check_pages, check_untainted
 from millpond.engine.outputs import CacheSnapshot, EngineStats, FinishReason, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
@@ -81,6 +82,11 @@ class Engine:
             raise OptionError(
                 "prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk"
             )
+        if config.chunk_store is not None and (tier is not None or streamed is not None):
+            raise OptionError(
+                "chunk_store= needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
+            )
+        mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
@@ -95,7 +101,10 @@ class Engine:
         self._told: list[RequestState] = []  # requests that changed outside a step
         self._sharing = PrefixSharing(self._account, self._model.layers, enabled=config.prefix_cache)
         self._files: SwapFiles | None = None
+        self._chunks: ChunkReuse | None = None
         try:
+            if config.chunk_store is not None and mark is not None:
+                self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             defaults = CacheOptions(
                 method=config.method, options=config.options, budget=config.budget, codec=config.codec
@@ -112,9 +121,12 @@ class Engine:
             raise
         self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files, tier)
         self._intake = RequestValidator(
-            self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer
+            self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
+            self._chunks,
+        )  # fmt: skip
+        self._turn = StepExecutor(
+            self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer, self._chunks
         )
-        self._turn = StepExecutor(self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer)
         self._transfer = RequestTransfer(
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
             self._files,
@@ -299,6 +311,8 @@ class Engine:
         stacks = [group.stack for group in groups]
         stacks += [live.stack for live in self._live.values() if live.stack is not None]
         check_pages(self._account, stacks, self._sharing.tree)
+        tainted = [found for live in self._live.values() if live.tainted and (found := live.cache()) is not None]
+        check_untainted(tainted, self._sharing.tree)
 
     # ------------------------------------------------------------------ the step
 
@@ -426,5 +440,6 @@ class Engine:
             kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
             finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
-            weight_bytes=self._model.weight_bytes, **self._turn.counts,
+            weight_bytes=self._model.weight_bytes,
+            chunks=None if self._chunks is None else self._chunks.store.stats(), **self._turn.counts,
         )  # fmt: skip

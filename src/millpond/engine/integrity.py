@@ -1,8 +1,10 @@
-"""check_pages: every page of an engine has its holders, within the limit."""
+"""Checks of the pages of an engine: each has its holders, within the limit, and approximate ones are not shared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
@@ -28,3 +30,14 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
         pool.check_integrity(held + shared.held(pool))
     limit = account.limit_bytes
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"
+
+
+def check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:
+    """Assert that no page of a sequence whose prompt came in part from a chunk store is in the prefix tree."""
+    for stack, sequence in tainted:
+        for core in stack.layers:
+            if core.table is not None and not core.table.is_away:
+                lists, rows = core.table.page_lists, core.table.rows(sequence)
+                held = shared.held(core.table.pool)
+                found = np.intersect1d(lists.held(rows), np.concatenate([ids.ravel() for ids in held])) if held else ()
+                assert len(found) == 0, "an approximate page in the prefix tree"

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import torch
 
+from millpond.engine.chunked_prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
@@ -25,8 +26,8 @@ from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 
-#: What `generate` takes: a text, token ids, or several of either.
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+#: What `generate` takes: a text, token ids, or a `Prompt` of texts and chunks; or several of one of them.
+Prompts = str | Sequence[int] | Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 
 class LLM:
@@ -106,7 +107,7 @@ class LLM:
         """Answer all prompts.
 
         Args:
-            prompts: one or several, texts or token ids.
+            prompts: one or several, texts, token ids or `Prompt`s.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
             progress: show a bar (needs rich).
@@ -138,6 +139,34 @@ class LLM:
             for request in asked:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
+
+    def store_chunks(self, texts: Sequence[str], *, alone: bool = False) -> None:
+        """Compute chunks for the chunk store, each after the one before it; one that is there already stays.
+
+        After some text, whatever it says, a chunk can be used much better elsewhere than alone: see
+        docs/how-to/chunks.md.
+
+        Args:
+            texts: the first comes after the last; one that does not fit into the context with the one before it comes
+                alone. alone: compute each by itself.
+
+        Raises:
+            OptionError: there is no chunk store, or a chunk that it cannot hold, or that is longer than the context.
+        """
+        prompts = [
+            Prompt([Chunk(text)] if alone or len(texts) == 1 else [self._before(texts[n - 1], text), Chunk(text)])
+            for n, text in enumerate(texts)
+        ]
+        if prompts:
+            self.generate(prompts, SamplingParams(max_tokens=1, temperature=0), cache=CacheOptions(method="full"))
+
+    def _before(self, text: str, chunk: str) -> str:
+        """A text that a chunk is computed after; nothing where both do not fit into the context."""
+        context = self.engine.context_length
+        if context is None or self.tokenizer is None:
+            return text
+        n = sum(len(self.tokenizer(one)["input_ids"]) for one in (text, chunk))
+        return text if n < context else ""
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -243,22 +272,24 @@ def requests_of(
     ]
 
 
-def _prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:
+def _prompts(prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:
     """Each prompt of what a user gave.
 
     Raises:
         OptionError: neither texts nor token ids.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Prompt):
         return [prompts]
     given: list[Any] = list(prompts)
     if given and all(isinstance(one, int) for one in given):
         return [tuple(given)]
-    if all(isinstance(one, str) for one in given):
+    if all(isinstance(one, str | Prompt) for one in given):
         return given
-    if all(not isinstance(one, str | int) and all(isinstance(i, int) for i in one) for one in given):
+    if all(not isinstance(one, str | int | Prompt) and all(isinstance(i, int) for i in one) for one in given):
         return [tuple(one) for one in given]
-    raise OptionError("prompts must be a text, a list of texts, a list of token ids, or a list of such lists")
+    raise OptionError(
+        "prompts must be a text, a list of texts, a list of token ids, or a list of such lists, or Prompts"
+    )
 
 
 def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.engine.blend import BlendedSpan
 from millpond.engine.decode_group import DecodeGroup
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
@@ -21,6 +22,7 @@ class PromptSegment:
 
     Attributes:
         stack: its cache. ids: (n,) int64, the tokens. start: position of the first.
+        span: of a prompt with chunks, which of these tokens are computed; None: all.
         every_row: the logits of all tokens are needed; else of none, or of the last where it `ends` the prompt.
     """
 
@@ -29,11 +31,17 @@ class PromptSegment:
     start: int
     ends: bool
     every_row: bool
+    span: BlendedSpan | None = None
+
+    @property
+    def computed(self) -> np.ndarray:
+        """(R,) int64: which of the tokens are computed."""
+        return np.arange(len(self.ids)) if self.span is None else self.span.rows.numpy()
 
     @property
     def rows(self) -> range:
         """Rows of its own whose logits are needed."""
-        n = len(self.ids)
+        n = len(self.computed)
         return range(0 if self.every_row else n - 1 if self.ends else n, n)
 
 
@@ -49,10 +57,11 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
     asked: list[np.ndarray] = []
     begin = 0
 
-    def put(stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, decoding: bool) -> None:
+    def put(
+        stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: BlendedSpan | None, decoding: bool
+    ) -> None:
         nonlocal begin
-        stack.begin(torch.from_numpy(tokens[:, None] if decoding else tokens[None]).to(model.device))
-        segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states, stack))
+        segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states, stack, span))
         ids.append(tokens)
         positions.append(places)
         asked.append(begin + np.arange(rows.start, rows.stop))
@@ -60,18 +69,20 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
 
     for group in groups:
         newest = np.array([answer.tokens[-1] for answer in group.answers], dtype=np.int64)
-        put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), True)
+        group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
+        put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), None, True)
     for reading in readings:
-        places = reading.start + np.arange(len(reading.ids))
-        put(reading.stack, reading.ids, places, reading.rows, False)
-    rows = np.concatenate(asked)
-    dummy = not len(rows)  # a part of a prompt alone: the model still wants a row
-    wanted = torch.from_numpy(np.array([begin - 1]) if dummy else rows).to(model.device)
+        reading.stack.begin(torch.from_numpy(reading.ids[None]).to(model.device))
+        rows = reading.computed
+        put(reading.stack, reading.ids[rows], reading.start + rows, reading.rows, reading.span, False)
+    chosen = np.concatenate(asked)
+    dummy = not len(chosen)  # a part of a prompt alone: the model still wants a row
+    wanted = torch.from_numpy(np.array([begin - 1]) if dummy else chosen).to(model.device)
     logits = model.forward(
         torch.from_numpy(np.concatenate(ids)).to(model.device),
         torch.from_numpy(np.concatenate(positions)).to(model.device),
         segments,
         wanted,
     )
-    ends = np.cumsum([len(rows) for rows in asked]).tolist()
-    return [logits[end - len(rows) : end] for end, rows in zip(ends, asked, strict=True)]
+    ends = np.cumsum([len(needed) for needed in asked]).tolist()
+    return [logits[end - len(needed) : end] for end, needed in zip(ends, asked, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from millpond.cache.chunks.store import ChunkStoreStats
 from millpond.errors import MillpondError
 
 #: Why a completion ended: a stop text, a stop token or the model's own end; its length (max_tokens or the model's
@@ -42,6 +43,9 @@ class KVStats:
         unused_bytes: bytes of `kv_bytes` in slots without an entry.
         shared_tokens: tokens of the prompt that were taken from shared pages.
         state_bytes: bytes of its recurrent and convolution states, in a hybrid, which no other count includes.
+        reused_tokens: tokens of the prompt that came from a chunk store. recomputed_tokens: tokens of its reused chunks
+            that were computed again.
+        exact: all of them are as the whole prompt would give them, up to rounding.
     """
 
     seen: int
@@ -52,6 +56,9 @@ class KVStats:
     unused_bytes: int = 0
     shared_tokens: int = 0
     state_bytes: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,7 @@ class EngineStats:
         finished: counter of requests that ended.
         state_bytes: bytes of recurrent and convolution states, in a hybrid.
         weight_bytes: bytes of the model's weights in memory, with the slots of those that come and go.
+        reused_tokens: counter of tokens taken from a chunk store. chunks: the store; None: there is none.
     """
 
     running: int
@@ -172,3 +180,5 @@ class EngineStats:
     finished: int
     state_bytes: int = 0
     weight_bytes: int = 0
+    reused_tokens: int = 0
+    chunks: ChunkStoreStats | None = None

@@ -84,7 +84,8 @@ class PrefixSharing:
         return pages_to_settle(live.group.recipe, self._layers, len(live.ids), live.stack)
 
     def _shares(self, live: RequestState) -> bool:
-        return self._enabled and live.prompt_logprobs is None and can_share(live.group.recipe)
+        exact = live.prompt_logprobs is None and not live.tainted
+        return self._enabled and exact and can_share(live.group.recipe)
 
     def _kind(self, live: RequestState) -> Hashable:
         """Equal where pages hold the same before a plan and requests have the same salt."""

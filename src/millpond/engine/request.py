@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millpond.budget import Budget
+from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
+from millpond.policy.reuse import Pick, Recompute
 
 #: Limit of characters of a salt.
 MOST_SALT = 256
@@ -24,6 +26,9 @@ class CacheOptions:
         budget: "20%", 512, "64MiB", or a Budget.
         codec: name of a number format, or a pair for keys and values.
         files: files that options may name, by name; None: any file, by its path.
+        recompute: of a prompt with chunks, the share of each chunk from the store that is computed again: "auto", as
+            its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
+        pick: which tokens these are: "attention", "head", "deviation" or "random", see `millpond.policy.reuse.Pick`.
     """
 
     method: str | None = None
@@ -31,6 +36,8 @@ class CacheOptions:
     budget: Budget | str | int | float | None = None
     codec: str | tuple[str, str] | None = None
     files: Mapping[str, OptionFile] | None = None
+    recompute: Recompute = "auto"
+    pick: Pick = "attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,7 @@ class Request:
 
     Attributes:
         request_id: a name that no other request in flight has.
-        prompt: a text, or token ids.
+        prompt: a text, token ids, or a `Prompt` of texts and chunks.
         params: token choice and stopping.
         cache: options of its cache.
         client: name of the sender. Among requests of one priority the client with less service, in tokens read and
@@ -54,7 +61,7 @@ class Request:
     """
 
     request_id: str
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     cache: CacheOptions = field(default_factory=CacheOptions)
     client: str = ""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.engine.blend import PromptBlend
+from millpond.engine.chunked_prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
@@ -21,6 +23,7 @@ class RequestState:
 
     Attributes:
         ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
+        spans: parts of a prompt that holds chunks. blend: what is computed of it, once it has begun; None: all.
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
     """
 
@@ -33,6 +36,8 @@ class RequestState:
     stack: BatchCache | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: MillpondError | None = None
+    spans: list[PromptSpan] = field(default_factory=list)
+    blend: PromptBlend | None = None
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
     def __post_init__(self) -> None:
@@ -42,6 +47,11 @@ class RequestState:
     def unfinished(self) -> list[CompletionState]:
         """Answers that are not finished."""
         return [answer for answer in self.answers if not answer.finished]
+
+    @property
+    def tainted(self) -> bool:
+        """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
+        return self.blend is not None and self.blend.tainted
 
     def regroup(self) -> None:
         """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""
@@ -73,8 +83,9 @@ class RequestState:
     def to_output(self) -> RequestOutput:
         """As far as it has come."""
         prompt = self.request.prompt
+        text = prompt.text if isinstance(prompt, Prompt) else prompt
         return RequestOutput(
-            self.request.request_id, prompt if isinstance(prompt, str) else None, self.ids,
+            self.request.request_id, text if isinstance(text, str) else None, self.ids,
             tuple(answer.show() for answer in self.answers), self.times,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.unfinished, self.error,
         )  # fmt: skip

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.chunk_reuse import ChunkReuse
+from millpond.engine.chunked_prompt import Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
+from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
@@ -16,6 +19,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Job, Scheduler
 from millpond.errors import BudgetError, OptionError
+from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import PackedModel, check_tokens
 
 
@@ -30,7 +34,9 @@ class RequestValidator:
         scheduler: Scheduler,
         sampler: Sampler,
         tokenizer: Any,
+        chunks: ChunkReuse | None = None,
     ) -> None:
+        self._chunks = chunks
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
@@ -42,7 +48,7 @@ class RequestValidator:
                 range. BudgetError: the request can never fit the memory. Also what `compress` raises.
         """
         arrived = time.monotonic()
-        ids = self._ids(request)
+        ids, spans = self._ids(request)
         most = self._most_new(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
@@ -57,6 +63,8 @@ class RequestValidator:
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         group = self._recipes.group(request.cache)
+        if spans and not self._uses_chunks(request, spans, group):
+            spans = []
         need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
         limit = self._account.limit_bytes
         if limit is not None and need.most(params.n) > limit:
@@ -74,17 +82,39 @@ class RequestValidator:
             for index in range(params.n)
         ]
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
-        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs)
+        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans)
 
-    def _ids(self, request: Request) -> tuple[int, ...]:
-        if isinstance(request.prompt, str):
+    def _uses_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> bool:
+        """See `ChunkReuse.check`.
+
+        Raises:
+            OptionError: a prompt with chunks that the engine cannot run; the message says why.
+        """
+        if self._chunks is None:
+            raise OptionError(
+                "the prompt holds chunks and the engine has no chunk store; give chunk_store=ChunkStore(folder) to "
+                "LLM, or the texts without Chunk"
+            )
+        method = request.cache.method or str(self._recipes.defaults.method)
+        return self._chunks.check(
+            group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None
+        )
+
+    def _ids(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
+        """The tokens of a prompt, and its parts where it holds chunks."""
+        check_recompute(request.cache.recompute)
+        check_pick(request.cache.pick)
+        spans: list[PromptSpan] = []
+        if isinstance(request.prompt, Prompt):
+            ids, spans = tokenized(request.prompt, self._tokenizer)
+        elif isinstance(request.prompt, str):
             if self._tokenizer is None:
                 raise OptionError("a prompt of text needs a tokenizer; give token ids, or the engine its tokenizer")
             ids = tuple(int(i) for i in self._tokenizer(request.prompt)["input_ids"])
         else:
             ids = tuple(int(i) for i in request.prompt)
         check_tokens(ids, self._model.vocabulary)
-        return ids
+        return ids, spans if any(span.is_chunk for span in spans) else []
 
     def _check_known(self, known: Sequence[Sequence[int]], n: int, most: int) -> None:
         """

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import Pages
-from millpond.engine.completion import CompletionState, with_texts
+from millpond.engine.chunk_reuse import ChunkReuse
+from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
 from millpond.engine.decode_group import DecodeGroup, figures_of
 from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.prefix_sharing import PrefixSharing, together
@@ -30,7 +31,7 @@ class StepExecutor:
         live: the engine's requests by name.
 
     Attributes:
-        counts: of prompt_tokens, generated_tokens and shared_tokens.
+        counts: of prompt_tokens, generated_tokens, shared_tokens and reused_tokens.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class StepExecutor:
         sharing: PrefixSharing,
         live: Mapping[str, RequestState],
         tokenizer: object,
+        chunks: ChunkReuse | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0)
+        self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0)
+        self._chunks = chunks
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
         self._sharing, self._live, self._tokenizer = sharing, live, tokenizer
 
@@ -67,12 +70,13 @@ class StepExecutor:
             rows.append(found if len(stay) == len(found) else found[stay])
         read: list[RequestState] = []
         for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
-            self._scheduler.mark_read(live.job, n)
-            self.counts["prompt_tokens"] += n
+            self._mark_read(live, n, len(part.computed))
             if live.error is not None:
                 continue
             self._score_prompt(live, part, found)
             if part.ends:
+                if live.blend is not None and self._chunks is not None:
+                    live.blend.finish(self._chunks.store)
                 read.append(live)
                 answers += live.answers
                 rows.append(found[-1:].expand(len(live.answers), -1))
@@ -103,6 +107,10 @@ class StepExecutor:
 
         Of a prompt that was begun nothing changes.
         """
+        if not live.job.read and live.stack is None and live.blend is None and live.spans:
+            self._blend(live)
+        if live.blend is not None:
+            return live.blend.reach(live.job.read, n)
         if live.job.read or live.stack is not None:
             return n
         shared = self._sharing.begin(live)
@@ -112,6 +120,22 @@ class StepExecutor:
             answer.shared = shared
         return min(n, live.job.prompt - live.job.read)
 
+    def _blend(self, live: RequestState) -> None:
+        """Before a prompt with chunks begins: choose what is computed of it."""
+        assert self._chunks is not None, "chunks without a store are refused"
+        request, window = live.request, live.group.recipe.policy.window
+        live.blend = blend = self._chunks.begin(live.numbers, live.spans, request.cache, window, request.cache_salt)
+        for answer in live.answers:
+            answer.reuse = ReuseCounts(blend.n_reused, blend.n_recomputed, blend.exact)
+
+    def _mark_read(self, live: RequestState, n: int, computed: int) -> None:
+        """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
+        if computed < n:
+            self._scheduler.mark_read(live.job, n - computed, served=False)
+            self.counts["reused_tokens"] += n - computed
+        self._scheduler.mark_read(live.job, computed)
+        self.counts["prompt_tokens"] += computed
+
     def _begin(self, live: RequestState, n: int) -> PromptSegment:
         """The next `n` tokens of a prompt."""
         if live.times.started is None:
@@ -120,7 +144,9 @@ class StepExecutor:
             live.stack = live.group.recipe.stack(len(live.ids))
         start = live.job.read
         ends = start + n == len(live.ids)
-        return PromptSegment(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
+        span = None if live.blend is None else live.blend.span(start, start + n)
+        ids, every_row = live.numbers[start : start + n], live.prompt_logprobs is not None
+        return PromptSegment(live.stack, ids, start, ends, every_row, span)
 
     def _score_prompt(self, live: RequestState, part: PromptSegment, logits: Tensor) -> None:
         """Log probabilities of the prompt's tokens after those that were read, if requested."""
@@ -175,7 +201,7 @@ class StepExecutor:
             going = []
         (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
         for answer in live.answers:
-            answer.kv = replace(figures, shared_tokens=answer.shared)
+            answer.count(figures)
         if going:
             stack.select([0] * len(going))
             live.group = live.group.with_room(len(going))

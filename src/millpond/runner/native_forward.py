@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -91,6 +92,25 @@ class NativeForward:
         logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
         steps.end(lse)
         return logits
+
+    def keys_of_second_layer(self, ids: Tensor) -> Tensor:
+        """(n_kv_heads, n, key_dim) after RoPE, of a text of these ids (n,)."""
+        found: list[Tensor] = []
+        positions = torch.arange(len(ids), device=ids.device)
+        places = positions.to(torch.int32)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found.append(k.transpose(0, 1).clone())
+            if index:
+                return q.new_zeros(len(q), q.shape[1] * v.shape[-1])
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+            return ops.prefill(PrefillArgs(q, k, v, places, self._shapes[0])).out.transpose(0, 1).reshape(len(ids), -1)
+
+        x = self._decoder.embed(ids, positions)
+        rotary, dense = self._decoder.angles(x, positions), choose(x)
+        for block in islice(self._decoder.blocks, 2):
+            x = block.forward(x, rotary, attend, dense)
+        return found[1]
 
     def _by_rows(self, attend: LayerAttend) -> Attend:
         def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

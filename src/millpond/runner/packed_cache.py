@@ -16,6 +16,7 @@ from transformers.cache_utils import DummyLayer
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError, UnsupportedModelError
@@ -34,7 +35,7 @@ class Segment:
     Attributes:
         cores: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
             one sequence's. states: of its sequences, in a hybrid. stack: that the caches are of, where some of their
-            pages come for the pass.
+            pages come for the pass. partial: the rows are some of a run of tokens, of which it knows the others.
     """
 
     cores: Sequence[LayerCache]
@@ -43,6 +44,7 @@ class Segment:
     decoding: bool
     states: RecurrentStates | None = None
     stack: BatchCache | None = None
+    partial: PartialSpan | None = None
 
 
 class FusedSteps(NamedTuple):
@@ -126,6 +128,9 @@ class SegmentedAttention:
         with nullcontext() if stack is None else stack.here(core, self._next(number, index), self._growth):
             if segment.decoding:
                 return core.attend_newest(q, k, v, shape)
+            if segment.partial is not None:
+                q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+                return core.attend_partial(q, k, v, segment.partial, shape).transpose(0, 1)
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
 

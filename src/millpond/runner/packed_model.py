@@ -162,6 +162,23 @@ class PackedModel:
             return self._lean.forward(ids, positions, split, rows)
         return self._run(ids, positions, split, rows)
 
+    def check_second_layer(self) -> None:
+        """
+        Raises:
+            OptionError: `keys_of_second_layer` needs two layers, and the weights without the model's modules.
+        """
+        if self._lean is None or len(self.layers) < 2:
+            raise OptionError(
+                'pick="deviation" compares keys of the second layer, which takes a model of two layers or more that '
+                'runs without its modules; give another pick, such as "attention"'
+            )
+
+    @no_autograd
+    def keys_of_second_layer(self, ids: Tensor) -> Tensor:
+        """(n_kv_heads, n, key_dim) after RoPE, of a text of these ids (n,). Check with `check_second_layer` first."""
+        assert self._lean is not None, "checked before"
+        return self._lean.keys_of_second_layer(ids)
+
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
         """`forward` through the modules."""
         begin_pass()

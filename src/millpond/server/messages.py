@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
 
 #: Of one chat at most: tools, and calls in one message.
 MOST_TOOLS, MOST_CALLS = 128, 128
@@ -33,10 +42,11 @@ class Body(BaseModel):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A piece of a message; a chunk is a text of its own, whose keys and values the chunk store keeps."""
 
     type: Literal["text"]
     text: str
+    chunk: StrictBool = False
 
 
 class CalledFunction(Body):

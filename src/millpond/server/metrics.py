@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from millpond.cache.chunks.store import ChunkStoreStats
 from millpond.engine.outputs import RequestOutput
 from millpond.server.admission import AdmissionControl
 from millpond.server.llm_protocol import ServedLLM
@@ -52,11 +53,34 @@ class EngineCollector(Collector):
             "generated_tokens": ("Tokens written.", stats.generated_tokens),
             "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
             "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
+            "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
             "preemptions": ("Requests that had to make room.", stats.preemptions),
             "requests_finished": ("Requests that ended, however.", stats.finished),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"millpond_{name}", text, value)
+        if stats.chunks is not None:
+            yield from _of_chunks(stats.chunks)
+
+
+def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
+    """Bytes, hits and failures of the chunk store."""
+    for tier, nbytes in (("memory", stats.memory_bytes), ("disk", stats.disk_bytes)):
+        yield GaugeMetricFamily(f"millpond_chunk_{tier}_bytes", f"Bytes of stored chunks ({tier}).", nbytes)
+    counters = {
+        "memory_hits": ("Chunks that were taken from memory.", stats.memory_hits),
+        "disk_hits": ("Chunks that were taken from the disk.", stats.disk_hits),
+        "misses": ("Chunks of prompts that had no variant.", stats.misses),
+        "stored": ("Variants of chunks that were stored.", stats.stored),
+        "memory_evicted": ("Variants that left memory, for room.", stats.memory_evicted),
+        "disk_evicted": ("Files of chunks that were removed, for room.", stats.disk_evicted),
+        "torn_files": ("Files of chunks that were cut or changed.", stats.torn),
+        "foreign_files": ("Files of another model or format.", stats.foreign),
+        "write_failures": ("Files of chunks that the disk did not take.", stats.write_failures),
+        "read_failures": ("Files of chunks that the disk did not give.", stats.read_failures),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"millpond_chunk_{name}", text, value)
 
 
 class Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
 from millpond.presets import preset
@@ -49,12 +50,15 @@ def cache_options(fields: CacheFields) -> CacheOptions:
                 message = f"preset {fields.preset!r} decides the {name} too: give one of the two"
                 raise ApiError(400, message, "invalid_value", f"millpond.{name}")
         fields = fields.model_copy(update=preset(fields.preset))
-    return CacheOptions(method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec)
+    return CacheOptions(
+        method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec,
+        recompute=fields.recompute,
+    )  # fmt: skip
 
 
 def requests(
     name: str,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...] | Prompt],
     params: SamplingParams,
     fields: CacheFields,
     cache_salt: str | None,
@@ -92,14 +96,15 @@ def most_tokens(asked: int | None, limit: int | None, param: str = "max_tokens")
     return limit if asked is None else asked
 
 
-def check_room(prompts: Sequence[tuple[int, ...]], asked: int | None, context: int) -> None:
+def check_room(prompts: Sequence[tuple[int, ...] | Prompt], asked: int | None, context: int) -> None:
     """Raises:
     ApiError: an empty prompt, or one that with its answer is longer than the model's context.
     """
     for prompt in prompts:
-        if not prompt:
+        n = prompt.n_tokens if isinstance(prompt, Prompt) else len(prompt)
+        if not n:
             raise ApiError(400, "the prompt has no token", "empty_prompt", "prompt")
-        if len(prompt) + (asked or 1) > context:
-            parts = f"{len(prompt):,} tokens of prompt and {asked or 1:,} new ones"
-            message = f"{parts} are {len(prompt) + (asked or 1):,}; the model's context holds {context:,}"
+        if n + (asked or 1) > context:
+            parts = f"{n:,} tokens of prompt and {asked or 1:,} new ones"
+            message = f"{parts} are {n + (asked or 1):,}; the model's context holds {context:,}"
             raise ApiError(400, message, "context_length_exceeded", "prompt")

@@ -29,6 +29,8 @@ class CacheFields(Body):
     Attributes:
         preset: method, budget and codec in one word, in place of the three.
         watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
+        chunks: [begin, end] of each chunk of a completion's only prompt, in characters of a text, or in tokens.
+        recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
     preset: str | None = None
@@ -39,6 +41,8 @@ class CacheFields(Body):
     priority: int = Field(default=0, ge=-1_000, le=1_000)
     deadline_s: float | None = Field(default=None, gt=0)
     watch: bool = False
+    chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
+    recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
 
 class StreamOptions(Body):

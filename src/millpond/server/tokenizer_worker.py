@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from millpond.engine.chunked_prompt import Prompt, with_ids
+from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
@@ -135,6 +137,33 @@ class TokenizerWorker:
         else:
             text = await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
         return text, await self.encode(text, special=not self.has_template)
+
+    async def chunked(self, prompt: Prompt) -> Prompt:
+        """The same prompt with token ids in place of texts.
+
+        Raises:
+            ApiError: a text that is no Unicode or far longer than the model's context; or there is no tokenizer.
+        """
+        texts = [text for text in prompt.texts if isinstance(text, str)]
+        if texts:
+            self.need("a text", "prompt")
+        self._check_length(sum(map(len, texts)), "prompt")
+        for text in texts:
+            check_text(text, "prompt")
+        return await self._run(lambda own: with_ids(prompt, own), sum(map(len, texts)))
+
+    async def chunked_chat(self, said: Sequence[Message], body: ChatFields, use_tools: bool = True) -> Prompt:
+        """A chat with chunks as the model reads it, in token ids.
+
+        Raises:
+            ApiError: as `chat`; or the template changes the order of chunks.
+        """
+        self._check_length(sum(message.length for message in said), "messages")
+        marked = MarkedChunks(said)
+        text, _ = await self.chat(marked.messages, body, use_tools)
+        parts = marked.split(text)
+        # what a template writes has its special tokens already
+        return await self.chunked(Prompt([(), *parts] if self.has_template else parts))
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""

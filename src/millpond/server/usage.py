@@ -14,11 +14,12 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
     held = [c.kv for output in outputs for c in output.completions if c.kv is not None]
     shared = sum(max((c.kv.shared_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
+    reused = sum(max((c.kv.reused_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": shared},
+        "prompt_tokens_details": {"cached_tokens": shared + reused},
         "millpond": sums(held) | times(outputs),
     }
 
@@ -31,6 +32,9 @@ def sums(held: Sequence[KVStats]) -> dict[str, Any]:
         "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
         "state_bytes": sum(kv.state_bytes for kv in held),
         "evicted": sum(kv.evicted for kv in held),
+        "reused_tokens": sum(kv.reused_tokens for kv in held),
+        "recomputed_tokens": sum(kv.recomputed_tokens for kv in held),
+        "exact": all(kv.exact for kv in held),
         "seen": sum(kv.seen for kv in held),
         "held": round(sum(kv.held for kv in held) / len(held), 2) if held else 0.0,
     }

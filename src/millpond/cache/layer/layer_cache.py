@@ -14,6 +14,7 @@ from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
 from millpond.cache.layer.entry_scores import entry_scores
 from millpond.cache.layer.layer_storage import LayerStorage
+from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
@@ -152,6 +153,32 @@ class LayerCache(LayerStorage):
             out = self._passes.token_by_token(table, q, k, v, span, self.columns)
         else:
             out = self._prefill(table, q, k, v, span, scores)
+        self.columns += span.length
+        return rotate(out) if turned else out
+
+    def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
+        """Take in the tokens of a span of which only some are computed; returns the attention of these.
+
+        Each of them sees the entries at positions up to its own. The plan of the prompt waits.
+
+        Args:
+            q: (Hq, R, key_dim), k: (Hkv, R, key_dim), v: (Hkv, R, value_dim), keys after RoPE, of the computed tokens.
+
+        Returns:
+            (Hq, R, value_dim).
+
+        Raises:
+            PoolFullError: see `attend`.
+        """
+        span = self.timeline.span(self.columns, part.length, 1, None, q.device)
+        k, v = part.complete(self.index, k, v)
+        table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
+        self.attention.shape = shape
+        turned = table.is_hadamard_rotated
+        if turned:
+            q, k, v = rotate(q), rotate(k), rotate(v)
+        table = self._table = self._prompt.begin(table, k.dtype)
+        out = self._passes.read_partial(table, q, k, v, span, part)
         self.columns += span.length
         return rotate(out) if turned else out
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.decode_step import DecodeStep
+from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.planning.planner import Planner
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import PromptChunk
+from millpond.kernels.scattered_rows import attend_scattered
 from millpond.policy.policy import REDUCE, Policy
 
 
@@ -92,6 +94,21 @@ class PromptPass:
                 given = None if scores is None else scores[sequence, :, own]
                 tokens = NewTokens(q_own, k_own, v_own, positions, given)
                 out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, peek)
+        return out
+
+    def read_partial(
+        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, part: PartialSpan
+    ) -> Tensor:
+        """Tokens of one sequence of which only some have queries: q (Hq, R, D), k (Hkv, Q, D), v (Hkv, Q, V).
+
+        All Q entries are stored, and their plan waits. Returns (Hq, R, value_dim).
+        """
+        positions = span.positions(0)
+        q_pos = positions[part.rows.to(positions.device)]
+        found = read_write.join(read_write.read(table, 0), k, v, positions)
+        part.observe(self.attention.index, q, found.keys, found.positions, self.attention.shape)
+        out = attend_scattered(q, found.keys, found.values, q_pos, found.positions, self.attention.shape)
+        self.planner.add_partial(table, q, q_pos, k, v, positions)
         return out
 
     def _decode_some(

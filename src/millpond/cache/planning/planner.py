@@ -116,6 +116,20 @@ class Planner:
             self._companions.pending.pop(sequence, None)  # what waited, of a prompt that was broken off, is found too
             self.plan(table, sequence, found, seen)
 
+    def add_partial(self, table: PageTable, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Hold all tokens of a pass of the only sequence until `run_deferred`, though only some have queries.
+
+        Args:
+            q: (Hq, R, key_dim) at q_pos (R,). k: (Hkv, Q, key_dim), v: (Hkv, Q, value_dim) at positions (Q,).
+        """
+        if len(q_pos):
+            self._companions.queries.remember(0, q, q_pos, self._attention.rope)
+        if not self._policy.keeps_all or self._attention.shape.window:
+            if 0 not in self._companions.pending:
+                self._companions.turns[0] = int(positions[0])
+            self._companions.pending[0] = int(positions[-1]) + 1
+        read_write.append(table, 0, k, v, positions)
+
     def run_deferred(self, table: PageTable, pages: PromptPages, found: ReconstructionProbe | None = None) -> PageTable:
         """Plan what waits for the end of the prompt; scores rise to what was `found`.
 

@@ -34,13 +34,16 @@ class ErrorAnswer(Described):
 
 class KeptFigures(Described):
     """What caches held: bytes of pages, of slots in them without an entry, of a full cache, and of the states of a
-    hybrid; entries that left."""
+    hybrid; entries that left; tokens of the prompt that came from the chunk store, and whether they are exact."""
 
     kv_bytes: int
     unused_bytes: int
     full_kv_bytes: int
     state_bytes: int
     evicted: int
+    reused_tokens: int
+    recomputed_tokens: int
+    exact: bool
     seen: int
     held: float
 
@@ -63,6 +66,9 @@ class ChoiceFigures(Described):
     full_kv_bytes: int | None = None
     state_bytes: int | None = None
     evicted: int | None = None
+    reused_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    exact: bool | None = None
     seen: int | None = None
     held: float | None = None
 

@@ -8,8 +8,10 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
+from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
@@ -52,7 +54,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    _, prompt = await service.tokens.chat(body.messages, body, use_tools=body.tool_choice != "none")
+    prompt = await _prompt(service, body)
     check_room([prompt], asked, service.llm.context_length)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -65,3 +67,17 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+
+
+async def _prompt(service: Service, body: ChatBody) -> tuple[int, ...] | Prompt:
+    """What the model reads of a chat.
+
+    Raises:
+        ApiError: see `TokenizerWorker.chat` and `TokenizerWorker.chunked_chat`.
+    """
+    refuse_spans(body.millpond.chunks)
+    use_tools = body.tool_choice != "none"
+    if has_chunks(body.messages):
+        return await service.tokens.chunked_chat(body.messages, body, use_tools)
+    _, prompt = await service.tokens.chat(body.messages, body, use_tools)
+    return prompt

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
+from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.response_format import CompletionVoice
@@ -47,7 +50,10 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     default = _MAX_TOKENS if limit is None else min(_MAX_TOKENS, limit)
     asked = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
     prompts, texts = await _prompts(service, body.prompt)
-    check_room(prompts, asked, service.llm.context_length)
+    read: Sequence[tuple[int, ...] | Prompt] = prompts
+    if body.millpond.chunks:
+        read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
+    check_room(read, asked, service.llm.context_length)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
         body, max_tokens=max(asked or 0, 1), logprobs=body.logprobs,
@@ -58,9 +64,27 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         token_ids=not service.tokens.exists,
     )  # fmt: skip
     name = f"cmpl-{uuid.uuid4().hex}"
-    made = requests(name, prompts, params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    made = requests(name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+
+
+async def _chunked(
+    service: Service,
+    body: CompletionBody,
+    prompts: list[tuple[int, ...]],
+    texts: list[str | None],
+    spans: list[tuple[int, int]],
+) -> Prompt:
+    """The only prompt of a body, with its chunks.
+
+    Raises:
+        ApiError: several prompts, or one that is repeated in the answer; or bad spans.
+    """
+    if len(prompts) != 1 or body.echo:
+        message = "millpond.chunks goes with one prompt that is not echoed; send a request for each"
+        raise ApiError(400, message, "invalid_value", "millpond.chunks")
+    return await service.tokens.chunked(with_spans(prompts[0] if texts[0] is None else texts[0], spans))
 
 
 async def _prompts(

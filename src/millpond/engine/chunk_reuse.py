@@ -1,0 +1,213 @@
+"""Reuse of stored chunks in the prompts of an engine: which variant of each chunk, and what is computed again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.chunks.key import ids_key, salted
+from millpond.cache.chunks.shape import StoredShape
+from millpond.cache.chunks.store import ChunkStore
+from millpond.cache.chunks.variant import ChunkVariant
+from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.engine.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
+from millpond.engine.chunked_prompt import PromptSpan
+from millpond.engine.prefix_sharing import can_share
+from millpond.engine.request import CacheOptions
+from millpond.errors import OptionError, UnsupportedModelError
+from millpond.hf.document import fingerprint
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.signals.rotary import layer_rotations
+from millpond.policy.reuse import Pick, Recompute, pick_tokens
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import PackedModel
+
+#: deviation(begin, variant) -> (n,) how far the keys of a chunk are from those of this prompt.
+Deviation = Callable[[int, ChunkVariant], Tensor]
+
+
+def model_mark(model: Any, weights: str | None) -> str:
+    """Mark of a model and the format of its weights; to be made before these are packed."""
+    return hashlib.sha256(f"{fingerprint(model)} {model.dtype} {weights}".encode()).hexdigest()
+
+
+class ChunkReuse:
+    """A chunk store with the model that it belongs to.
+
+    Args:
+        mark: see `model_mark`.
+
+    Raises:
+        UnsupportedModelError: keys of this model cannot be moved; the message says why.
+        OptionError: the store is another model's.
+    """
+
+    def __init__(self, store: ChunkStore, model: PackedModel, mark: str) -> None:
+        self.store, self._model = store, model
+        self._rotations = _rotations(model)
+        layers = tuple((layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in model.layers)
+        store.bind(StoredShape(mark, model.dtype, layers))
+
+    def check(
+        self, recipe: CacheFactory, method: str, spans: Sequence[PromptSpan], options: CacheOptions, logprobs: bool
+    ) -> bool:
+        """Whether a request takes chunks from the store or gives some to it; False: its prompt runs as any other.
+
+        method: of `recipe`. logprobs: those of the prompt are wanted.
+
+        Raises:
+            OptionError: a method that needs all queries of a prompt, and some would not be computed; or a chunk that
+                no tier can hold.
+        """
+        for span in spans:
+            if span.is_chunk:
+                self.store.check_size(span.end - span.begin)
+        apart = recipe.policy.scores_entries or not can_share(recipe)
+        if options.recompute == 1:
+            return not apart and not logprobs
+        if apart:
+            raise OptionError(
+                f"method {method!r} needs every query or hidden state of a prompt, and "
+                "tokens that come from a chunk store have none; give recompute=1, or a method such as 'full', 'snapkv' "
+                "or 'keydiff'"
+            )
+        if logprobs:
+            raise OptionError("prompt_logprobs need every token of the prompt to be computed; give recompute=1")
+        if options.pick == "deviation":
+            self._model.check_second_layer()
+        return True
+
+    def begin(
+        self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, window: int, salt: str | None
+    ) -> PromptBlend:
+        """Choose a variant of each chunk of a prompt, and what is computed.
+
+        The first token of a prompt is computed, unless it comes from a chunk that was stored at a beginning: most
+        models let all tokens attend to it, whatever it is, and one from the middle of another text does not serve.
+
+        Args:
+            ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request. It takes chunks
+                that were stored without a salt or with its own; those that it gives are for its own salt alone, in
+                memory.
+        """
+        recompute, pick = options.recompute, options.pick
+        computed = np.ones(len(ids), dtype=bool)
+        reused: list[ReusedChunk] = []
+        kept: list[ComputedChunk] = []
+        before: dict[str, int] = {}
+        exact = True
+        deviation = _Deviation(self._model, self._rotations, ids) if pick == "deviation" else None
+        for span in spans:
+            key = ids_key(ids[span.begin : span.end])
+            if span.is_chunk:
+                prefix = ids_key(ids[: span.begin])
+                own = key if salt is None else salted(key, salt)
+                found, keep = self._variant({key, own}, prefix, list(before), recompute)
+                if found is None:
+                    if keep and all(one.chunk != own for one in kept):
+                        kept.append(_to_keep(ids, span, own, prefix, exact, before, spans))
+                else:
+                    variant, share, same = found
+                    exact = exact and same
+                    picked = _picked(pick, variant, span.begin, share, prefix, deviation)
+                    computed[span.begin : span.end] = False
+                    computed[span.begin + picked.numpy()] = True
+                    reused.append(ReusedChunk(span.begin, variant))
+            before[key] = span.end - span.begin
+        if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(())):
+            computed[0] = True
+        computed[len(ids) - max(1, window) :] = True
+        return PromptBlend(computed, reused, kept, exact, self._rotations, private=salt is not None)
+
+    def _variant(
+        self, keys: set[str], prefix: str, before: list[str], recompute: Recompute
+    ) -> tuple[tuple[ChunkVariant, float, bool] | None, bool]:
+        """The variant with the least CFO under some keys, the share that is computed again, and whether it is exact.
+
+        None: there is none, or all of it is computed; then whether the store shall have what is computed.
+        """
+        known = [facts for key in sorted(keys) for facts in self.store.find(key)]
+        if recompute == 1 and known:
+            return None, False
+        for facts in sorted(known, key=lambda one: one.share(prefix, before, self.store.alpha)):
+            same = facts.exact and facts.prefix == prefix
+            share = facts.share(prefix, before, self.store.alpha)
+            share = share if recompute == "auto" or same else float(recompute)
+            if share >= 1:
+                return None, True
+            variant = self.store.take(facts, share)
+            if variant is not None:
+                return (variant, share, same), False
+        self.store.missed()
+        return None, True
+
+
+def _to_keep(
+    ids: np.ndarray, span: PromptSpan, key: str, prefix: str, exact: bool, before: dict[str, int],
+    spans: Sequence[PromptSpan],
+) -> ComputedChunk:  # fmt: skip
+    """A chunk that is computed for the store.
+
+    The first token of a prompt counts for no part: most tokens attend to it, whatever it is.
+    """
+    numbers = {part: number for number, part in enumerate(before)}
+    parts = torch.full((len(ids),), len(before) + 1)
+    for one in spans:
+        if one.end <= span.begin:
+            parts[one.begin : one.end] = numbers[ids_key(ids[one.begin : one.end])]
+    parts[span.begin : span.end] = len(before)
+    if span.begin:
+        parts[0] = len(before) + 1
+    sums = torch.zeros(span.end - span.begin, len(before) + 1)
+    return ComputedChunk(span.begin, span.end, key, prefix, exact, dict(before), parts, sums)
+
+
+def _picked(
+    pick: Pick, variant: ChunkVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
+) -> Tensor:
+    """(n,) int64: the tokens of a chunk that are computed again."""
+    n = variant.facts.n_tokens
+    if not share:
+        return torch.zeros(0, dtype=torch.int64)
+    scores = variant.scores if deviation is None else deviation(begin, variant)
+    return pick_tokens(pick, scores, n, share, seed=int(prefix[:12], 16))
+
+
+class _Deviation:
+    """Deviation of the keys of layer 1 from cached ones, after layer 0 has computed all tokens (CacheBlend)."""
+
+    def __init__(self, model: PackedModel, rotations: Rotations, ids: np.ndarray) -> None:
+        self._rotation = rotations[1]
+        self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
+
+    def __call__(self, begin: int, variant: ChunkVariant) -> Tensor:
+        old = variant.keys[1].to(self._keys.device)
+        places = torch.arange(begin, begin + old.shape[1], device=old.device)
+        if self._rotation is not None:
+            old = self._rotation.rotate(old[None], places[None])[0]
+        new = self._keys[:, begin : begin + old.shape[1]]
+        return (new.float() - old.float()).square().sum((0, 2)).cpu()
+
+
+def _rotations(model: PackedModel) -> list[RotaryEmbedding | None]:
+    """How the layers of a model turn their keys.
+
+    Raises:
+        UnsupportedModelError: its keys cannot be moved.
+    """
+    profile = ModelProfile.of(model.model)
+    why = None
+    if model.states is not None:
+        why = "has layers with recurrent states, which sum up all tokens before"
+    elif any(model.readers.values()):
+        why = "has layers that read the keys of others"
+    elif profile.rotary is None:
+        why = "has no rotary position embedding: its positions are part of what each layer reads"
+    if why is not None:
+        raise UnsupportedModelError(f"{profile.name} {why}, so cached chunks cannot be moved; leave chunk_store out")
+    return list(layer_rotations(profile))

@@ -1,0 +1,112 @@
+"""Attention of queries at scattered positions: each sees the entries at positions up to its own.
+
+Where entries lie in the order of their positions, a few queries at a time meet all entries before the first of them and
+their own in the kernel of prompts; the entries between them are few, and are met in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from millpond.kernels import ops
+from millpond.kernels.args import AttentionShape, PrefillArgs
+from millpond.kernels.eager.softmax import lse_merge, soft_cap, softmax_with_sink, wide
+
+#: Logits of one block of queries in plain torch: few enough to stay in the cache of a core.
+BLOCK_LOGITS = 1 << 21
+#: Queries that meet the entries before them together. More of them have more entries between them.
+BLOCK_ROWS = 32
+
+
+def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape) -> Tensor:
+    """(Hq, R, value_dim) in the dtype of the queries.
+
+    Args:
+        q: (Hq, R, key_dim) at positions q_pos (R,) int32, ascending. k: (Hkv, N, key_dim), v: (Hkv, N, value_dim), at
+            positions k_pos (Hkv or 1, N) int32, -1 for none; in any order.
+    """
+    if not q.shape[1]:
+        return q.new_empty(len(q), 0, v.shape[-1])
+    if bool((k_pos == torch.arange(k.shape[1], dtype=k_pos.dtype, device=k.device)).all()):
+        places = q_pos.tolist()
+        return torch.cat([_in_order(q, k, v, q_pos, begin, end, shape) for begin, end in _blocks(places)], 1)
+    found = (p @ v.to(p.dtype)[:, None] for p, _ in _probabilities(q, k, q_pos, k_pos, shape))
+    return torch.cat([out.flatten(0, 1).to(q.dtype) for out in found], 1)
+
+
+def attention_to_parts(
+    q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape, parts: Tensor, n_parts: int
+) -> Tensor:
+    """(R, n_parts) float32: the attention of each query to each part, the mean over the heads.
+
+    Args:
+        parts: (N,) int64, the part of each key, `n_parts` for keys that count for none. The rest: as of
+            `attend_scattered`.
+    """
+    sums = [p.mean((0, 1)) for p, _ in _probabilities(q, k, q_pos, k_pos, shape)]
+    found = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
+    out = torch.zeros(len(found), n_parts + 1, dtype=torch.float32, device=q.device)
+    return out.index_add_(1, parts, found)[:, :n_parts]
+
+
+def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the queries that are taken together: long runs of neighbours, and a few of the others."""
+    runs: list[list[int]] = []
+    for number, place in enumerate(places):
+        if runs and places[number - 1] == place - 1:
+            runs[-1][1] = number + 1
+        else:
+            runs.append([number, number + 1])
+    begin = 0
+    for first, last in runs:
+        if last - first >= BLOCK_ROWS or last - begin > BLOCK_ROWS:
+            if first > begin:
+                yield begin, first
+            begin = first
+        if last - first >= BLOCK_ROWS:
+            yield first, last
+            begin = last
+    if begin < len(places):
+        yield begin, len(places)
+
+
+def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: int, shape: AttentionShape) -> Tensor:
+    """`attend_scattered` of the queries begin..end, where the n-th entry is at position n."""
+    rows, own = q[:, begin:end], q_pos[begin:end]
+    first, last, n = int(own[0]), int(own[-1]), end - begin
+    past = torch.arange(first, dtype=own.dtype, device=own.device)[None] if first else None
+    if last - first + 1 == n:
+        return ops.prefill(PrefillArgs(rows, k[:, : last + 1], v[:, : last + 1], own, shape, past)).out
+    index = own.long()
+    keys, values = (torch.cat([t[:, :first], t[:, index]], 1) for t in (k, v))
+    out, lse, _ = ops.prefill(PrefillArgs(rows, keys, values, own, shape, past))
+    between = torch.ones(last - first, dtype=torch.bool, device=own.device)
+    between[index[:-1] - first] = False
+    gaps = torch.nonzero(between).flatten() + first
+    without_sink = replace(shape, sink_logits=None)  # which the first part has counted
+    parts = _probabilities(rows, k[:, gaps], own, gaps[None].to(own.dtype), without_sink)
+    found = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), other.flatten(0, 1)) for p, other in parts]
+    more, more_lse = (torch.cat(part, 1) for part in zip(*found, strict=True))
+    return lse_merge(out, lse, more, more_lse)[0]
+
+
+def _probabilities(
+    q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(Hkv, group, rows, N) and their log-sum-exp (Hkv, group, rows), of blocks of queries one after another."""
+    n_kv_heads, dtype = len(k), wide(q.dtype)
+    rows = q.to(dtype).reshape(n_kv_heads, len(q) // n_kv_heads, *q.shape[1:])
+    keys = k.to(dtype)[:, None].transpose(-1, -2)
+    sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
+    block = max(16, BLOCK_LOGITS // max(len(q) * k.shape[1], 1))
+    for begin in range(0, q.shape[1], block):
+        logits = soft_cap(rows[:, :, begin : begin + block] @ keys * shape.scale, shape.softcap)
+        distance = q_pos[None, begin : begin + block, None] - k_pos[:, None, :]
+        visible = (k_pos[:, None, :] >= 0) & (distance >= 0)
+        if shape.window:
+            visible &= distance < shape.window
+        yield softmax_with_sink(logits, visible[:, None], sink)
