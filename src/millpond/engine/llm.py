@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 
+from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
@@ -19,7 +20,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.errors import OptionError
+from millpond.errors import OptionError, unknown
 from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
@@ -27,6 +28,9 @@ from millpond.optional import require
 
 #: What `generate` takes: a text, token ids, or several of either.
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+#: Order of the requests of one call, see `LLM.generate`.
+Schedule = Literal["arrival", "batch"]
 
 
 class LLM:
@@ -101,6 +105,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts.
@@ -109,6 +114,8 @@ class LLM:
             prompts: one or several, texts or token ids.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
+            schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
+                that `plan_batch` shows. The tokens are the same.
             progress: show a bar (needs rich).
 
         Returns:
@@ -117,7 +124,8 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        return sorted(self.stream(prompts, params, cache=cache, progress=progress), key=lambda out: int(out.request_id))
+        found = self.stream(prompts, params, cache=cache, schedule=schedule, progress=progress)
+        return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
         self,
@@ -125,26 +133,58 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        each = _prompts(prompts)
-        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
-        if len(chosen) != len(each):
-            raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
-        asked = [
-            Request(request_id=str(next(self._names)), prompt=prompt, params=own, cache=cache or CacheOptions())
-            for prompt, own in zip(each, chosen, strict=True)
-        ]
+        if schedule not in get_args(Schedule):
+            raise unknown("schedule", schedule, get_args(Schedule))
+        asked = self._requests(prompts, params, cache)
         try:
-            for request in asked:
-                self.engine.add(request)
+            if schedule == "batch":
+                self.engine.add_batch(asked)
+            else:
+                for request in asked:
+                    self.engine.add(request)
             outputs = self._outputs()
             yield from _shown(outputs, len(asked)) if progress else outputs
         finally:
             for request in asked:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
+
+    def plan_batch(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheOptions | None = None,
+        levels: int | None = None,
+    ) -> BatchPlan:
+        """What `generate(..., schedule="batch")` reads once, in which order, and how much it spares; runs nothing.
+
+        Args:
+            levels: of common beginnings; None as in `generate`; 1: that of BatchLLM, to compare with.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: as `generate`.
+        """
+        return self.engine.plan_batch(self._requests(prompts, params, cache), levels)
+
+    def _requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache: CacheOptions | None,
+    ) -> list[Request]:
+        each = _prompts(prompts)
+        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
+        if len(chosen) != len(each):
+            raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
+        return [
+            Request(request_id=str(next(self._names)), prompt=prompt, params=own, cache=cache or CacheOptions())
+            for prompt, own in zip(each, chosen, strict=True)
+        ]
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

@@ -11,7 +11,7 @@ from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job, State
+from millpond.engine.scheduler import Job, MemoryNeed, State
 from millpond.errors import MillpondError
 
 
@@ -22,6 +22,8 @@ class RequestState:
     Attributes:
         ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
+        trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
+            trunk. whole_need: what it holds at most without one.
     """
 
     request: Request
@@ -33,10 +35,14 @@ class RequestState:
     stack: BatchCache | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: MillpondError | None = None
+    trunk: RequestState | None = field(default=None, repr=False)
+    users: set[RequestState] = field(default_factory=set, repr=False)
+    whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
     def __post_init__(self) -> None:
         self.numbers = np.array(self.ids, dtype=np.int64)
+        self.whole_need = self.job.need
 
     @property
     def unfinished(self) -> list[CompletionState]:

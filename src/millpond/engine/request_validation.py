@@ -33,15 +33,15 @@ class RequestValidator:
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
-    def validate(self, request: Request) -> RequestState:
-        """What the engine works on.
+    def validate(self, request: Request, ids: tuple[int, ...] | None = None) -> RequestState:
+        """What the engine works on; ids: the prompt's, where they are known.
 
         Raises:
             OptionError: a prompt that is empty, longer than the model's context or needs a tokenizer; a value out of
                 range. BudgetError: the request can never fit the memory. Also what `compress` raises.
         """
         arrived = time.monotonic()
-        ids = self._ids(request)
+        ids = self.ids_of(request) if ids is None else ids
         most = self._most_new(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
@@ -74,7 +74,12 @@ class RequestValidator:
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs)
 
-    def _ids(self, request: Request) -> tuple[int, ...]:
+    def ids_of(self, request: Request) -> tuple[int, ...]:
+        """The tokens of its prompt.
+
+        Raises:
+            OptionError: see `validate`.
+        """
         if isinstance(request.prompt, str):
             if self._tokenizer is None:
                 raise OptionError("a prompt of text needs a tokenizer; give token ids, or the engine its tokenizer")

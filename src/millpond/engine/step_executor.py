@@ -19,6 +19,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
 from millpond.engine.scheduler import Scheduler, Step
+from millpond.engine.trunks import Trunks
 from millpond.errors import MillpondError
 from millpond.runner.packed_model import PackedModel
 
@@ -39,12 +40,13 @@ class StepExecutor:
         scheduler: Scheduler,
         sampler: Sampler,
         sharing: PrefixSharing,
+        trunks: Trunks,
         live: Mapping[str, RequestState],
         tokenizer: object,
     ) -> None:
         self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0)
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
-        self._sharing, self._live, self._tokenizer = sharing, live, tokenizer
+        self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
     def share(self, step: Step) -> None:
         """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""
@@ -105,9 +107,9 @@ class StepExecutor:
         """
         if live.job.read or live.stack is not None:
             return n
-        shared = self._sharing.begin(live)
+        shared = self._trunks.begin(live) or self._sharing.begin(live)
         self._scheduler.mark_read(live.job, shared, served=False)
-        self.counts["shared_tokens"] += shared
+        self.counts["shared_tokens"] += shared if live.answers else 0
         for answer in live.answers:
             answer.shared = shared
         return min(n, live.job.prompt - live.job.read)
@@ -119,7 +121,7 @@ class StepExecutor:
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
         start = live.job.read
-        ends = start + n == len(live.ids)
+        ends = start + n == len(live.ids) and not live.job.trunk
         return PromptSegment(live.stack, live.numbers[start : start + n], start, ends, live.prompt_logprobs is not None)
 
     def _score_prompt(self, live: RequestState, part: PromptSegment, logits: Tensor) -> None:
@@ -170,6 +172,7 @@ class StepExecutor:
                 stack.settle()
                 for error in stack.take_lost().values():
                     raise error
+            self._trunks.planned(live)
         except MillpondError as error:
             live.fail(error)
             going = []

@@ -49,6 +49,7 @@ class BatchPlan:
         readings: trunks and prompts in their order: all behind a trunk follow it before another one begins.
         tokens: of all prompts. least: of them, those that differ, which any order reads.
         to_read: tokens that this plan reads. most_pinned: tokens of trunks that are held at a time, at most.
+        pinned_bytes: of their pages; None where the model is not known.
     """
 
     trunks: tuple[Trunk, ...]
@@ -57,6 +58,7 @@ class BatchPlan:
     least: int
     to_read: int
     most_pinned: int
+    pinned_bytes: int | None = None
 
     @property
     def order(self) -> list[int]:
@@ -80,21 +82,24 @@ def plan_batch(
 
     Args:
         prompts: token ids of each. answers: tokens expected in answer to each; None: as many for each.
-        levels: 1 for the rule of the paper, which lets no trunk continue another; None: as many as there are.
+        levels: 1 for the rule of the paper, which lets no trunk continue another; 0 for no trunks; None: as many as
+            there are.
         shortest: tokens of a trunk behind its parent, at least.
 
     Raises:
-        OptionError: levels that are neither, fewer than 1 token, or another number of answers than of prompts.
+        OptionError: other levels, fewer than 1 token, or another number of answers than of prompts.
     """
-    if levels not in (None, 1):
-        raise OptionError(f"levels={levels!r} must be 1, or None for as many as the prompts have")
+    if levels not in (None, 0, 1):
+        raise OptionError(f"levels={levels!r} must be 0, 1, or None for as many as the prompts have")
     if shortest < 1:
         raise OptionError(f"shortest={shortest} must be at least 1 token")
     if answers is not None and len(answers) != len(prompts):
         raise OptionError(f"{len(answers)} answers for {len(prompts)} prompts: give one for each, or None")
     tree = RadixTree.of([prompt[:-1] for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    trunks, behind = _trunks(tree, shortest) if levels is None else one_level(tree, shortest)
+    trunks, behind = [], [-1] * len(prompts)
+    if levels != 0:
+        trunks, behind = _trunks(tree, shortest) if levels is None else one_level(tree, shortest)
     found = [Trunk(*trunk) for trunk in trunks]
     weights = np.ones(len(prompts)) if answers is None else np.asarray(answers, dtype=np.float64)
     readings, most = _walk(found, behind, lengths, weights)
