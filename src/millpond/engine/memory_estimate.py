@@ -170,6 +170,7 @@ def pages_to_settle(
     nothing was.
     """
     pages: list[Pages] = []
+    may_share = shares_pages(recipe)  # else the last pass has left none that others hold
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
         pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
@@ -180,7 +181,7 @@ def pages_to_settle(
         held = None if stack is None else stack.layers[index].table
         if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
             need[pool] += plain
-        elif held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
+        elif held is not None and may_share and (packed is not None or layer.window or not recipe.policy.keeps_all):
             need[pool] += held.pages_to_renew(plain)
         pages.append(dict(need))
     return one_at_a_time(recipe, pages)

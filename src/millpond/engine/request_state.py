@@ -24,6 +24,7 @@ class RequestState:
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
+        waited: steps in which it waited for others to read what it begins with.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class RequestState:
     error: MillpondError | None = None
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
+    waited: int = 0
     whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 

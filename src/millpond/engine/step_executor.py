@@ -18,10 +18,13 @@ from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
-from millpond.engine.scheduler import Scheduler, Step
+from millpond.engine.scheduler import Job, Scheduler, State, Step
 from millpond.engine.trunks import Trunks
 from millpond.errors import MillpondError
 from millpond.runner.packed_model import PackedModel
+
+#: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
+MOST_WAITED = 8
 
 
 class StepExecutor:
@@ -49,8 +52,21 @@ class StepExecutor:
         self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
     def share(self, step: Step) -> None:
-        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""
-        step.chunks = [(job, self._share(self._live[job.key], n)) for job, n in step.chunks]
+        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
+
+        One whose next block is being read for another waits for it, a few steps at most.
+        """
+        begun = [live for live in self._live.values() if live.job.state is State.READING and live.stack is not None]
+        chunks: list[tuple[Job, int]] = []
+        for job, n in step.chunks:
+            live = self._live[job.key]
+            if live.stack is None and live.trunk is None:
+                if live.waited < MOST_WAITED and self._sharing.waits(live, begun):
+                    live.waited += 1
+                    continue
+                begun.append(live)
+            chunks.append((job, self._share(live, n)))
+        step.chunks = chunks
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
@@ -74,7 +90,9 @@ class StepExecutor:
             if live.error is not None:
                 continue
             self._score_prompt(live, part, found)
-            if part.ends:
+            if not part.ends:
+                self._sharing.keep_blocks(live)
+            else:
                 read.append(live)
                 answers += live.answers
                 rows.append(found[-1:].expand(len(live.answers), -1))
