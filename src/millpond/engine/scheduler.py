@@ -352,12 +352,14 @@ class Scheduler:
 
     def _admit_preempted_and_new(self, step: Step) -> None:
         passed: dict[ClientService, Job] = {}
-        behind = 0  # bytes for the largest of the jobs before this one that wait for their trunk
+        owed: dict[Job | None, int] = {}  # bytes for jobs that wait for their trunk, and for trunks that it waits for
+        behind = 0  # the largest of those before this job
         for job in self._queue():
             if job.account in passed:
                 continue
             if job.waits:
-                behind = max(behind, job.reserved)
+                owed[job] = job.reserved + owed.get(job.after, 0)
+                behind = max(behind, owed[job])
             elif job in step.out or not self._may_begin(job, behind, step):
                 passed[job.account] = job
             else:

@@ -77,11 +77,11 @@ def test_each_token_that_differs_is_read_once(seed: int) -> None:
 
 
 def test_one_level_forks_where_it_spares() -> None:
-    """Behind 30 common tokens four prompts with 40 more pay for reading the 30 again; two with 20 and another do not."""
+    """Behind 30 common tokens four prompts with 40 more pay for reading the 30 again, two with 20 do not."""
     head, long, short = list(range(30)), list(range(100, 140)), list(range(200, 220))
     many = [head + long + [300 + n, 1] for n in range(4)]
     few = [head + short + [400 + n, 1] for n in range(2)]
-    other = [head + [500, 1]]
+    other = [[*head, 500, 1]]
     plan = plan_batch(many + few + other, levels=1)
     assert sorted(trunk.length for trunk in plan.trunks) == [30, 70]
     assert plan.to_read == 70 + 4 * 2 + 30 + 2 * 22 + 2
