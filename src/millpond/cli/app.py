@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from millpond.cli import (
+    batch,
     calibrate,
     chat,
     documents,
@@ -81,7 +82,7 @@ def _root(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": generate.generate, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
+    "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
     "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
     "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
     "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,

@@ -142,6 +142,11 @@ class Engine:
         """
         return self._sampler.bans_of(params)
 
+    def check(self, request: Request) -> None:
+        """Raises what `add` would raise of a request, and takes nothing in."""
+        self._check_name(request.request_id)
+        self._intake.validate(request)
+
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.
 

@@ -65,6 +65,14 @@ class BatchPlan:
         """The prompts in their order."""
         return [reading.prompt for reading in self.readings if reading.prompt is not None]
 
+    def __str__(self) -> str:
+        held = "" if self.pinned_bytes is None else f", {self.pinned_bytes:,} bytes"
+        return (
+            f"{len(self.order):,} prompts, {self.tokens:,} tokens: {self.least:,} differ, {self.to_read:,} are read "
+            f"({self.saved:.1%} spared); {len(self.trunks):,} common beginnings, at most {self.most_pinned:,} tokens of "
+            f"them held at a time{held}"
+        )
+
     @property
     def saved(self) -> float:
         """Share of the prompts' tokens that are not read."""
