@@ -69,8 +69,8 @@ class BatchPlan:
         held = "" if self.pinned_bytes is None else f", {self.pinned_bytes:,} bytes"
         return (
             f"{len(self.order):,} prompts, {self.tokens:,} tokens: {self.least:,} differ, {self.to_read:,} are read "
-            f"({self.saved:.1%} spared); {len(self.trunks):,} common beginnings, at most {self.most_pinned:,} tokens of "
-            f"them held at a time{held}"
+            f"({self.saved:.1%} spared); {len(self.trunks):,} common beginnings, of which at most {self.most_pinned:,} "
+            f"tokens{held} are held at a time"
         )
 
     @property

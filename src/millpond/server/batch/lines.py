@@ -44,7 +44,7 @@ class RefusedLine:
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[BatchLine | RefusedLine]:
-    """Every line that is not blank; two requests with the same `custom_id` cannot be told apart, and the second goes."""
+    """Every line that is not blank; the second of two with the same `custom_id` is refused."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
