@@ -83,7 +83,8 @@ def _root(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
+    "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask,
+    "chat": chat.chat,
     "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
     "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
     "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class BatchBench:
     new_tokens: int = 16
     repeats: int = 3
     seed: int = 0
-    shape: ModelShape = ModelShape()
+    shape: ModelShape = field(default_factory=ModelShape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ def markdown(data: dict[str, Any]) -> str:
             f"{data['hardware']}; {data['software']}.\n",
             f"`{data['command']}`\n" if "command" in data else "",
             f"{model_phrase(data['model'])}, {data['model']['parameters'] / 1e6:.3g}M parameters; "
-            f"{data['prompts']} prompts in random order, texts per level x tokens: {tree}; {data['tokens']:,} tokens, of "
-            f"which {data['distinct']:,} differ ({data['best']:.1%} could be spared); {plan['new_tokens']} new tokens; "
-            f"{limit}; budget {plan['budget']} but for full; medians of {plan['repeats']} repetitions in turns.\n",
+            f"{data['prompts']} prompts in random order, texts per level x tokens: {tree}; {data['tokens']:,} tokens, "
+            f"of which {data['distinct']:,} differ ({data['best']:.1%} could be spared); "
+            f"{plan['new_tokens']} new tokens; {limit}; budget {plan['budget']} but for full; medians of {plan['repeats']} repetitions in turns.\n",
             markdown_table(_HEAD, rows),
         ]
     )
