@@ -25,7 +25,8 @@ def markdown(data: dict[str, Any]) -> str:
             f"{model_phrase(data['model'])}, {data['model']['parameters'] / 1e6:.3g}M parameters; "
             f"{data['prompts']} prompts in random order, texts per level x tokens: {tree}; {data['tokens']:,} tokens, "
             f"of which {data['distinct']:,} differ ({data['best']:.1%} could be spared); "
-            f"{plan['new_tokens']} new tokens; {limit}; budget {plan['budget']} but for full; medians of {plan['repeats']} repetitions in turns.\n",
+            f"{plan['new_tokens']} new tokens; {limit}; budget {plan['budget']} "
+            f"but for full; medians of {plan['repeats']} repetitions in turns.\n",
             markdown_table(_HEAD, rows),
         ]
     )
