@@ -33,7 +33,7 @@ class Trunk(NamedTuple):
     parent: int
 
 
-class Reading(NamedTuple):
+class PlannedReading(NamedTuple):
     """What is read next: a trunk (its number), or a prompt (`trunk` is the one it begins with, -1 for none)."""
 
     trunk: int
@@ -53,7 +53,7 @@ class BatchPlan:
     """
 
     trunks: tuple[Trunk, ...]
-    readings: tuple[Reading, ...]
+    readings: tuple[PlannedReading, ...]
     tokens: int
     least: int
     to_read: int
@@ -139,25 +139,25 @@ def _trunks(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]],
 
 def _walk(
     trunks: Sequence[Trunk], behind: Sequence[int], lengths: np.ndarray, answers: np.ndarray
-) -> tuple[list[Reading], int]:
+) -> tuple[list[PlannedReading], int]:
     """Depth first, and the most tokens of trunks that are held at a time: each until all behind it have begun."""
     root, n = len(trunks), len(trunks)
-    children: list[list[tuple[float, Reading]]] = [[] for _ in range(n + 1)]
+    children: list[list[tuple[float, PlannedReading]]] = [[] for _ in range(n + 1)]
     to_read, expected = np.zeros(n + 1), np.zeros(n + 1)
     for prompt, trunk in enumerate(behind):
         rest = int(lengths[prompt]) - _length(trunks, trunk)
-        children[trunk].append((float(answers[prompt]) / max(rest, 1), Reading(trunk, prompt)))
+        children[trunk].append((float(answers[prompt]) / max(rest, 1), PlannedReading(trunk, prompt)))
         to_read[trunk] += rest
         expected[trunk] += answers[prompt]
     for number in range(n - 1, -1, -1):  # children come after their parents
         to_read[number] += trunks[number].length - _length(trunks, trunks[number].parent)
         ratio = float(expected[number] / to_read[number])
-        children[trunks[number].parent].append((ratio, Reading(number)))
+        children[trunks[number].parent].append((ratio, PlannedReading(number)))
         to_read[trunks[number].parent] += to_read[number]
         expected[trunks[number].parent] += expected[number]
-    readings: list[Reading] = []
+    readings: list[PlannedReading] = []
     held = most = 0
-    open_: list[tuple[int, Iterator[tuple[float, Reading]]]] = [(root, _largest_first(children[root]))]
+    open_: list[tuple[int, Iterator[tuple[float, PlannedReading]]]] = [(root, _largest_first(children[root]))]
     while open_:
         number, rest_of = open_[-1]
         following = next(rest_of, None)
@@ -174,5 +174,5 @@ def _walk(
     return readings, most
 
 
-def _largest_first(found: list[tuple[float, Reading]]) -> Iterator[tuple[float, Reading]]:
+def _largest_first(found: list[tuple[float, PlannedReading]]) -> Iterator[tuple[float, PlannedReading]]:
     return iter(sorted(found, key=lambda one: (-one[0], one[1].prompt is None, one[1].prompt or one[1].trunk)))
