@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
 from millpond.errors import OptionError
 
 
-class TreeLevel(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TreeLevel:
     """How many texts follow each text of the level before, and how many tokens each has."""
 
     count: int

@@ -59,7 +59,7 @@ def run(plan: BatchBench, tell: Callable[[str], None] = lambda _: None) -> dict[
         **describe_machine().header("batch"), "model": {**plan.shape.config(), "parameters": parameters},
         "prompts": len(prompts), "tokens": planned.tokens, "distinct": planned.least,
         "best": 1 - planned.least / planned.tokens,
-        "plan": {**asdict(plan), "shape": None, "tree": [list(level) for level in plan.tree]},
+        "plan": {**asdict(plan), "shape": None, "tree": [[level.count, level.tokens] for level in plan.tree]},
         "results": [asdict(row) for row in rows],
     }  # fmt: skip
 

@@ -46,7 +46,7 @@ def one_level(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]
     """
     groups = _groups(tree)
     behind = [-1] * len(tree.node_of)
-    trunks = []
+    trunks: list[tuple[int, int, int]] = []
     for group in groups:
         members = group.flat()
         if group.length < shortest or len(members) < 2:

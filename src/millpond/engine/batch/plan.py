@@ -105,7 +105,8 @@ def plan_batch(
         raise OptionError(f"{len(answers)} answers for {len(prompts)} prompts: give one for each, or None")
     tree = RadixTree.of([prompt[:-1] for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    trunks, behind = [], [-1] * len(prompts)
+    trunks: list[tuple[int, int, int]] = []
+    behind = [-1] * len(prompts)
     if levels != 0:
         trunks, behind = _trunks(tree, shortest) if levels is None else one_level(tree, shortest)
     found = [Trunk(*trunk) for trunk in trunks]
