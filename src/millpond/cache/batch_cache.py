@@ -130,7 +130,10 @@ class BatchCache:
         self.select([s for s in range(self.n_seq) if s not in set(sequences)])
 
     def lend(self, sequences: list[int], into: BatchCache) -> None:
-        """Let `into`, an empty stack of the same kind, hold some sequences too; pages are shared."""
+        """Let `into`, an empty stack of the same kind, hold some of the sequences too; a page is copied when written.
+
+        States of a hybrid are copied.
+        """
         for core, other in zip(self.layers, into.layers, strict=True):
             core.lend(sequences, other)
         if self.states is not None and into.states is not None:

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from millpond.cli import (
+    batch,
     calibrate,
     chat,
     chunks,
@@ -26,6 +27,7 @@ from millpond.cli import (
 )
 from millpond.cli import eval as evaluation
 from millpond.cli.bench import app as bench
+from millpond.cli.bench import batch as bench_batch
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
 from millpond.cli.bench import serve as bench_serve
@@ -83,7 +85,8 @@ def _root(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": generate.generate, "remember": documents.remember, "ask": documents.ask, "chat": chat.chat,
+    "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask,
+    "chat": chat.chat,
     "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
     "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
     "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
@@ -93,6 +96,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 for name, command in COMMANDS.items():
     app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
+bench.app.command("batch")(bench_batch.batch)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
 bench.app.command("serve")(bench_serve.serve)

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from os import PathLike
@@ -197,6 +197,32 @@ class AsyncLLM:
 
         return self._outputs(await self.call(enter), box)
 
+    async def batch(self, requests: Sequence[Request]) -> AsyncGenerator[RequestOutput, None]:
+        """The whole answers of requests that are known together, each when it is finished; see `Engine.add_batch`.
+
+        One that ended because of an error has it in its output. Closing the generator cancels those that are left.
+
+        Raises:
+            MillpondError: a request is refused, and none was taken in.
+        """
+        boxes = {request.request_id: _Mailbox(asyncio.get_running_loop()) for request in requests}
+
+        def take_in(engine: Engine) -> None:
+            if self._closing or self._stopped:
+                raise MillpondError("the engine is closing and takes no requests any more")
+            engine.add_batch(requests)
+            self._boxes.update(boxes)
+
+        await self.call(take_in)
+        waiting = [asyncio.create_task(box.last()) for box in boxes.values()]
+        try:
+            for done in asyncio.as_completed(waiting):
+                yield await done
+        finally:
+            for task in waiting:
+                task.cancel()
+            self._post(lambda: self._drop_all(boxes))
+
     async def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
         await self.call(lambda engine: engine.cancel(request_id))
@@ -321,6 +347,10 @@ class AsyncLLM:
             del self._boxes[request_id]
             self._engine.cancel(request_id)
 
+    def _drop_all(self, boxes: Mapping[str, _Mailbox]) -> None:
+        for name, box in boxes.items():
+            self._drop(name, box)
+
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             box = self._boxes.get(output.request_id)
@@ -392,6 +422,17 @@ class Mailbox:
         if self._output is not None:
             self.finished = self._output.finished
         return self._output
+
+    async def last(self) -> RequestOutput:
+        """The output that the request ended with.
+
+        Raises:
+            MillpondError: none comes any more.
+        """
+        output = await self.next()
+        while not output.finished:
+            output = await self.next()
+        return output
 
     def _arrive(self, output: RequestOutput) -> None:
         self._output = output

@@ -42,7 +42,7 @@ class CompletionState:
         self.shared = 0
         self.reuse = ReuseCounts()
         self._params = params
-        self._most = most
+        self.most = most
         self._ends = frozenset() if params.ignore_eos else ends
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -73,7 +73,7 @@ class CompletionState:
         elif (stopped := self._write(token)) is not None:
             self._stop_reason = stopped
             self.end("stop")
-        elif len(self.tokens) >= self._most:
+        elif len(self.tokens) >= self.most:
             self.end("length")
 
     def end(self, reason: FinishReason) -> None:

@@ -8,7 +8,8 @@ step is one forward pass of the model over everything that runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -18,6 +19,7 @@ from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
@@ -38,6 +40,7 @@ from millpond.engine.scheduler import Scheduler, State, Step
 from millpond.engine.step_executor import StepExecutor
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
+from millpond.engine.trunks import Trunks
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
@@ -119,14 +122,18 @@ class Engine:
         except BaseException:
             self._let_go()
             raise
-        self._room = Preemptor(self._scheduler, self._live, self._model.layers, self._sharing, self._files, tier)
+        self._trunks = Trunks(self._account, self._scheduler, self._live, self._model.layers)
+        self._room = Preemptor(
+            self._scheduler, self._live, self._model.layers, self._sharing, self._trunks, self._files, tier
+        )
         self._intake = RequestValidator(
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
             self._chunks,
         )  # fmt: skip
         self._turn = StepExecutor(
-            self._model, self._scheduler, self._sampler, self._sharing, self._live, tokenizer, self._chunks
-        )
+            self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
+            self._chunks,
+        )  # fmt: skip
         self._transfer = RequestTransfer(
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
             self._files,
@@ -165,6 +172,11 @@ class Engine:
         """
         return self._sampler.bans_of(params)
 
+    def check(self, request: Request) -> None:
+        """Raises what `add` would raise of a request, and takes nothing in."""
+        self._check_name(request.request_id)
+        self._intake.validate(request)
+
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.
 
@@ -174,16 +186,10 @@ class Engine:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: the request is refused; the message says why.
         """
-        if request.request_id in self._live:
-            raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
+        self._check_name(request.request_id)
         live = self._intake.validate(request)
-        grammar = grammar or self.grammars.of(request.params)
-        bans = bans or self.bans_of(request.params)
-        for answer in live.answers:
-            known = request.known[answer.index] if request.known else ()
-            self._sampler.start(answer.key, request.params, live.ids, answer.index, grammar, bans, known=known)
-        self._live[request.request_id] = live
-        self._scheduler.add(live.job)
+        params = request.params
+        self._take_in(live, grammar or self.grammars.of(params), bans or self.bans_of(params))
         self._stats = self._count()
 
     def hand_over(self, request_id: str) -> bytes:
@@ -202,9 +208,10 @@ class Engine:
             In all cases the request stays as it is.
         """
         live = self._live.get(request_id)
-        if live is None:
+        if live is None or live.job.trunk:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(live)
+        self._trunks.leave(live)
         if live.stack is not None:
             live.stack.clear()
         elif live.job.read == live.job.prompt:
@@ -237,6 +244,49 @@ class Engine:
         self._live[live.request.request_id] = live
         self._stats = self._count()
         return live.request.request_id
+
+    def plan_batch(self, requests: Sequence[Request], levels: int | None = None) -> BatchPlan:
+        """What `add_batch` does with requests of one method, budget and format; runs nothing.
+
+        Args:
+            levels: see `millpond.engine.batch.plan.plan_batch`.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: see `add`.
+        """
+        return self._trunks.plan([self._intake.validate(request) for request in requests], levels)
+
+    def add_batch(self, requests: Sequence[Request], levels: int | None = None) -> None:
+        """Take requests in that are known together: beginnings that several have in common are read once.
+
+        They begin in the order of the plan. Requests share with those of the same method, budget, format and salt.
+
+        Args:
+            levels: see `millpond.engine.batch.plan.plan_batch`.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: a request is refused; none was taken in.
+        """
+        names = [request.request_id for request in requests]
+        for name, times in Counter(names).items():
+            if times > 1:
+                raise OptionError(f"{times} requests of a batch are named {name!r}; give each a name of its own")
+            self._check_name(name)
+        lives = [self._intake.validate(request) for request in requests]
+        rules = {live: (self.grammars.of(live.request.params), self.bans_of(live.request.params)) for live in lives}
+        self._trunks.add_planned(lives, levels, lambda live: self._take_in(live, *rules[live]))
+        self._stats = self._count()
+
+    def _check_name(self, name: str) -> None:
+        if name in self._live:
+            raise OptionError(f"request {name!r} is in flight already; give another name")
+
+    def _take_in(self, live: RequestState, grammar: Grammar | None, bans: Bans | None) -> None:
+        for answer in live.answers:
+            known = live.request.known[answer.index] if live.request.known else ()
+            self._sampler.start(answer.key, live.request.params, live.ids, answer.index, grammar, bans, known=known)
+        self._live[live.request.request_id] = live
+        self._scheduler.add(live.job)
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -284,7 +334,7 @@ class Engine:
 
     def end_all(self, error: Exception | None = None) -> list[RequestOutput]:
         """End all requests, cancelled or because of an error; returns what they came to."""
-        ended = list(dict.fromkeys([*self._told, *self._live.values()]))
+        ended = list(dict.fromkeys([*self._told, *(live for live in self._live.values() if live.answers)]))
         self._told = []
         for live in list(self._live.values()):
             if error is None:
@@ -333,7 +383,7 @@ class Engine:
         groups = groups_of(step, self._live)
         reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
         changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
-        changed += [live for live, n in reading if live.job.read + n == live.job.prompt]
+        changed += [live for live, n in reading if live.answers and live.job.read + n == live.job.prompt]
         try:
             if groups or reading:
                 self._forget(self._turn.run(groups, reading))
@@ -365,7 +415,9 @@ class Engine:
             self._tidy(live)
 
     def _tidy(self, live: RequestState) -> None:
-        """Forget the answers that have ended; and the request with the last of them."""
+        """Forget the answers that have ended; and the request with the last of them, or a trunk."""
+        if live.job.trunk:
+            return self._trunks.let_go(live)
         going = live.unfinished
         for answer in live.answers:
             if answer.finished:
@@ -378,6 +430,7 @@ class Engine:
             live.stack.clear()
             live.stack = None
         live.group.leave()
+        self._trunks.leave(live)
         if self._tier is not None:
             self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
@@ -387,8 +440,8 @@ class Engine:
         self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
 
     def _end(self, live: RequestState, reason: FinishReason) -> None:
-        """All answers of a request end as they are."""
-        if not live.answers[0].finished:
+        """All answers of a request end as they are; a trunk is let go."""
+        if live.unfinished:
             self._memories.note(live)
         for answer in live.unfinished:
             answer.end(reason)
@@ -405,7 +458,7 @@ class Engine:
         for live in lives:
             live.fail(error)
             self._tidy(live)
-        return lives
+        return [live for live in lives if live.answers]
 
     def _part_with_lost(self) -> list[RequestState]:
         """End the requests whose caches found no way out of the pool, or back."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 
+from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.chunked_prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
@@ -20,7 +21,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.errors import OptionError
+from millpond.errors import OptionError, unknown
 from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
@@ -28,6 +29,9 @@ from millpond.optional import require
 
 #: What `generate` takes: a text, token ids, or a `Prompt` of texts and chunks; or several of one of them.
 Prompts = str | Sequence[int] | Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
+
+#: Order of the requests of one call, see `LLM.generate`.
+Schedule = Literal["arrival", "batch"]
 
 
 class LLM:
@@ -102,6 +106,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts.
@@ -110,6 +115,8 @@ class LLM:
             prompts: one or several, texts, token ids or `Prompt`s.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
+            schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
+                that `plan_batch` shows. The tokens are the same.
             progress: show a bar (needs rich).
 
         Returns:
@@ -118,7 +125,8 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        return sorted(self.stream(prompts, params, cache=cache, progress=progress), key=lambda out: int(out.request_id))
+        found = self.stream(prompts, params, cache=cache, schedule=schedule, progress=progress)
+        return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
         self,
@@ -126,19 +134,43 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
+        if schedule not in get_args(Schedule):
+            raise unknown("schedule", schedule, get_args(Schedule))
         asked = requests_of(prompts, params, cache, self._names)
         try:
-            for request in asked:
-                self.engine.add(request)
+            if schedule == "batch":
+                self.engine.add_batch(asked)
+            else:
+                for request in asked:
+                    self.engine.add(request)
             outputs = self._outputs()
             yield from _shown(outputs, len(asked)) if progress else outputs
         finally:
             for request in asked:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
+
+    def plan_batch(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheOptions | None = None,
+        levels: int | None = None,
+    ) -> BatchPlan:
+        """What `generate(..., schedule="batch")` reads once, in which order, and how much it spares; runs nothing.
+
+        Args:
+            levels: of common beginnings; None as in `generate`; 1: that of BatchLLM, to compare with.
+
+        Raises:
+            OptionError, BudgetError, UnsupportedModelError: as `generate`.
+        """
+        return self.engine.plan_batch(requests_of(prompts, params, cache, self._names), levels)
 
     def store_chunks(self, texts: Sequence[str], *, alone: bool = False) -> None:
         """Compute chunks for the chunk store, each after the one before it; one that is there already stays.

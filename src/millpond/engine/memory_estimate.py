@@ -52,6 +52,54 @@ def estimate(
     return replace(_sum([need, *beside, here]), disk=max(x.most(n) for x in far) + runs * ALIGNMENT)
 
 
+def estimate_trunk(recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: int, parent: int) -> MemoryNeed:
+    """What a common beginning of `n_tokens` holds besides the pages of its first `parent` tokens, which others hold."""
+    n_bytes = 0
+    for layer in layers:
+        pool = recipe.prompt_pool(layer.key_dim, layer.value_dim)
+        pages = -(-n_tokens // pool.slots) - (parent // pool.slots if shares_pages(recipe) else 0)
+        n_bytes += pool.page_bytes * layer.n_kv_heads * pages
+    return MemoryNeed(n_bytes, n_bytes, 0)
+
+
+def estimate_behind(
+    recipe: CacheLayout, layers: Sequence[LayerShape], need: MemoryNeed, prompt: int, n: int, begun: int
+) -> MemoryNeed:  # fmt: skip
+    """What a request holds besides the full pages of its first `begun` tokens, which others hold longer than it does.
+
+    Args:
+        need: what it holds alone. The rest: as of `estimate`.
+    """
+    if not shares_pages(recipe):
+        return need
+    shared = again = 0
+    for index, layer in enumerate(layers):
+        own, pool = recipe.prompt_pool(layer.key_dim, layer.value_dim), recipe.pool(layer.key_dim, layer.value_dim)
+        shared += own.page_bytes * layer.n_kv_heads * (begun // own.slots)
+        if own is pool:  # the plan writes while others hold the prompt's pages
+            before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
+            again += pool.page_bytes * layer.n_kv_heads * (unquantized(recipe, layer, before) // pool.slots + 1)
+    if not keeps_pages(recipe, layers):
+        return replace(need, reading=need.reading - shared + again)
+    own_part = replace(need, reading=need.reading - shared)
+    return replace(own_part, each=need.each - shared) if n == 1 else replace(own_part, shared=need.shared - shared)
+
+
+def shares_pages(recipe: CacheLayout) -> bool:
+    """Whether the pages of a prompt's beginning stay as they are while the rest of it is read."""
+    return not recipe.policy.observes_all
+
+
+def keeps_pages(recipe: CacheLayout, layers: Sequence[LayerShape]) -> bool:
+    """Whether the pages of a prompt stay those of its answers, since no plan writes others."""
+    plain = all(recipe.packed_pool(layer) is None and not layer.window for layer in layers)
+    kept = all(
+        recipe.prompt_pool(layer.key_dim, layer.value_dim) is recipe.pool(layer.key_dim, layer.value_dim)
+        for layer in layers
+    )
+    return recipe.policy.keeps_all and plain and kept
+
+
 def _beside_disk(
     recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int
 ) -> MemoryNeed:  # fmt: skip
@@ -122,6 +170,7 @@ def pages_to_settle(
     nothing was.
     """
     pages: list[Pages] = []
+    may_share = shares_pages(recipe)  # else the last pass has left none that others hold
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
         pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
@@ -132,7 +181,7 @@ def pages_to_settle(
         held = None if stack is None else stack.layers[index].table
         if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
             need[pool] += plain
-        elif held is not None and (packed is not None or layer.window or not recipe.policy.keeps_all):
+        elif held is not None and may_share and (packed is not None or layer.window or not recipe.policy.keeps_all):
             need[pool] += held.pages_to_renew(plain)
         pages.append(dict(need))
     return one_at_a_time(recipe, pages)

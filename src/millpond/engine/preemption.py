@@ -14,6 +14,7 @@ from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
 from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.engine.trunks import Trunks
 from millpond.errors import DataError
 from millpond.runner.packed_model import LayerShape
 
@@ -37,20 +38,23 @@ class Preemptor:
         live: Mapping[str, RequestState],
         layers: list[LayerShape],
         sharing: PrefixSharing,
+        trunks: Trunks,
         files: SwapFiles | None = None,
         tier: DiskTier | None = None,
     ) -> None:
         self.n_preempted = 0
         self.lost: list[RequestState] = []
         self._scheduler, self._live, self._layers = scheduler, live, layers
-        self._sharing, self._files, self._tier = sharing, files, tier
+        self._sharing, self._trunks, self._files, self._tier = sharing, trunks, files, tier
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
 
-        Pages of prompts that are kept for others go before any request does. A request that is alone is never carried
-        out: if it does not fit, running it raises.
+        Pages of prompts that are kept for others go before any request does, and so do trunks. A request that is alone
+        is never carried out: if it does not fit, running it raises.
         """
+        for job in step.drop:
+            self._trunks.let_go(self._live[job.key])
         for job in step.out:
             self._preempt(job)
         for job in step.back:
@@ -60,6 +64,8 @@ class Preemptor:
                 if not job.read and self._live[job.key].stack is None:
                     self._reserve(job, self._tier)
         while not self._has_all(step):
+            if self._trunks.let_one_go():
+                continue
             if len([job for job in _jobs(step) if job.running]) < 2:
                 return
             victim = self._scheduler.victim()
@@ -68,6 +74,9 @@ class Preemptor:
 
     def _preempt(self, job: Job) -> None:
         live = self._live[job.key]
+        if job.trunk:
+            return self._trunks.let_go(live)
+        self._trunks.leave(live, swapped=True)
         if live.stack is None:
             live.stack = (
                 live.group.recipe.stack(len(live.ids)) if job.read < job.prompt else live.group.part(live.unfinished)
@@ -121,7 +130,11 @@ class Preemptor:
 
     def _ending(self, step: Step) -> list[RequestState]:
         """Requests whose prompts will have been read."""
-        return [self._live[job.key] for job, n in step.chunks if job.running and job.read + n == job.prompt]
+        return [
+            self._live[job.key]
+            for job, n in step.chunks
+            if job.running and not job.trunk and job.read + n == job.prompt
+        ]
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""

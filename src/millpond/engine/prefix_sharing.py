@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
@@ -36,14 +36,34 @@ class PrefixSharing:
 
     def begin(self, live: RequestState) -> int:
         """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
-        most = len(live.ids) - max(1, live.group.recipe.policy.window)
-        if not self._shares(live) or most <= 0:
-            return 0
-        path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+        path = self._known(live)
         if path:
             live.stack = live.group.recipe.stack(len(live.ids))
             live.stack.begin_with(tables_of(path))
         return len(path) * live.group.slots
+
+    def waits(self, live: RequestState, reading: Iterable[RequestState]) -> bool:
+        """Whether the block behind what is known of a prompt that begins is being read for another one."""
+        if not self._shares(live):
+            return False
+        slots, kind = live.group.slots, self._kind(live)
+        end = (len(self._known(live)) + 1) * slots
+        if end > self._most(live):
+            return False
+        return any(
+            other.group.slots == slots
+            and len(other.ids) >= end
+            and bool((other.numbers[:end] == live.numbers[:end]).all())
+            and self._shares(other)
+            and self._kind(other) == kind
+            for other in reading
+        )
+
+    def keep_blocks(self, live: RequestState) -> None:
+        """Keep the full blocks of a prompt that is still being read, so that others can begin with them."""
+        if live.stack is not None and self._shares(live):
+            tables = [core.table for core in live.stack.layers if core.table is not None]
+            self.tree.keep(self._kind(live), live.numbers[: live.job.read], tables)
 
     def keep(self, live: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
@@ -72,7 +92,7 @@ class PrefixSharing:
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
-        if live.answers[0].shared:
+        if self._shares(live):
             path = self.tree.find(self._kind(live), live.numbers, live.group.slots)
             while self.tree.shorten(path):
                 pass
@@ -82,6 +102,17 @@ class PrefixSharing:
         if self._account.limit_bytes is None:
             return {}
         return pages_to_settle(live.group.recipe, self._layers, len(live.ids), live.stack)
+
+    def _known(self, live: RequestState) -> list[PrefixNode]:
+        """The blocks that are known of a prompt, without the queries that its plan needs."""
+        most = self._most(live)
+        if not self._shares(live) or most <= 0:
+            return []
+        return self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+
+    def _most(self, live: RequestState) -> int:
+        """Tokens that a prompt may take over: at least its last one is read for it."""
+        return len(live.ids) - max(1, live.group.recipe.policy.window)
 
     def _shares(self, live: RequestState) -> bool:
         exact = live.prompt_logprobs is None and not live.tainted

@@ -13,7 +13,7 @@ from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job, State
+from millpond.engine.scheduler import Job, MemoryNeed, State
 from millpond.errors import MillpondError
 
 
@@ -25,6 +25,9 @@ class RequestState:
         ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
         spans: parts of a prompt that holds chunks. blend: what is computed of it, once it has begun; None: all.
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
+        trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
+            trunk. whole_need: what it holds at most without one.
+        waited: steps in which it waited for others to read what it begins with.
     """
 
     request: Request
@@ -38,10 +41,15 @@ class RequestState:
     error: MillpondError | None = None
     spans: list[PromptSpan] = field(default_factory=list)
     blend: PromptBlend | None = None
+    trunk: RequestState | None = field(default=None, repr=False)
+    users: set[RequestState] = field(default_factory=set, repr=False)
+    waited: int = 0
+    whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
     def __post_init__(self) -> None:
         self.numbers = np.array(self.ids, dtype=np.int64)
+        self.whole_need = self.job.need
 
     @property
     def unfinished(self) -> list[CompletionState]:

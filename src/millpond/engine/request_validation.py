@@ -40,15 +40,15 @@ class RequestValidator:
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
-    def validate(self, request: Request) -> RequestState:
-        """What the engine works on.
+    def validate(self, request: Request, ids: tuple[int, ...] | None = None) -> RequestState:
+        """What the engine works on; ids: the prompt's, where they are known.
 
         Raises:
             OptionError: a prompt that is empty, longer than the model's context or needs a tokenizer; a value out of
                 range. BudgetError: the request can never fit the memory. Also what `compress` raises.
         """
         arrived = time.monotonic()
-        ids, spans = self._ids(request)
+        ids, spans = self.ids_of(request) if ids is None else (ids, [])
         most = self._most_new(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
@@ -100,8 +100,12 @@ class RequestValidator:
             group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None
         )
 
-    def _ids(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
-        """The tokens of a prompt, and its parts where it holds chunks."""
+    def ids_of(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
+        """The tokens of its prompt, and its parts where it holds chunks.
+
+        Raises:
+            OptionError: see `validate`.
+        """
         check_recompute(request.cache.recompute)
         check_pick(request.cache.pick)
         spans: list[PromptSpan] = []

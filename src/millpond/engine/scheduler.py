@@ -35,12 +35,15 @@ _TRIES = 4
 
 
 class State(enum.Enum):
-    """Where a job is: not begun; reading its prompt; decoding; begun, and swapped out of the pool."""
+    """Where a job is: not begun; reading its prompt; decoding; begun, and swapped out of the pool; a trunk that is
+    held for those that begin with it; or one that was let go."""
 
     WAITING = "waiting"
     READING = "reading"
     DECODING = "decoding"
     SWAPPED = "swapped"
+    HELD = "held"
+    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class Job:
         arrival, account: given by the scheduler. read: tokens of the prompt that were read.
         passes: jobs of others that began before it while it did not fit. waited: steps in which it did not.
         apart: its answers decode in a batch of their own, which may pass a step.
+        trunk: it is a common beginning of prompts, and is held once it is read. after: the trunk that it begins with,
+            and waits for.
     """
 
     key: str
@@ -92,6 +97,8 @@ class Job:
     passes: int = 0
     waited: int = 0
     apart: bool = False
+    trunk: bool = False
+    after: Job | None = None
     account: ClientService = field(default_factory=lambda: ClientService(0))
     state: State = State.WAITING
 
@@ -102,8 +109,13 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """Whether it holds pages."""
+        """Whether it reads or decodes."""
         return self.state in (State.READING, State.DECODING)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trunk that it begins with is still to be read."""
+        return self.state is State.WAITING and self.after is not None and self.after.state is not State.HELD
 
     @property
     def reserved(self) -> int:
@@ -116,11 +128,13 @@ class Step:
     """What runs next.
 
     Attributes:
-        out: jobs to preempt, swapped out first. back: jobs to resume, swapped in.
+        drop: trunks to let go, before all else. out: jobs to preempt, swapped out first. back: jobs to resume, swapped
+            in.
         decodes: jobs whose answers each get a token. chunks: jobs and how many tokens of their prompts are read.
         contested: guests take part (see `Pace`): True; they would, and pass: False; None: there are none.
     """
 
+    drop: list[Job] = field(default_factory=list)
     out: list[Job] = field(default_factory=list)
     back: list[Job] = field(default_factory=list)
     decodes: list[Job] = field(default_factory=list)
@@ -137,9 +151,10 @@ class Scheduler:
     """Decodes first, then prompts, under a budget of tokens per step.
 
     The order is that of priority, then of the client who has had less service, then of arrival. A job begins when what
-    it may hold fits besides the reserve of running jobs. Jobs of a better priority take the place of running ones;
-    so do those of a client who has had less service than another and holds less than this one. The first in the queue
-    is passed over by few others, and by none of its own client, so none starves.
+    it may hold fits besides the reserve of running jobs and of trunks, and when the trunk that it begins with is read.
+    Jobs of a better priority take the place of running ones; so do those of a client who has had less service than
+    another and holds less than this one. The first in the queue is passed over by few others, and by none of its own
+    client but where it waits for its trunk, so none starves.
 
     Args:
         limit_bytes: of the pages of all jobs; None for no limit.
@@ -194,7 +209,7 @@ class Scheduler:
         job.account.served += n_tokens * served
         assert job.read <= job.prompt, "a prompt is read once"
         if job.read == job.prompt:
-            job.state = State.DECODING
+            job.state = State.HELD if job.trunk else State.DECODING
             job.account.served += PROMPT_SERVICE * served
 
     def set_width(self, job: Job, width: int) -> None:
@@ -231,8 +246,8 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are kept for the running jobs."""
-        return sum(job.reserved for job in self._running())
+        """Bytes that are kept for the running jobs and for trunks."""
+        return sum(job.reserved for job in self._in((State.READING, State.DECODING, State.HELD)))
 
     # ------------------------------------------------------------------ the step
 
@@ -301,7 +316,7 @@ class Scheduler:
         """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""
         tried: dict[ClientService, Job] = {}
         for first in () if self._closed else self._queue():
-            if first.account in tried:
+            if first.account in tried or first.waits:
                 continue
             out: list[tuple[Job, State]] = []
             while not self._fits(first) and (worst := self._in_whose_place(first)) is not None:
@@ -342,10 +357,15 @@ class Scheduler:
 
     def _admit_preempted_and_new(self, step: Step) -> None:
         passed: dict[ClientService, Job] = {}
+        owed: dict[Job | None, int] = {}  # bytes for jobs that wait for their trunk, and for trunks that it waits for
+        behind = 0  # the largest of those before this job
         for job in self._queue():
             if job.account in passed:
                 continue
-            if job in step.out or not self._may_begin(job):
+            if job.waits:
+                owed[job] = job.reserved + owed.get(job.after, 0)
+                behind = max(behind, owed[job])
+            elif job in step.out or not self._may_begin(job, behind, step):
                 passed[job.account] = job
             else:
                 for other in passed.values():
@@ -357,16 +377,31 @@ class Scheduler:
             if len(passed) == MOST_PASSES or any(other.passes >= MOST_PASSES for other in passed.values()):
                 return
 
-    def _may_begin(self, job: Job) -> bool:
+    def _may_begin(self, job: Job, behind: int, step: Step) -> bool:
         if not any(True for _ in self._running()):
+            self._let_go(job, step)
             return True
         unread = [j.prompt - j.read for j in self._in((State.READING,)) if j.rank < job.rank]
         soon = sum(unread) < self.step_tokens and len(unread) < MOST_PIECES
-        return not self._closed and self._fits(job) and (soon or job.state is State.SWAPPED)
+        return not self._closed and self._fits(job, behind) and (soon or job.state is State.SWAPPED)
 
-    def _fits(self, job: Job) -> bool:
+    def _let_go(self, job: Job, step: Step) -> None:
+        """Let go of trunks, the newest first, until a job fits where nothing runs; none that it begins with."""
+        own: set[Job] = set()
+        above = job.after
+        while above is not None:
+            own.add(above)
+            above = above.after
+        for trunk in sorted(self._in((State.HELD,)), key=lambda one: one.arrival, reverse=True):
+            if self._fits(job):
+                return
+            if trunk not in own:
+                trunk.state = State.DROPPED
+                step.drop.append(trunk)
+
+    def _fits(self, job: Job, behind: int = 0) -> bool:
         width = sum(j.width for j in self._running())
-        fits = self._promised is None or self.reserved + job.reserved <= self._promised
+        fits = self._promised is None or self.reserved + job.reserved + behind <= self._promised
         return fits and width + job.width <= self.most_running
 
     def _queue(self) -> list[Job]:

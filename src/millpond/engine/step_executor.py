@@ -19,9 +19,13 @@ from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
-from millpond.engine.scheduler import Scheduler, Step
+from millpond.engine.scheduler import Job, Scheduler, State, Step
+from millpond.engine.trunks import Trunks
 from millpond.errors import MillpondError
 from millpond.runner.packed_model import PackedModel
+
+#: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
+MOST_WAITED = 8
 
 
 class StepExecutor:
@@ -40,6 +44,7 @@ class StepExecutor:
         scheduler: Scheduler,
         sampler: Sampler,
         sharing: PrefixSharing,
+        trunks: Trunks,
         live: Mapping[str, RequestState],
         tokenizer: object,
         chunks: ChunkReuse | None = None,
@@ -47,11 +52,24 @@ class StepExecutor:
         self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0)
         self._chunks = chunks
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
-        self._sharing, self._live, self._tokenizer = sharing, live, tokenizer
+        self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
     def share(self, step: Step) -> None:
-        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then."""
-        step.chunks = [(job, self._share(self._live[job.key], n)) for job, n in step.chunks]
+        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
+
+        One whose next block is being read for another waits for it, a few steps at most.
+        """
+        begun = [live for live in self._live.values() if live.job.state is State.READING and live.stack is not None]
+        chunks: list[tuple[Job, int]] = []
+        for job, n in step.chunks:
+            live = self._live[job.key]
+            if live.stack is None and live.trunk is None:
+                if live.waited < MOST_WAITED and self._sharing.waits(live, begun):
+                    live.waited += 1
+                    continue
+                begun.append(live)
+            chunks.append((job, self._share(live, n)))
+        step.chunks = chunks
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
@@ -74,7 +92,9 @@ class StepExecutor:
             if live.error is not None:
                 continue
             self._score_prompt(live, part, found)
-            if part.ends:
+            if not part.ends:
+                self._sharing.keep_blocks(live)
+            else:
                 if live.blend is not None and self._chunks is not None:
                     live.blend.finish(self._chunks.store)
                 read.append(live)
@@ -113,9 +133,9 @@ class StepExecutor:
             return live.blend.reach(live.job.read, n)
         if live.job.read or live.stack is not None:
             return n
-        shared = self._sharing.begin(live)
+        shared = self._trunks.begin(live) or self._sharing.begin(live)
         self._scheduler.mark_read(live.job, shared, served=False)
-        self.counts["shared_tokens"] += shared
+        self.counts["shared_tokens"] += shared if live.answers else 0
         for answer in live.answers:
             answer.shared = shared
         return min(n, live.job.prompt - live.job.read)
@@ -143,7 +163,7 @@ class StepExecutor:
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
         start = live.job.read
-        ends = start + n == len(live.ids)
+        ends = start + n == len(live.ids) and not live.job.trunk
         span = None if live.blend is None else live.blend.span(start, start + n)
         ids, every_row = live.numbers[start : start + n], live.prompt_logprobs is not None
         return PromptSegment(live.stack, ids, start, ends, every_row, span)
@@ -196,6 +216,7 @@ class StepExecutor:
                 stack.settle()
                 for error in stack.take_lost().values():
                     raise error
+            self._trunks.planned(live)
         except MillpondError as error:
             live.fail(error)
             going = []

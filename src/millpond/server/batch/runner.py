@@ -1,0 +1,189 @@
+"""Runs the requests of a batch file: what was answered before is left out, and a bad request holds up no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.batch.plan import BatchPlan
+from millpond.engine.engine import Engine
+from millpond.engine.outputs import RequestOutput
+from millpond.engine.request import Request
+from millpond.errors import DataError, MillpondError
+from millpond.server.batch.lines import BatchLine, RefusedLine, read_lines
+from millpond.server.choice_format import ChoicesJob
+from millpond.server.errors import ApiError
+from millpond.server.routes import chat, completions
+from millpond.server.schemas import ChatBody
+from millpond.server.service import Service
+from millpond.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCount:
+    """What became of a file.
+
+    Attributes:
+        answered: lines whose answers were written now. before: those that had theirs. refused: those in the file of
+            errors.
+    """
+
+    answered: int
+    before: int
+    refused: int
+
+
+class BatchFile:
+    """The requests of one file, checked.
+
+    Args:
+        llm: the engine. settings: limits of what a request may ask for.
+
+    Attributes:
+        jobs: each line that can be answered, and its requests. refused: the others. n_before: lines with answers.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self._llm = llm
+        self._service = Service(llm, settings)
+        self.jobs: list[tuple[BatchLine, ChoicesJob]] = []
+        self.refused: list[RefusedLine] = []
+        self.n_before = 0
+
+    async def read(self, path: Path, done: set[str]) -> None:
+        """Check every line of a file but those whose names are `done`.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            with path.open("rb") as file:
+                for line in read_lines(file):
+                    if isinstance(line, RefusedLine):
+                        self.refused.append(line)
+                    elif line.custom_id in done:
+                        self.n_before += 1
+                    else:
+                        await self._check(line)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+    async def plans(self) -> list[tuple[str, BatchPlan]]:
+        """What will be read once, of each kind of cache in the file; and the method of each. Runs nothing."""
+        kinds: dict[str, list[Request]] = {}
+        for _, job in self.jobs:
+            for request in job.requests:
+                kinds.setdefault(repr((request.cache, request.cache_salt)), []).append(request)
+        found = []
+        for alike in kinds.values():
+            plan = await self._llm.call(partial(Engine.plan_batch, requests=alike))
+            found.append((str(alike[0].cache.method or self._llm.cache.method), plan))
+        return found
+
+    async def run(self, out: Path, errors: Path) -> BatchCount:
+        """Write an answer behind `out` as soon as it is there, and what was refused to `errors`.
+
+        Raises:
+            DataError: a file cannot be written.
+        """
+        lines = {request.request_id: place for place, (_, job) in enumerate(self.jobs) for request in job.requests}
+        got: dict[int, dict[str, RequestOutput]] = {}
+        answered = 0
+        try:
+            with out.open("ab") as file:
+                async for output in self._llm.batch([request for _, job in self.jobs for request in job.requests]):
+                    place = lines[output.request_id]
+                    line, job = self.jobs[place]
+                    found = got.setdefault(place, {})
+                    found[output.request_id] = output
+                    if len(found) < len(job.requests):
+                        continue
+                    outputs = [got[place][request.request_id] for request in job.requests]
+                    del got[place]
+                    failed = next((one.error for one in outputs if one.error is not None), None)
+                    if failed is None:
+                        _append(file, _record(line, job, self._llm.model_name, outputs))
+                        answered += 1
+                    else:
+                        self.refused.append(RefusedLine(line.number, line.custom_id, ApiError.of(failed)))
+            _write_errors(errors, self.refused)
+        except OSError as error:
+            raise DataError(f"{error.filename or out} cannot be written: {error.strerror}") from error
+        return BatchCount(answered, self.n_before, len(self.refused))
+
+    def close(self) -> None:
+        """Let the threads of the tokenizer go."""
+        self._service.tokens.close()
+        self._service.bodies.close()
+
+    async def _check(self, line: BatchLine) -> None:
+        body = line.body
+        try:
+            if isinstance(body, ChatBody):
+                job = await chat.job_of(self._service, body)
+            else:
+                job = await completions.job_of(self._service, body)
+            for request in job.requests:
+                await self._llm.call(partial(Engine.check, request=request))
+        except ApiError as error:
+            self.refused.append(RefusedLine(line.number, line.custom_id, error))
+        except MillpondError as error:
+            self.refused.append(RefusedLine(line.number, line.custom_id, ApiError.of(error)))
+        else:
+            self.jobs.append((line, job))
+
+
+def answered_in(out: Path) -> set[str]:
+    """Names of the lines that have answers in a file of an earlier run; a last line that was torn is cut off.
+
+    Raises:
+        DataError: the file cannot be read or mended, or holds other lines than answers of a batch.
+    """
+    done: set[str] = set()
+    try:
+        if not out.exists():
+            return done
+        whole = 0
+        with out.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    break
+                whole += len(raw)
+                try:
+                    done.add(json.loads(raw)["custom_id"])
+                except (ValueError, TypeError, KeyError):
+                    raise DataError(
+                        f"line {number} of {out} is no answer of a batch; give --out another file, or repair this one"
+                    ) from None
+        if whole < out.stat().st_size:
+            os.truncate(out, whole)
+    except OSError as error:
+        raise DataError(f"{out} cannot be read: {error.strerror}") from error
+    return done
+
+
+def _record(line: BatchLine, job: ChoicesJob, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    response = {"status_code": 200, "request_id": job.name, "body": job.whole(model, outputs)}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def _append(file: Any, record: dict[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+    file.flush()
+
+
+def _write_errors(path: Path, refused: Sequence[RefusedLine]) -> None:
+    """Those of this run; without any there is no file."""
+    if not refused:
+        path.unlink(missing_ok=True)
+        return
+    with path.open("wb") as file:
+        for line in sorted(refused, key=lambda one: one.number):
+            _append(file, line.record())

@@ -1,0 +1,130 @@
+"""Plans of batches: what is read once, in which order, and what BatchLLM's rule for one level makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millpond.engine.batch.plan import BatchPlan, plan_batch
+from millpond.errors import OptionError
+
+
+def checked(prompts: list[list[int]], plan: BatchPlan, shortest: int) -> None:
+    """Assert that every prompt comes once, behind a trunk that it begins with, and that the sums are right."""
+    assert sorted(plan.order) == list(range(len(prompts)))
+    read, seen = 0, set()
+    for trunk, prompt in plan.readings:
+        if prompt is None:
+            of = plan.trunks[trunk]
+            begin = 0 if of.parent < 0 else plan.trunks[of.parent].length
+            assert of.length - begin >= shortest
+            assert of.parent < 0 or of.parent in seen
+            text = prompts[of.prompt][: of.length]
+            assert of.parent < 0 or prompts[plan.trunks[of.parent].prompt][:begin] == text[:begin]
+            seen.add(trunk)
+            read += of.length - begin
+        else:
+            begin = 0
+            if trunk >= 0:
+                assert trunk in seen
+                of = plan.trunks[trunk]
+                begin = of.length
+                assert prompts[of.prompt][:begin] == prompts[prompt][:begin]
+                assert begin < len(prompts[prompt])
+            read += len(prompts[prompt]) - begin
+    assert len(seen) == len(plan.trunks)
+    assert plan.to_read == read
+    assert plan.tokens == sum(map(len, prompts))
+    assert plan.least <= plan.to_read <= plan.tokens
+
+
+def levels_of_prompts(seed: int) -> list[list[int]]:
+    """Prompts on three levels, in random order, as in section 2 of the design: 3 instructions, documents, questions."""
+    rng = np.random.default_rng(seed)
+
+    def part(low: int, high: int) -> list[int]:
+        return rng.integers(1, 30_000, rng.integers(low, high)).tolist()
+
+    prompts = []
+    for _ in range(3):
+        first = part(20, 60)
+        for _ in range(rng.integers(4, 9)):
+            second = part(60, 240)
+            prompts += [first + second + part(5, 30) for _ in range(rng.integers(2, 12))]
+    return [prompts[n] for n in rng.permutation(len(prompts))]
+
+
+@pytest.mark.parametrize("levels", [None, 1])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int, levels: int | None) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 2, rng.integers(0, 14)).tolist() for _ in range(30)]
+    for shortest in (1, 3):
+        checked(prompts, plan_batch(prompts, levels=levels, shortest=shortest), shortest)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_token_that_differs_is_read_once(seed: int) -> None:
+    prompts = levels_of_prompts(seed)
+    plan, one = plan_batch(prompts), plan_batch(prompts, levels=1)
+    checked(prompts, plan, 16)
+    checked(prompts, one, 16)
+    assert plan.to_read <= 1.01 * plan.least
+    assert plan.to_read < one.to_read < 1.25 * plan.least
+    assert all(trunk.parent == -1 for trunk in one.trunks)
+    assert any(trunk.parent >= 0 for trunk in plan.trunks)
+    assert plan_batch(prompts, levels=0).to_read == plan.tokens
+
+
+def test_one_level_forks_where_it_spares() -> None:
+    """Behind 30 common tokens four prompts with 40 more pay for reading the 30 again, two with 20 do not."""
+    head, long, short = list(range(30)), list(range(100, 140)), list(range(200, 220))
+    many = [head + long + [300 + n, 1] for n in range(4)]
+    few = [head + short + [400 + n, 1] for n in range(2)]
+    other = [[*head, 500, 1]]
+    plan = plan_batch(many + few + other, levels=1)
+    assert sorted(trunk.length for trunk in plan.trunks) == [30, 70]
+    assert plan.to_read == 70 + 4 * 2 + 30 + 2 * 22 + 2
+    assert plan_batch(many + few + other).to_read == 30 + 40 + 4 * 2 + 20 + 2 * 2 + 2
+    assert sorted(trunk.length for trunk in plan_batch(many + few, levels=1).trunks) == [50, 70]  # one child is left
+
+
+def test_most_of_a_path_is_held_at_a_time() -> None:
+    head = list(range(50))
+    prompts = [head + [60 + n] * 40 + [m, m] for n in range(5) for m in range(3)]
+    assert plan_batch(prompts).most_pinned == 50 + 40
+
+
+def test_siblings_with_long_answers_to_few_tokens_come_first() -> None:
+    texts = [[n] * 20 + [m, m] for n in (1, 2, 3) for m in (7, 8)]
+    answers = [1, 1, 100, 100, 10, 10]
+    assert plan_batch(texts, answers).order[:4] == [2, 3, 4, 5]
+
+
+def test_prompts_that_are_equal_or_prefixes_of_each_other_read_their_last_token() -> None:
+    text = list(range(64))
+    plan = plan_batch([text, text, text[:40], text[:40], [], [5]])
+    checked([text, text, text[:40], text[:40], [], [5]], plan, 16)
+    assert sorted(trunk.length for trunk in plan.trunks) == [39, 63]
+    assert plan.to_read == 63 + 4 + 1
+
+
+def test_a_chain_of_prompts_shares_in_steps_of_the_shortest_trunk() -> None:
+    base = list(range(400))
+    prompts = [base[:n] for n in range(400)]
+    plan = plan_batch(prompts, shortest=16)
+    checked(prompts, plan, 16)
+    assert plan.to_read < 400 * 17 + 400
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"levels": 2}, "levels=2 must be 0, 1, or None"),
+        ({"shortest": 0}, "shortest=0 must be at least 1"),
+        ({"answers": [1.0]}, "1 answers for 2 prompts"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        plan_batch([[1], [2]], **options)  # type: ignore[arg-type]
