@@ -22,7 +22,8 @@ N_FEATURES, N_WEIGHTS = len(STEPS), sum(STEPS.values())
 #: The first weight of each number.
 FIRST = tuple(sum(list(STEPS.values())[:at]) for at in range(N_FEATURES))
 _DEPTH, _LENGTH, _REST, _ACCESSES, _GAP, _GAP_BEFORE, _KNOWN, _NEW, _IS_KNOWN, _BEYOND, _WITHIN = FIRST
-_MOST_ACCESSES = STEPS["accesses"] - 1
+#: Steps from this number of accesses on are one.
+MOST_ACCESSES = STEPS["accesses"] - 1
 #: Steps of a gap, the first for none.
 _GAP_STEPS = STEPS["gap"]
 
@@ -36,7 +37,7 @@ def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tupl
     """Which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
 
     Args:
-        accesses: of this page before. gap: step of the time since the last one, 0 for none. gap_before: of the one
+        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none. gap_before: of the one
             before.
     """
     _, _, _, depth, length, known, _, _ = facts
@@ -45,7 +46,7 @@ def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tupl
         _DEPTH + _log(depth),
         _LENGTH + _log(length),
         _REST + _log(length - depth),
-        _ACCESSES + min(accesses, _MOST_ACCESSES),
+        _ACCESSES + accesses,
         _GAP + gap,
         _GAP_BEFORE + gap_before,
         _KNOWN + _log(known),

@@ -38,6 +38,7 @@ class FollowTheBetter(PagingRule):
         self._number_of = array("i")  # page -> number
         self._page_of = array("i")  # number -> page
         self._unused: list[int] = []  # numbers
+        self._used_at = array("Q")  # number -> request of the last access
         self._allowed = bytearray()  # by page
         self._outside: deque[int] = deque()  # numbers that the leader does not hold
         self._n_pages = 0
@@ -62,10 +63,11 @@ class FollowTheBetter(PagingRule):
             self._n_pages += 1
             number = self._number_for(facts.key)
             self._number_of[page], self._page_of[number] = number, page
+        self._used_at[number] = facts.request
         parent = _NOTHING if facts.parent == _NOTHING else self._number_of[facts.parent]
         before = self._lru.misses - self._bit.misses
         self._lru.touch(number, parent)
-        self._bit.touch(number, parent, self._bits.bit(number, facts))
+        self._bit.touch(number, parent, self._bits.bit(facts))
         self._lead += self._lru.misses - self._bit.misses - before
         self._shrink()
         self._choose_leader()
@@ -122,10 +124,8 @@ class FollowTheBetter(PagingRule):
     def _found_outside(self) -> deque[int]:
         """Numbers of pages that may be evicted and that the leader does not hold, those last used longest ago first."""
         leader, numbers = self.leader, self._number_of
-        outside = [
-            numbers[page] for page, allowed in enumerate(self._allowed) if allowed and numbers[page] not in leader
-        ]
-        return deque(sorted(outside, key=self._bits.last_access))
+        allowed = (numbers[page] for page, may in enumerate(self._allowed) if may)
+        return deque(sorted((n for n in allowed if n not in leader), key=self._used_at.__getitem__))
 
     def _shrink(self) -> None:
         """Make the directories as large as the cache, at most."""
@@ -154,6 +154,7 @@ class FollowTheBetter(PagingRule):
         else:
             number = len(self._page_of)
             self._page_of.append(_NOTHING)
+            self._used_at.append(0)
             self._lru.grow()
             self._bit.grow()
         self._keys.add(key, number)
@@ -163,5 +164,4 @@ class FollowTheBetter(PagingRule):
         """Forget a number that neither the cache nor a directory holds."""
         if self._page_of[number] == _NOTHING and number not in self._lru and number not in self._bit:
             self._keys.remove(number)
-            self._bits.forget(number)
             self._unused.append(number)

@@ -27,17 +27,12 @@ class Mark0(Marker):
     def rank(self, page: int, facts: PageFacts) -> int:
         """See `RankedRule`."""
         rank = self.marked()
-        return rank & (1 << WITHIN_PHASE) - 1 if self._bits.bit(page, facts) else rank  # phase 0: before all others
+        return rank & (1 << WITHIN_PHASE) - 1 if self._bits.bit(facts) else rank  # phase 0: before all others
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
         self._bits.pages = self.n_pages
         return super().victim()
-
-    def drop(self, page: int) -> None:
-        """See `PagingRule`."""
-        super().drop(page)
-        self._bits.forget(page)
 
 
 @paging_rule("mark0", paper="arXiv:2210.02775")

@@ -29,17 +29,12 @@ class MarkAndPredict(Marker):
 
     def rank(self, page: int, facts: PageFacts) -> int:
         """See `RankedRule`."""
-        return self.marked() | (not self._bits.bit(page, facts)) << WITHIN_PHASE - 1
+        return self.marked() | (not self._bits.bit(facts)) << WITHIN_PHASE - 1
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
         self._bits.pages = self.n_pages
         return super().victim()
-
-    def drop(self, page: int) -> None:
-        """See `PagingRule`."""
-        super().drop(page)
-        self._bits.forget(page)
 
 
 @paging_rule("mark_predict", paper="arXiv:2210.02775")

@@ -39,8 +39,8 @@ class DiscardPredictor:
         self._random = np.random.default_rng(seed)
         self._features = np.zeros((WINDOW, N_FEATURES), np.uint8)
         self._discards = np.ones(WINDOW, np.float32)  # not used again so far: evicted
+        self._n = 0  # accesses in the window
         self._labels = DiscardLabels(WINDOW)
-        self.clock = 0
 
     @property
     def weights(self) -> Weights:
@@ -56,26 +56,25 @@ class DiscardPredictor:
             + table[g] + table[h] + table[i] + table[j] + table[k]
         )  # fmt: skip
 
-    def seen(self, steps: tuple[int, ...], last: int | None, pages: int | None) -> None:
+    def seen(self, now: int, steps: tuple[int, ...], last: int | None, pages: int | None) -> None:
         """Note an access: its features, and what it tells about the access of the same page before.
 
-        last: `clock` at the access before; None: there was none. pages: of the cache; None: no end was met.
+        now: its number. last: that of the access before, less than WINDOW before; None: there was none. pages: of the
+        cache; None: no end was met.
         """
-        now = self.clock
-        self.clock = now + 1
         if not self._learns:
             return
-        at = now % WINDOW
-        if last is not None and now - last < WINDOW:
+        if last is not None:
             self._discards[last % WINDOW] = self._labels.discards(last, now, pages)
-        self._features[at] = steps
-        self._discards[at] = 1.0
+        self._features[now % WINDOW] = steps
+        self._discards[now % WINDOW] = 1.0
+        self._n = min(now + 1, WINDOW)
 
     def fit(self) -> None:
         """One step of the fit, on accesses drawn from the window."""
-        if not self._learns or self.clock < _WARM:
+        if not self._learns or self._n < _WARM:
             return
-        chosen = self._random.integers(0, min(self.clock, WINDOW), _BATCH)
+        chosen = self._random.integers(0, self._n, _BATCH)
         self._move(self._features[chosen], self._discards[chosen])
         self._table = self._weights.tolist()
 
