@@ -27,6 +27,7 @@ from millpond.cli import eval as evaluation
 from millpond.cli.bench import app as bench
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
+from millpond.cli.bench import paging as bench_paging
 from millpond.cli.bench import serve as bench_serve
 from millpond.cli.console import errors
 from millpond.cli.demo import command as demo
@@ -93,6 +94,7 @@ for name, command in COMMANDS.items():
     app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
+bench.app.command("paging")(bench_paging.paging)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")

@@ -15,6 +15,7 @@ import torch
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.paging.choose import rule_named
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.cache_snapshots import SnapshotStore
@@ -70,7 +71,8 @@ class Engine:
         self.tokenizer, self._tier = tokenizer, tier
         if tier is not None and config.prefix_cache:
             raise OptionError(
-                "prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk"
+                f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on "
+                "a disk"
             )
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
@@ -83,7 +85,9 @@ class Engine:
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(self._account, self._model.layers, enabled=config.prefix_cache)
+        self._sharing = PrefixSharing(
+            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager)
+        )
         self._files: SwapFiles | None = None
         try:
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
@@ -345,5 +349,5 @@ class Engine:
             kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
             finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
-            weight_bytes=self._model.weight_bytes, **self._turn.counts,
+            weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(), **self._turn.counts,
         )  # fmt: skip

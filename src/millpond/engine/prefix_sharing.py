@@ -10,8 +10,10 @@ from collections.abc import Hashable
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.engine.memory_estimate import pages_to_settle
+from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
@@ -24,22 +26,26 @@ class PrefixSharing:
     copies. So methods share whose plan can be made of entries and of the queries of the prompt's end.
 
     Args:
-        layers: what each layer of the model stores. enabled: whether anything is shared at all.
+        layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
     """
 
-    def __init__(self, account: MemoryLimit, layers: list[LayerShape], *, enabled: bool) -> None:
-        self.tree = PrefixTree()
+    def __init__(self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None) -> None:
+        self.tree = PrefixTree(rule)
+        self._rule = rule
+        self._hits = self._misses = 0
         self._account = account
         self._layers = layers
-        self._enabled = enabled
+        self._enabled = rule is not None
         self._secret = secrets.token_bytes(32)
 
     def begin(self, live: RequestState) -> int:
         """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
         most = len(live.ids) - max(1, live.group.recipe.policy.window)
-        if not self._shares(live) or most <= 0:
+        if not self._shares(live):
             return 0
-        path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+        path = self.tree.find(self._kind(live), live.numbers[: max(most, 0)], live.group.slots)
+        self._hits += len(path)
+        self._misses += len(live.ids) // live.group.slots - len(path)
         if path:
             live.stack = live.group.recipe.stack(len(live.ids))
             live.stack.begin_with(tables_of(path))
@@ -48,8 +54,8 @@ class PrefixSharing:
     def keep(self, live: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
 
-        The longest unused blocks go where its plan, or `later` ones of the same step, would find no room: older ones
-        first, then the last of its own.
+        Blocks are evicted where its plan, or `later` ones of the same step, would find no room: those that the rule
+        chooses, then the last of its own.
         """
         stack = live.stack
         if stack is None or not self._enabled:
@@ -69,6 +75,12 @@ class PrefixSharing:
     def has(self, pages: Pages) -> bool:
         """Whether there is room for these pages, or will be without blocks that no request holds."""
         return self.tree.evict(lambda: self._account.can_take(pages))
+
+    def stats(self) -> PrefixStats | None:
+        """Blocks held, found and evicted; None where nothing is shared."""
+        if self._rule is None:
+            return None
+        return PrefixStats(self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted)
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from itertools import chain
 
 from millpond.cache.paging.linked_lists import LinkedLists
 
@@ -53,6 +55,10 @@ class LRUDirectory:
             self._lists.remove(number)
             self._n -= 1
         return number
+
+    def in_order(self) -> Iterator[int]:
+        """What is held, the next victim first."""
+        return self._lists.walk(0)
 
 
 class BitDirectory:
@@ -117,6 +123,10 @@ class BitDirectory:
             self._followers[parent] -= 1
         self._n -= 1
         return number
+
+    def in_order(self) -> Iterator[int]:
+        """What is held, about in the order of victims."""
+        return chain(self._lists.walk(_DISCARD), self._lists.walk(_KEEP))
 
     def _keep(self, number: int) -> None:
         """Keep a page and all before it, because one behind it is kept."""

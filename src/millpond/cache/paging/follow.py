@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 
 from millpond.cache.paging.directory import BitDirectory, LRUDirectory
 from millpond.cache.paging.key_table import KeyTable
@@ -27,18 +28,20 @@ class FollowTheBetter(PagingRule):
     more. So its misses are at most 1.01 times LRU's, plus twice the pages of the cache, whatever the bits are.
 
     Pages that the cache does not hold, but a directory does, are remembered by number and key alone.
+
+    Attributes:
+        lru: what LRU would hold. misses: of the cache. switches: changes of the leader.
     """
 
     name = "learned"
 
     def __init__(self, bits: PredictedBits) -> None:
         self._bits = bits
-        self._lru, self._bit = LRUDirectory(), BitDirectory()
+        self.lru, self._bit = LRUDirectory(), BitDirectory()
         self._keys = KeyTable()
         self._number_of = array("i")  # page -> number
         self._page_of = array("i")  # number -> page
         self._unused: list[int] = []  # numbers
-        self._used_at = array("Q")  # number -> request of the last access
         self._allowed = bytearray()  # by page
         self._outside: deque[int] = deque()  # numbers that the leader does not hold
         self._n_pages = 0
@@ -50,7 +53,12 @@ class FollowTheBetter(PagingRule):
     @property
     def leader(self) -> LRUDirectory | BitDirectory:
         """The directory that is followed."""
-        return self._bit if self._follows_bits else self._lru
+        return self._bit if self._follows_bits else self.lru
+
+    @property
+    def n_known(self) -> int:
+        """Pages that the cache or a directory holds."""
+        return len(self._keys)
 
     def touch(self, page: int, facts: PageFacts) -> None:
         """See `PagingRule`."""
@@ -63,12 +71,11 @@ class FollowTheBetter(PagingRule):
             self._n_pages += 1
             number = self._number_for(facts.key)
             self._number_of[page], self._page_of[number] = number, page
-        self._used_at[number] = facts.request
         parent = _NOTHING if facts.parent == _NOTHING else self._number_of[facts.parent]
-        before = self._lru.misses - self._bit.misses
-        self._lru.touch(number, parent)
+        before = self.lru.misses - self._bit.misses
+        self.lru.touch(number, parent)
         self._bit.touch(number, parent, self._bits.bit(facts))
-        self._lead += self._lru.misses - self._bit.misses - before
+        self._lead += self.lru.misses - self._bit.misses - before
         self._shrink()
         self._choose_leader()
 
@@ -111,27 +118,29 @@ class FollowTheBetter(PagingRule):
         if self._most is None:
             return
         self._lead *= 1 - 1 / (_MEMORY * self._most)
-        excess = self.misses - (1 + SLACK) * self._lru.misses
+        excess = self.misses - (1 + SLACK) * self.lru.misses
         if self._follows_bits:
             change = excess >= self._most - 1 or self._lead < -_MARGIN * self._most
         else:
             change = excess <= 0 and self._lead > _MARGIN * self._most
         if change:
+            order = self.leader.in_order()
             self._follows_bits = not self._follows_bits
             self.switches += 1
-            self._outside = self._found_outside()
+            self._outside = self._found_outside(order)
 
-    def _found_outside(self) -> deque[int]:
-        """Numbers of pages that may be evicted and that the leader does not hold, those last used longest ago first."""
+    def _found_outside(self, order: Iterator[int]) -> deque[int]:
+        """Numbers of pages that may be evicted and that the leader does not hold, in the order of the one before it."""
         leader, numbers = self.leader, self._number_of
-        allowed = (numbers[page] for page, may in enumerate(self._allowed) if may)
-        return deque(sorted((n for n in allowed if n not in leader), key=self._used_at.__getitem__))
+        outside = {numbers[page] for page, may in enumerate(self._allowed) if may and numbers[page] not in leader}
+        known = [number for number in order if number in outside]
+        return deque([*outside.difference(known), *known])
 
     def _shrink(self) -> None:
         """Make the directories as large as the cache, at most."""
         if self._most is None:
             return
-        for directory in (self._lru, self._bit):
+        for directory in (self.lru, self._bit):
             while len(directory) > self._most and (number := directory.evict()) is not None:
                 if directory is self.leader:
                     self._left_leader(number)
@@ -154,14 +163,13 @@ class FollowTheBetter(PagingRule):
         else:
             number = len(self._page_of)
             self._page_of.append(_NOTHING)
-            self._used_at.append(0)
-            self._lru.grow()
+            self.lru.grow()
             self._bit.grow()
         self._keys.add(key, number)
         return number
 
     def _release(self, number: int) -> None:
         """Forget a number that neither the cache nor a directory holds."""
-        if self._page_of[number] == _NOTHING and number not in self._lru and number not in self._bit:
+        if self._page_of[number] == _NOTHING and number not in self.lru and number not in self._bit:
             self._keys.remove(number)
             self._unused.append(number)

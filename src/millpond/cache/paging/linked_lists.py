@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 
 class LinkedLists:
@@ -41,6 +42,13 @@ class LinkedLists:
         """The oldest number of a list; None if it is empty."""
         place = self._newer[which]
         return None if place == which else place - self._n_lists
+
+    def walk(self, which: int) -> Iterator[int]:
+        """The numbers of a list, the oldest first."""
+        place = self._newer[which]
+        while place != which:
+            yield place - self._n_lists
+            place = self._newer[place]
 
     def _put(self, place: int, newer: int) -> None:
         older = self._older[newer]

@@ -79,11 +79,22 @@ class DiscardPredictor:
         self._table = self._weights.tolist()
 
     def _move(self, steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]) -> None:
-        odds = self._weights[steps].sum(1)
-        wrong = 1 / (1 + np.exp(-odds)) - discards
-        gradient = np.bincount(steps.ravel(), np.repeat(wrong, N_FEATURES), minlength=N_WEIGHTS) / len(steps)
+        gradient = slope(self._weights, steps, discards)
         self._squares += gradient**2
         self._weights -= _RATE * gradient / np.sqrt(self._squares)
+
+
+def log_odds_of(weights: npt.NDArray[np.float64], steps: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Log odds of many accesses at once: steps (accesses, N_FEATURES)."""
+    return np.asarray(weights[steps].sum(1))
+
+
+def slope(
+    weights: npt.NDArray[np.float64], steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float64]:
+    """Gradient of the mean logistic loss of accesses: steps (accesses, N_FEATURES), discards (accesses,) of 0 and 1."""
+    wrong = 1 / (1 + np.exp(-log_odds_of(weights, steps))) - discards
+    return np.bincount(steps.ravel(), np.repeat(wrong, N_FEATURES), minlength=N_WEIGHTS) / len(steps)
 
 
 def save_weights(file: Path, weights: Weights, note: str) -> None:

@@ -17,19 +17,25 @@ class ReplayResult:
     """Accesses of a replay.
 
     Attributes:
+        missed: numbers of the accesses that were no hits.
         evicted: keys in the order in which they were evicted.
         evicted_at: numbers of the accesses that evicted them.
     """
 
     accesses: int
-    hits: int
+    missed: list[int]
     evicted: list[int]
     evicted_at: list[int]
 
     @property
     def misses(self) -> int:
-        """Accesses that were no hits."""
-        return self.accesses - self.hits
+        """Number of accesses that were no hits."""
+        return len(self.missed)
+
+    @property
+    def hits(self) -> int:
+        """Number of accesses whose page was there."""
+        return self.accesses - self.misses
 
     @property
     def hit_rate(self) -> float:
@@ -60,27 +66,28 @@ def replay(
     if pages < 1:
         raise OptionError(f"pages={pages} must be at least 1")
     held = _HeldPages(rule, pages)
-    hits, at = 0, 0
+    missed: list[int] = []
+    at = 0
     for number, path in enumerate(requests):
         known = held.known(path)
-        hits += known
         parent = -1
         held.hold(path[:known])
         for depth, key in enumerate(path):
             page = held.page_of.get(key)
             if page is None:
+                missed.append(at)
                 page = held.add(key, parent, at)
             elif held.parents[page] != parent:
                 raise DataError(f"request {number}: page {key} follows other pages than before")
             if page is None:
-                at += len(path) - depth
+                missed += range(at + 1, at := at + len(path) - depth)
                 break
             bit = None if bits is None else bits[at]
             next_use = None if next_uses is None else next_uses[at]
             rule.touch(page, PageFacts(key, parent, number, depth, len(path), known, bit, next_use))
             parent, at = page, at + 1
         held.release()
-    return ReplayResult(at, hits, held.evicted, held.evicted_at)
+    return ReplayResult(at, missed, held.evicted, held.evicted_at)
 
 
 def next_uses_of(requests: Sequence[Path]) -> list[int | None]:
