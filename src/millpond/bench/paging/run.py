@@ -81,8 +81,11 @@ def run(
     }  # fmt: skip
 
 
-def cost_of(rule: str, pages: int) -> RuleCost:
-    """Time of victims and of accesses in a full cache of `pages` pages in requests of 20, all after a common page."""
+def cost_of(rule: str, pages: int, timed: int = _TIMED) -> RuleCost:
+    """Time of victims and of accesses in a full cache of `pages` pages in requests of 20.
+
+    timed: requests whose victims and accesses are timed.
+    """
     requests = max(pages // _PATH, 2)
     chosen = PAGING.get(rule)()
     load = _Load(chosen, requests * _PATH)
@@ -93,7 +96,7 @@ def cost_of(rule: str, pages: int) -> RuleCost:
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     victims, touches = [], []
-    for _ in range(_TIMED):
+    for _ in range(timed):
         for _ in range(_PATH):
             begin = time.perf_counter()
             page = chosen.victim()

@@ -100,7 +100,7 @@ class FollowTheBetter(PagingRule):
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
-        self._most = self._bits.pages = self._n_pages
+        self._most = self._bits.pages = max(self._n_pages, 1)
         self._shrink()
         leader = self.leader
         while True:

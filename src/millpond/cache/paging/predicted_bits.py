@@ -10,8 +10,8 @@ from millpond.cache.paging.features import steps_of
 from millpond.cache.paging.predictor import WINDOW, DiscardPredictor, Weights, load_weights
 from millpond.cache.paging.rule import PageFacts
 
-#: Log odds above which a page counts as safe to discard: a probability of 0.65.
-THRESHOLD = 0.62
+#: Log odds above which a page counts as safe to discard, a probability of 0.75: see docs/how-to/prefix-cache.md.
+THRESHOLD = 1.0986
 _SHIPPED = Path(__file__).parent / "pager.safetensors"
 
 

@@ -20,6 +20,8 @@ _BATCH = 256
 #: Accesses seen before weights move.
 _WARM = 2 * _BATCH
 _RATE = 0.5
+#: Label of an access whose page was not used again so far.
+_OPEN = -1.0
 Weights = npt.NDArray[np.float32]
 
 
@@ -38,8 +40,9 @@ class DiscardPredictor:
         self._learns = learns
         self._random = np.random.default_rng(seed)
         self._features = np.zeros((WINDOW, N_FEATURES), np.uint8)
-        self._discards = np.ones(WINDOW, np.float32)  # not used again so far: evicted
-        self._n = 0  # accesses in the window
+        self._discards = np.full(WINDOW, _OPEN, np.float32)
+        self._seen = 0
+        self._pages: int | None = None
         self._labels = DiscardLabels(WINDOW)
 
     @property
@@ -67,16 +70,23 @@ class DiscardPredictor:
         if last is not None:
             self._discards[last % WINDOW] = self._labels.discards(last, now, pages)
         self._features[now % WINDOW] = steps
-        self._discards[now % WINDOW] = 1.0
-        self._n = min(now + 1, WINDOW)
+        self._discards[now % WINDOW] = _OPEN
+        self._seen, self._pages = now + 1, pages
 
     def fit(self) -> None:
-        """One step of the fit, on accesses drawn from the window."""
-        if not self._learns or self._n < _WARM:
+        """One step of the fit, on accesses drawn from the window.
+
+        A page that was not used again counts as discarded once as many accesses have passed as the cache has pages;
+        younger ones are left out.
+        """
+        if not self._learns or self._pages is None or self._seen < _WARM:
             return
-        chosen = self._random.integers(0, self._n, _BATCH)
-        self._move(self._features[chosen], self._discards[chosen])
-        self._table = self._weights.tolist()
+        chosen = self._random.integers(0, min(self._seen, WINDOW), _BATCH)
+        discards = self._discards[chosen]
+        decided = (discards != _OPEN) | ((self._seen - 1 - chosen) % WINDOW >= self._pages)
+        if decided.any():
+            self._move(self._features[chosen[decided]], np.abs(discards[decided]))
+            self._table = self._weights.tolist()
 
     def _move(self, steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]) -> None:
         gradient = slope(self._weights, steps, discards)

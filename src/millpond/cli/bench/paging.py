@@ -18,7 +18,8 @@ def paging(
     ],
     pages: Annotated[str, typer.Option(help="Sizes of the cache in pages, separated by commas.")] = "2000,6000,20000",
     rules: Annotated[
-        str | None, optional(help="Rules, separated by commas, or 'all' with given bits too. Default: every rule.")
+        str | None,
+        optional(help="Rules, separated by commas; 'bits': some that are given right or wrong bits. Default: all."),
     ] = None,
     cost_pages: Annotated[int, typer.Option(min=0, help="Size at which rules are timed; 0: not.")] = 100_000,
     out: Report = None,
@@ -30,14 +31,14 @@ def paging(
     from millpond.cache.paging import list_paging_rules
 
     known = list_paging_rules()
-    chosen = known if rules is None else [*known, *WITH_BITS] if rules == "all" else rules.split(",")
+    chosen = known if rules is None else ["lru", *WITH_BITS] if rules == "bits" else rules.split(",")
     for name in chosen:
         if name not in known and name not in WITH_BITS:
             raise unknown("paging rule", name, known)
     with errors().status("replaying") as status:
         data = run(trace, _sizes(pages), chosen, cost_pages=cost_pages, progress=status.update)
     data["command"] = command_line()
-    deliver("paging", data, paging_markdown(data), out)
+    deliver("paging-bits" if rules == "bits" else "paging", data, paging_markdown(data), out)
 
 
 def _sizes(text: str) -> list[int]:
