@@ -54,11 +54,11 @@ class EngineChoice(OptionGroup):
         """Fields of `EngineConfig`.
 
         Raises:
-            OptionError: a rule of the prefix cache beside no prefix cache.
+            OptionError: a rule for a prefix cache, and none.
         """
         if self.no_prefix_cache and self.prefix_cache is not None:
             raise OptionError(f"--prefix-cache {self.prefix_cache} and --no-prefix-cache contradict; leave one out")
-        prefixes = (self.kv_memory is not None and not self.no_prefix_cache) if self.prefix_cache is None else self.prefix_cache
+        prefixes = self.prefix_cache or (self.kv_memory is not None and not self.no_prefix_cache)
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
             "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,

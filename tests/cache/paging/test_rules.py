@@ -113,7 +113,7 @@ def test_rules_by_name() -> None:
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="unknown paging rule 'leraned'; did you mean 'learned'"):
         rule_named("leraned")
-    with pytest.raises(OptionError, match="only a replay does .*choose one of learned, lfu, lru"):
+    with pytest.raises(OptionError, match=r"only a replay does .*choose one of learned, lfu, lru"):
         rule_named("belady")
     with pytest.raises(OptionError, match="'lru' predicts nothing; leave pager out"):
         rule_named(True, "pager.safetensors")

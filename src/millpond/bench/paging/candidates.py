@@ -23,7 +23,7 @@ WITH_BITS = {
 _SEED = 0
 
 
-class Trace:
+class PagingTrace:
     """Requests and what a replay may know of them: next uses and Belady's bits for one size of the cache."""
 
     def __init__(self, requests: Sequence[Path], pages: int) -> None:

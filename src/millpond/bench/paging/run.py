@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.paging.candidates import Trace
+from millpond.bench.paging.candidates import PagingTrace
 from millpond.bench.paging.trace_paths import read_paths
 from millpond.cache.paging import PAGING
 from millpond.cache.paging.rule import PageFacts, PagingRule
@@ -57,7 +57,7 @@ def run(
         accesses = sum(map(len, requests))
         distinct = len({key for path in requests for key in path})
         for pages in sizes:
-            trace = Trace(requests, pages)
+            trace = PagingTrace(requests, pages)
             for candidate in candidates:
                 progress(f"{name}, {pages:,} pages, {candidate}")
                 outcome = trace.run(candidate)

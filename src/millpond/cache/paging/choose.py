@@ -41,7 +41,7 @@ def rule_named(choice: bool | str, pager: str | PathLike[str] | None = None) -> 
     name = rule_name(choice)
     if name is None:
         if pager is not None:
-            raise OptionError(f"pager={fspath(pager)!r} needs a prefix cache that predicts: prefix_cache=\"learned\"")
+            raise OptionError(f'pager={fspath(pager)!r} needs a prefix cache that predicts: prefix_cache="learned"')
         return None
     if name == _REPLAY:
         others = ", ".join(other for other in PAGING.names() if other != _REPLAY)

@@ -37,8 +37,8 @@ def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tupl
     """Which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
 
     Args:
-        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none. gap_before: of the one
-            before.
+        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none.
+        gap_before: of the one before.
     """
     _, _, _, depth, length, known, _, _ = facts
     beyond = depth - known

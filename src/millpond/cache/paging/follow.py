@@ -1,4 +1,4 @@
-"""Follow the better: a cache that evicts what the better of two rules would not hold, and is never much worse than LRU."""
+"""Follow the better: a cache evicts what the better of two rules would not hold, and is never much worse than LRU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLACK = 0.01
 
 
 class FollowTheBetter(PagingRule):
-    """Two directories run LRU and "discarded pages first, then LRU"; the cache follows the one with fewer misses lately.
+    """Two directories run LRU and "discarded pages first, then LRU"; the one with fewer misses lately is followed.
 
     It follows by evicting pages that the leader does not hold. It leaves LRU only while its misses are at most 1.01
     times LRU's, and returns as soon as they exceed that by the pages of the cache; a return costs as many misses once

@@ -44,7 +44,7 @@ class KeyTable:
             other = places[at]
             if other == _EMPTY:
                 break
-            if (at - self._first(keys[other]) & mask) >= (at - hole & mask):  # its first place is no later than the hole
+            if (at - self._first(keys[other]) & mask) >= (at - hole & mask):  # it would be found in the hole
                 places[hole], hole = other, at
         places[hole] = _EMPTY
         self._n -= 1

@@ -124,7 +124,9 @@ def load_weights(file: Path) -> Weights:
         raise DataError(f"pager {file}: cannot be read: {error}; make one with millpond train pager") from None
     if weights is None or weights.shape != (N_WEIGHTS,) or not np.isfinite(weights).all():
         found = "none" if weights is None else f"{weights.shape}"
-        raise DataError(f"pager {file}: weights {found} must be {N_WEIGHTS} finite numbers; make one with millpond train pager")
+        raise DataError(
+            f"pager {file}: weights {found} must be {N_WEIGHTS} finite numbers; make one with millpond train pager"
+        )
     return weights.astype(np.float32)
 
 

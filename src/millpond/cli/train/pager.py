@@ -30,8 +30,8 @@ def pager(
     names = ", ".join(name.rpartition("/")[2].rpartition(":")[2] for name in trace)
     save_weights(out, fitted.weights, f"{names} at {shares} of their pages")
     typer.echo(
-        f"{out}: {fitted.accesses:,} accesses, {fitted.discards:.1%} to discard; {fitted.correct:.1%} told right at even "
-        "odds, on the data of the fit"
+        f"{out}: {fitted.accesses:,} accesses, {fitted.discards:.1%} to discard; {fitted.correct:.1%} predicted right, "
+        "on the data of the fit"
     )
 
 

@@ -29,11 +29,11 @@ _DECAY = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class FittedPager:
-    """Weights, and how well they tell the accesses that they were fitted to.
+    """Weights, and how well they predict the accesses that they were fitted to.
 
     Attributes:
         accesses: rows, one for each access and size. discards: share that the best rule discards. correct: share that
-            the weights tell right at even odds.
+            the weights predict right at even odds.
     """
 
     weights: Weights
