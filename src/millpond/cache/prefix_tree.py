@@ -8,7 +8,6 @@ request's own, and a token behind a full block goes to a new page.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,26 +18,50 @@ import numpy.typing as npt
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.paging.lru import LeastRecentlyUsed
+from millpond.cache.paging.rule import PageFacts, PagingRule
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One block of tokens behind a certain text: which pages hold it, per layer one for each KV head."""
+    """One block of tokens behind a certain text: which pages hold it, per layer one for each KV head.
+
+    Attributes:
+        number: under which the paging rule knows it; used again once the block is gone.
+        hash: of its tokens and all before them, 64 bits.
+        request: the last one that used it.
+    """
 
     key: tuple[Hashable, ...]
     parent: PrefixNode | None
     pools: list[PagePool] = field(repr=False)
     pages: list[PageIds] = field(repr=False)
+    number: int
+    hash: int
     n_children: int = 0
+    request: int = -1
 
 
 class PrefixTree:
-    """Blocks by what they hold, exactly: no hash stands for the tokens. Holds its pages until they are evicted."""
+    """Blocks by what they hold, exactly: no hash stands for the tokens. Holds its pages until they are evicted.
 
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[Hashable, ...], PrefixNode] = OrderedDict()  # the longest unused first
+    Args:
+        rule: which block is evicted of those that none follows and no request holds; None: the longest unused.
+
+    Attributes:
+        evicted: blocks that were evicted by the rule so far.
+    """
+
+    def __init__(self, rule: PagingRule | None = None) -> None:
+        self._rule = rule or LeastRecentlyUsed()
+        self._blocks: dict[tuple[Hashable, ...], PrefixNode] = {}
+        self._numbered: list[PrefixNode | None] = []
+        self._unused: list[int] = []  # numbers
+        self._in_use: dict[PrefixNode, None] = {}  # chosen by the rule, but requests hold all their pages
+        self._releases: dict[PagePool, int] = {}  # of their pools when they were last looked at
+        self._requests = self.evicted = 0
 
     def __len__(self) -> int:
         """Blocks held."""
@@ -55,34 +78,36 @@ class PrefixTree:
             if block is None:
                 break
             found.append(block)
-        self._use(found)
         return found
 
-    def keep(self, kind: Hashable, tokens: Ids, tables: list[PageTable]) -> list[PrefixNode]:
+    def new_request(self) -> int:
+        """A number for a request that keeps its prompt in several parts."""
+        self._requests += 1
+        return self._requests
+
+    def keep(
+        self, kind: Hashable, tokens: Ids, tables: list[PageTable], request: int | None = None
+    ) -> list[PrefixNode]:
         """Hold the full blocks of a prompt of one sequence, `tables` of all layers, of which nothing has left.
 
-        The tables share these pages from now on. Returns the blocks.
+        The tables share these pages from now on. The paging rule sees one access to each block. Returns the blocks.
+
+        request: the same for each part of one prompt, which begins with the parts before it; None: this is all of it.
         """
         slots = tables[0].pool.slots
         path = self.find(kind, tokens, slots)
-        for number in range(len(path), len(tokens) // slots):
-            parent = path[-1] if path else None
+        known = len(path)
+        for number in range(known, len(tokens) // slots):
             pages = [table.page_column(number) for table in tables]
-            key = _key(kind, parent, tokens[number * slots : (number + 1) * slots])
-            block = PrefixNode(key, parent, [table.pool for table in tables], pages)
-            for pool, ids in zip(block.pools, pages, strict=True):
-                pool.retain(ids)
-            if parent is not None:
-                parent.n_children += 1
-            self._blocks[key] = block
-            path.append(block)
+            part = tokens[number * slots : (number + 1) * slots]
+            path.append(self._add(kind, path[-1] if path else None, part, [table.pool for table in tables], pages))
         for table in tables:
             table.share()
-        self._use(path)
+        self._use(path, known, self.new_request() if request is None else request)
         return path
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Release blocks, the longest unused first and none before those after it, until there is `enough`.
+        """Release blocks in the order of the rule, none before those after it, until there is `enough`.
 
         Blocks whose pages are all held by requests as well stay: without them no page would be free.
 
@@ -91,11 +116,19 @@ class PrefixTree:
         """
         if enough():
             return True
-        for block in list(self._blocks.values()):  # followers of a block come before it: one round finds all
-            if not block.n_children and _alone(block):
-                self._drop(block)
-                if enough():
-                    return True
+        self._allow_released()
+        while (number := self._rule.victim()) is not None:
+            block = self._numbered[number]
+            assert block is not None, "the rule forgets blocks that are gone"
+            if not _alone(block):
+                self._rule.forbid(number)
+                self._in_use[block] = None
+                continue
+            self._drop(block)
+            self.evicted += 1
+            if enough():
+                return True
+        self._releases = self._count_releases()
         return False
 
     def shorten(self, path: list[PrefixNode]) -> bool:
@@ -107,7 +140,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Release all."""
-        for block in list(self._blocks.values()):
+        for block in reversed(list(self._blocks.values())):  # followers came later
             self._drop(block)
 
     def held(self, pool: RefCountedPool[Any]) -> list[PageIds]:
@@ -119,17 +152,61 @@ class PrefixTree:
             if owner is pool
         ]
 
+    def _add(
+        self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
+    ) -> PrefixNode:
+        key = _key(kind, parent, tokens)
+        chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
+        if not self._unused:
+            self._unused.append(len(self._numbered))
+            self._numbered.append(None)
+        block = PrefixNode(key, parent, pools, pages, self._unused.pop(), chained)
+        for pool, ids in zip(pools, pages, strict=True):
+            pool.retain(ids)
+        if parent is not None:
+            parent.n_children += 1
+            if parent.n_children == 1 and parent.request >= 0:
+                self._rule.forbid(parent.number)
+        self._blocks[key] = self._numbered[block.number] = block
+        return block
+
     def _drop(self, block: PrefixNode) -> None:
         for pool, ids in zip(block.pools, block.pages, strict=True):
             pool.release(ids)
-        if block.parent is not None:
-            block.parent.n_children -= 1
+        self._rule.drop(block.number)
+        self._numbered[block.number] = None
+        self._unused.append(block.number)
+        self._in_use.pop(block, None)
         del self._blocks[block.key]
+        parent = block.parent
+        if parent is not None:
+            parent.n_children -= 1
+            if not parent.n_children:
+                self._rule.allow(parent.number)
 
-    def _use(self, path: list[PrefixNode]) -> None:
-        """These were used now, the first blocks of the text last, so that they stay longest."""
-        for block in reversed(path):
-            self._blocks.move_to_end(block.key)
+    def _use(self, path: list[PrefixNode], known: int, request: int) -> None:
+        """A request uses these blocks, the first `known` of which were there before it."""
+        for depth, block in enumerate(path):
+            if block.request != request:
+                block.request = request
+                parent = -1 if block.parent is None else block.parent.number
+                self._rule.touch(block.number, PageFacts(block.hash, parent, request, depth, len(path), known))
+        if path and not path[-1].n_children:
+            self._in_use.pop(path[-1], None)
+            self._rule.allow(path[-1].number)
+
+    def _allow_released(self) -> None:
+        """Let the rule choose blocks again whose pages were held by requests, where some page was released since."""
+        if not self._in_use or self._releases == (releases := self._count_releases()):
+            return
+        self._releases = releases
+        for block in [block for block in self._in_use if _alone(block)]:
+            del self._in_use[block]
+            if not block.n_children:
+                self._rule.allow(block.number)
+
+    def _count_releases(self) -> dict[PagePool, int]:
+        return {pool: pool.n_releases for block in self._in_use for pool in block.pools}
 
 
 def _alone(block: PrefixNode) -> bool:

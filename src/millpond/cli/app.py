@@ -30,6 +30,7 @@ from millpond.cli.bench import app as bench
 from millpond.cli.bench import batch as bench_batch
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
+from millpond.cli.bench import paging as bench_paging
 from millpond.cli.bench import serve as bench_serve
 from millpond.cli.cluster import app as cluster
 from millpond.cli.console import errors
@@ -99,6 +100,7 @@ for name, command in COMMANDS.items():
 bench.app.command("batch")(bench_batch.batch)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
+bench.app.command("paging")(bench_paging.paging)
 bench.app.command("serve")(bench_serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(chunks.app, name="chunks")

@@ -34,11 +34,16 @@ class EngineChoice(OptionGroup):
         int, typer.Option(min=1, help="Tokens of one step: more read prompts faster, fewer shorten the wait of others.")
     ] = 512
     prefix_cache: Annotated[
-        bool | None,
+        str | None,
         optional(
-            "--prefix-cache/--no-prefix-cache",
-            help="Keep prompts for others that begin alike, while there is memory. Default: with --kv-memory.",
+            metavar="RULE",
+            help="Keep prompts for others that begin alike, while there is memory; what goes first: lru, lfu, marker, "
+            "mark0, mark_predict or learned. Default: lru with --kv-memory.",
         ),
+    ] = None
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no prompts.")] = False
+    pager: Annotated[
+        Path | None, optional(help="A file of 'millpond train pager' for a rule that predicts. Default: ours.")
     ] = None
     swap_to: Annotated[
         Path | None, optional(help="Folder for the caches of preempted requests. Default: the host's memory.")
@@ -54,11 +59,18 @@ class EngineChoice(OptionGroup):
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
 
     def as_arguments(self) -> dict[str, Any]:
-        """Fields of `EngineConfig`."""
-        prefixes = self.kv_memory is not None if self.prefix_cache is None else self.prefix_cache
+        """Fields of `EngineConfig`.
+
+        Raises:
+            OptionError: a rule for a prefix cache, and none.
+        """
+        if self.no_prefix_cache and self.prefix_cache is not None:
+            raise OptionError(f"--prefix-cache {self.prefix_cache} and --no-prefix-cache contradict; leave one out")
+        prefixes = self.prefix_cache or (self.kv_memory is not None and not self.no_prefix_cache)
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
-            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
+            "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
+            "chunk_store": self._chunks(),
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

@@ -205,7 +205,7 @@ class AsyncLLM:
         Raises:
             MillpondError: a request is refused, and none was taken in.
         """
-        boxes = {request.request_id: _Mailbox(asyncio.get_running_loop()) for request in requests}
+        boxes = {request.request_id: Mailbox(asyncio.get_running_loop()) for request in requests}
 
         def take_in(engine: Engine) -> None:
             if self._closing or self._stopped:
@@ -347,7 +347,7 @@ class AsyncLLM:
             del self._boxes[request_id]
             self._engine.cancel(request_id)
 
-    def _drop_all(self, boxes: Mapping[str, _Mailbox]) -> None:
+    def _drop_all(self, boxes: Mapping[str, Mailbox]) -> None:
         for name, box in boxes.items():
             self._drop(name, box)
 

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar, get_args
 from millpond.budget import Budget, parse_bytes
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
+from millpond.cache.paging.choose import rule_named
 from millpond.codec import Codec, resolve
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
@@ -34,7 +35,8 @@ class EngineOptions(TypedDict, total=False):
     max_step_tokens: int
     max_running: int
     overcommit: float
-    prefix_cache: bool
+    prefix_cache: bool | str
+    pager: str | PathLike[str] | None
     swap_to: str | PathLike[str] | None
     page_slots: int
     runner: Runner
@@ -59,7 +61,10 @@ class EngineConfig:
         max_running: sequences that decode at a time.
         overcommit: multiple of `kv_memory` that may be reserved. Above 1, requests that use their whole reservation
             cause preemptions.
-        prefix_cache: keep the pages of prompts for later prompts that begin alike, while no request needs the memory.
+        prefix_cache: keep the pages of prompts for later prompts that begin alike, while no request needs the memory;
+            the name of the paging rule that says which blocks go first (`list_paging_rules`), or True for "lru".
+        pager: file of `millpond train pager` for a rule that predicts ("learned", "mark0", "mark_predict"); None: the
+            predictor of the package.
         swap_to: folder for the caches of preempted requests; None keeps them in the host's memory.
         page_slots: entries per page, a power of two.
         runner: "lean" runs the model's weights without its modules, "modules" runs its modules, "auto" is "lean"
@@ -71,7 +76,8 @@ class EngineConfig:
         chunk_store: keys and values of chunks that prompts hold, see `Prompt`; None: prompts hold none.
 
     Raises:
-        OptionError, BudgetError: a value out of range, or a method, option, codec or runner that does not exist.
+        OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
+            exist. DataError: a pager that cannot be read.
     """
 
     method: str = "h2o"
@@ -83,7 +89,8 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_running: int = 256
     overcommit: float = 1.0
-    prefix_cache: bool = False
+    prefix_cache: bool | str = False
+    pager: str | PathLike[str] | None = None
     swap_to: str | PathLike[str] | None = None
     page_slots: int = DEFAULT_SLOTS
     runner: Runner = "auto"
@@ -101,6 +108,7 @@ class EngineConfig:
                 raise OptionError(f"{name}={getattr(self, name)} must be at least 1")
         if self.runner not in get_args(Runner):
             raise unknown("runner", self.runner, get_args(Runner))
+        rule_named(self.prefix_cache, self.pager)
         check_weights(self.weights, self.runner, self.native_layers)
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))

@@ -17,6 +17,7 @@ import torch
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.paging.choose import rule_named
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch.plan import BatchPlan
@@ -83,7 +84,8 @@ class Engine:
         self.tokenizer, self._tier = tokenizer, tier
         if tier is not None and config.prefix_cache:
             raise OptionError(
-                "prefix_cache=True keeps pages of prompts in memory; leave it out where KV lies on a disk"
+                f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on "
+                "a disk"
             )
         if config.chunk_store is not None and (tier is not None or streamed is not None):
             raise OptionError(
@@ -102,7 +104,9 @@ class Engine:
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(self._account, self._model.layers, enabled=config.prefix_cache)
+        self._sharing = PrefixSharing(
+            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager)
+        )
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
         try:
@@ -493,6 +497,6 @@ class Engine:
             kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
             finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(),
             chunks=None if self._chunks is None else self._chunks.store.stats(), **self._turn.counts,
         )  # fmt: skip

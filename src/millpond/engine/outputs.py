@@ -143,6 +143,25 @@ class CacheSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """The prefix cache at one moment; counters count from the engine's start, in blocks of `page_slots` tokens.
+
+    Attributes:
+        rule: name of the paging rule.
+        blocks: blocks held.
+        hits: counter of blocks of prompts that were taken from it.
+        misses: counter of other full blocks of the prompts that share.
+        evicted: counter of blocks that the rule chose, because their memory was needed.
+    """
+
+    rule: str
+    blocks: int
+    hits: int
+    misses: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine at one moment; counters count from its start.
 
@@ -163,6 +182,7 @@ class EngineStats:
         state_bytes: bytes of recurrent and convolution states, in a hybrid.
         weight_bytes: bytes of the model's weights in memory, with the slots of those that come and go.
         reused_tokens: counter of tokens taken from a chunk store. chunks: the store; None: there is none.
+        prefix: the prefix cache; None without one.
     """
 
     running: int
@@ -182,3 +202,4 @@ class EngineStats:
     weight_bytes: int = 0
     reused_tokens: int = 0
     chunks: ChunkStoreStats | None = None
+    prefix: PrefixStats | None = None

@@ -10,8 +10,10 @@ from collections.abc import Hashable, Iterable
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.engine.memory_estimate import pages_to_settle
+from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
@@ -24,19 +26,25 @@ class PrefixSharing:
     copies. So methods share whose plan can be made of entries and of the queries of the prompt's end.
 
     Args:
-        layers: what each layer of the model stores. enabled: whether anything is shared at all.
+        layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
     """
 
-    def __init__(self, account: MemoryLimit, layers: list[LayerShape], *, enabled: bool) -> None:
-        self.tree = PrefixTree()
+    def __init__(self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None) -> None:
+        self.tree = PrefixTree(rule)
+        self._rule = rule
+        self._hits = self._misses = 0
         self._account = account
         self._layers = layers
-        self._enabled = enabled
+        self._enabled = rule is not None
         self._secret = secrets.token_bytes(32)
 
     def begin(self, live: RequestState) -> int:
         """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
+        if not self._shares(live):
+            return 0
         path = self._known(live)
+        self._hits += len(path)
+        self._misses += len(live.ids) // live.group.slots - len(path)
         if path:
             live.stack = live.group.recipe.stack(len(live.ids))
             live.stack.begin_with(tables_of(path))
@@ -63,13 +71,13 @@ class PrefixSharing:
         """Keep the full blocks of a prompt that is still being read, so that others can begin with them."""
         if live.stack is not None and self._shares(live):
             tables = [core.table for core in live.stack.layers if core.table is not None]
-            self.tree.keep(self._kind(live), live.numbers[: live.job.read], tables)
+            self.tree.keep(self._kind(live), live.numbers[: live.job.read], tables, self._access(live))
 
     def keep(self, live: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
 
-        The longest unused blocks go where its plan, or `later` ones of the same step, would find no room: older ones
-        first, then the last of its own.
+        Blocks are evicted where its plan, or `later` ones of the same step, would find no room: those that the rule
+        chooses, then the last of its own.
         """
         stack = live.stack
         if stack is None or not self._enabled:
@@ -77,7 +85,7 @@ class PrefixSharing:
         path: list[PrefixNode] = []
         if self._shares(live):
             tables = [core.table for core in stack.layers if core.table is not None]
-            path = self.tree.keep(self._kind(live), live.numbers, tables)
+            path = self.tree.keep(self._kind(live), live.numbers, tables, self._access(live))
 
         def need() -> Pages:
             return together(self.pages_to_settle(live), later)
@@ -89,6 +97,12 @@ class PrefixSharing:
     def has(self, pages: Pages) -> bool:
         """Whether there is room for these pages, or will be without blocks that no request holds."""
         return self.tree.evict(lambda: self._account.can_take(pages))
+
+    def stats(self) -> PrefixStats | None:
+        """Blocks held, found and evicted; None where nothing is shared."""
+        if self._rule is None:
+            return None
+        return PrefixStats(self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted)
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
@@ -102,6 +116,12 @@ class PrefixSharing:
         if self._account.limit_bytes is None:
             return {}
         return pages_to_settle(live.group.recipe, self._layers, len(live.ids), live.stack)
+
+    def _access(self, live: RequestState) -> int:
+        """The number of a prompt's one access to its blocks, in however many parts they are kept."""
+        if live.access is None:
+            live.access = self.tree.new_request()
+        return live.access
 
     def _known(self, live: RequestState) -> list[PrefixNode]:
         """The blocks that are known of a prompt, without the queries that its plan needs."""

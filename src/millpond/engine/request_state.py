@@ -27,7 +27,8 @@ class RequestState:
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        waited: steps in which it waited for others to read what it begins with.
+        waited: steps in which it waited for others to read what it begins with. access: by which the prefix tree knows
+            its prompt; None: it has kept nothing yet.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class RequestState:
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
     waited: int = 0
+    access: int | None = None
     whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 

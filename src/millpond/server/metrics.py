@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.cache.chunks.store import ChunkStoreStats
-from millpond.engine.outputs import RequestOutput
+from millpond.engine.outputs import PrefixStats, RequestOutput
 from millpond.server.admission import AdmissionControl
 from millpond.server.llm_protocol import ServedLLM
 
@@ -59,6 +59,8 @@ class EngineCollector(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"millpond_{name}", text, value)
+        if stats.prefix is not None:
+            yield from _of_prefix_cache(stats.prefix)
         if stats.chunks is not None:
             yield from _of_chunks(stats.chunks)
 
@@ -81,6 +83,22 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"millpond_chunk_{name}", text, value)
+
+
+def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
+    """Blocks of the prefix cache, each number under the name of its paging rule."""
+    held = GaugeMetricFamily("millpond_prefix_blocks", "Blocks that the prefix cache holds.", labels=["rule"])
+    held.add_metric([prefix.rule], prefix.blocks)
+    yield held
+    counters = {
+        "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
+        "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
+        "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),
+    }
+    for name, (text, value) in counters.items():
+        counter = CounterMetricFamily(f"millpond_{name}", text, labels=["rule"])
+        counter.add_metric([prefix.rule], value)
+        yield counter
 
 
 class Metrics:

@@ -75,6 +75,7 @@ class RefCountedPool(Generic[A]):
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._n_allocations = 0
+        self.n_releases = 0  # calls of `release` so far
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         """Copy whole pages, source[i] to target[i]."""
@@ -159,6 +160,7 @@ class RefCountedPool(Generic[A]):
 
     def release(self, ids: PageIds) -> None:
         """One holder less for each page; a page without holders is free at once."""
+        self.n_releases += 1
         np.subtract.at(self._refs, ids, 1)
         if np.any(self._refs[ids] < 0):
             np.add.at(self._refs, ids, 1)

@@ -1,0 +1,1 @@
+"""Replays of traces through the paging rules, and their hit rates."""

@@ -1,0 +1,44 @@
+"""MARK0: pages that are predicted to be safe to discard are evicted first, the others by Marker (arXiv:2210.02775)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from millpond.cache.paging import paging_rule
+from millpond.cache.paging.marker import WITHIN_PHASE, Marker
+from millpond.cache.paging.predicted_bits import PredictedBits
+from millpond.cache.paging.rule import PageFacts, PagingRule
+from millpond.option_files import FILE
+
+
+class Mark0(Marker):
+    """Marker for pages of bit 0; those of bit 1 go first.
+
+    With the bits of Belady's rule (1: it evicts the page before its next use) misses are Belady's. Each wrong 0 costs
+    at most 2 H_k misses on average and each wrong 1 costs one (Theorem 1).
+    """
+
+    name = "mark0"
+
+    def __init__(self, bits: PredictedBits, seed: int) -> None:
+        super().__init__(seed)
+        self._bits = bits
+
+    def rank(self, page: int, facts: PageFacts) -> int:
+        """See `RankedRule`."""
+        rank = self.marked()
+        return rank & (1 << WITHIN_PHASE) - 1 if self._bits.bit(facts) else rank  # phase 0: before all others
+
+    def victim(self) -> int | None:
+        """See `PagingRule`."""
+        self._bits.pages = self.n_pages
+        return super().victim()
+
+
+@paging_rule("mark0", paper="arXiv:2210.02775")
+def mark0(
+    pager: Annotated[str, "file of a predictor (millpond train pager); empty: the one of the package", FILE] = "",
+    seed: Annotated[int, "seed of the random choices"] = 0,
+) -> PagingRule:
+    """Evict the pages that are predicted to be evicted by the best rule anyway, then as `marker`."""
+    return Mark0(PredictedBits.of_file(pager), seed)

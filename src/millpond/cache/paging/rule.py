@@ -1,0 +1,147 @@
+"""Interface of a paging rule, and the rules that rank pages by a number.
+
+A page is a block of a cache, known by a small whole number that its owner gives it and uses again once the page was
+dropped. Pages form a forest: a page may be evicted while no page follows it and no request holds it. The owner says so
+(`allow`, `forbid`); a rule chooses among those pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+#: Bits of a page number inside an entry of the heap: 16.7 million pages.
+PAGE_BITS = 24
+#: Bits of a depth: 65,536 pages of one request differ in their order, deeper ones do not.
+DEPTH_BITS = 16
+_LAST_DEPTH = (1 << DEPTH_BITS) - 1
+#: Entry of a page that is not held.
+_GONE = -1
+
+
+class PageFacts(NamedTuple):
+    """One access: a request used a page.
+
+    Attributes:
+        key: what the page holds, by a number of 64 bits; the same whenever the same comes again.
+        parent: page number before it in the request; -1 for the first.
+        request: number of the request, counted from 0.
+        depth: number of pages before it in the request.
+        length: pages of the request.
+        known: pages that the request found in the cache, all at its beginning.
+        bit: a prediction from outside, True: safe to discard; None: the rule predicts itself.
+        next_use: number of the next request that uses the page, in a replay; None: not known, or never.
+    """
+
+    key: int
+    parent: int
+    request: int
+    depth: int
+    length: int
+    known: int
+    bit: bool | None = None
+    next_use: int | None = None
+
+
+class PagingRule(ABC):
+    """Chooses which page is evicted. A request touches its pages in their order, each once.
+
+    Attributes:
+        name: under which the rule is registered.
+    """
+
+    name: str
+
+    @abstractmethod
+    def touch(self, page: int, facts: PageFacts) -> None:
+        """A request used a page, which is new if it was dropped or never touched before."""
+
+    @abstractmethod
+    def allow(self, page: int) -> None:
+        """A page may be evicted from now on."""
+
+    @abstractmethod
+    def forbid(self, page: int) -> None:
+        """A page may not be evicted until it is allowed again."""
+
+    @abstractmethod
+    def drop(self, page: int) -> None:
+        """A page is no longer held, because the rule chose it or for another reason; its number may be used again."""
+
+    @abstractmethod
+    def victim(self) -> int | None:
+        """The page to evict next among those allowed; None if there is none."""
+
+
+class RankedRule(PagingRule):
+    """A rule that gives each page a rank at each access; the lowest rank is evicted first.
+
+    A heap holds one entry for each page that may be evicted, and some that are out of date, which are skipped: a victim
+    costs O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[int] = []  # rank and page in one number
+        self._heap: list[int] = []
+        self._allowed = bytearray()
+        self._n_allowed = 0
+        self.n_pages = 0  # that were touched and not dropped
+
+    @abstractmethod
+    def rank(self, page: int, facts: PageFacts) -> int:
+        """Rank of a page from now on, a whole number from 0; ties go to the lower page number."""
+
+    def touch(self, page: int, facts: PageFacts) -> None:
+        """See `PagingRule`."""
+        while page >= len(self._entries):
+            self._entries.append(_GONE)
+            self._allowed.append(0)
+        self.n_pages += self._entries[page] == _GONE
+        self._entries[page] = self.rank(page, facts) << PAGE_BITS | page
+        if self._allowed[page]:
+            self._push(page)
+
+    def allow(self, page: int) -> None:
+        """See `PagingRule`."""
+        if not self._allowed[page]:
+            self._allowed[page] = 1
+            self._n_allowed += 1
+            self._push(page)
+
+    def forbid(self, page: int) -> None:
+        """See `PagingRule`."""
+        if self._allowed[page]:
+            self._allowed[page] = 0
+            self._n_allowed -= 1
+
+    def drop(self, page: int) -> None:
+        """See `PagingRule`."""
+        self.forbid(page)
+        self._entries[page] = _GONE
+        self.n_pages -= 1
+
+    def victim(self) -> int | None:
+        """See `PagingRule`."""
+        while self._heap:
+            page = self._heap[0] & (1 << PAGE_BITS) - 1
+            if self._allowed[page] and self._entries[page] == self._heap[0]:
+                return page
+            heappop(self._heap)
+        return None
+
+    def rank_of(self, page: int) -> int:
+        """Rank of a page since its last access."""
+        return self._entries[page] >> PAGE_BITS
+
+    def _push(self, page: int) -> None:
+        if len(self._heap) > 256 + 2 * self._n_allowed:
+            self._heap = [entry for at, entry in enumerate(self._entries) if self._allowed[at]]
+            heapify(self._heap)
+        else:
+            heappush(self._heap, self._entries[page])
+
+
+def recency(facts: PageFacts) -> int:
+    """A number that grows with each request; within one request a page is more recent than those behind it."""
+    return facts.request << DEPTH_BITS | _LAST_DEPTH - min(facts.depth, _LAST_DEPTH)

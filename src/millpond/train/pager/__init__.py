@@ -1,0 +1,1 @@
+"""Fit of the predictor of discard bits, which rules of the prefix cache evict by."""
