@@ -19,7 +19,7 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 from millpond.kernels.args import AttentionShape
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
-from millpond.policy.retaining.heads import features_of
+from millpond.policy.retaining.networks import features_of
 from millpond.train.retain.labels import Label, labels_of
 
 
