@@ -29,11 +29,16 @@ Shapes = dict[str, list[int]]
 
 
 class Kind(NamedTuple):
-    """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts."""
+    """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts.
+
+    Attributes:
+        exact: parts that are stored in float32.
+    """
 
     name: str
     things: str
     parts: tuple[str, ...]
+    exact: tuple[str, ...]
 
     @property
     def command(self) -> str:
@@ -41,12 +46,13 @@ class Kind(NamedTuple):
         return f"'millpond train {self.name}'"
 
 
-RETAIN = Kind("retain", "heads", LayerHeads.PARTS)
-GATE = Kind("gate", "gates", LayerGate.PARTS)
+RETAIN = Kind("retain", "heads", LayerHeads.PARTS, ("quantiles",))
+GATE = Kind("gate", "gates", LayerGate.PARTS, ("b2",))
 
 
 def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> None:
-    """Write the file: weights in bfloat16, quantiles in float32. A crash while writing leaves an older file whole.
+    """Write the file: weights in bfloat16, quantiles of heads and the last biases of gates in
+    float32. A crash while writing leaves an older file whole.
 
     Raises:
         DataError: it cannot be written.
@@ -56,7 +62,7 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
     for index, layer in enumerate(heads.layers):
         for part in kind.parts:
             stored: Tensor = getattr(layer, part).detach().cpu()
-            dtype = torch.float32 if part == "quantiles" else torch.bfloat16
+            dtype = torch.float32 if part in kind.exact else torch.bfloat16
             tensors[f"{index}.{part}"] = stored.to(dtype).contiguous()
     about = {
         "format": FORMAT, "kind": kind.name, "model": heads.model, "name": heads.name, "layers": str(len(heads.layers)),

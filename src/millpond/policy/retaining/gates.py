@@ -99,7 +99,7 @@ class Gates(TrainedNetworks[LayerGate]):
 
 
 def kept_probability(logits: Tensor) -> Tensor:
-    """p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
+    """The p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
     return rounded(logits.float().sigmoid())
 
 
