@@ -25,8 +25,8 @@ with millpond.compress(model, "attention_gate", gate={file!r}) as cache: ...
 ```
 
 ## Data
-{data}: {steps:,} texts, one a step, seed {seed}; {check} more of another random stream gave the last shift of the biases
-and the table of shares. Each text has questions, or its last eighth asks. What was not like these texts was not
+{data}: {steps:,} texts, one a step, seed {seed}; {check} more of another random stream gave the last shift of the
+biases and the table of shares. Each text has questions, or its last eighth asks. What was not like these texts was not
 learned: measure before you rely on it.
 
 ## Training
