@@ -92,18 +92,25 @@ def test_families_batch_and_alone(family: str) -> None:
         assert alone == ([together[s]], [kept[s]])
 
 
-def test_beams_and_drafts_carry_what_was_read() -> None:
-    """Beams with one beam's worth of difference, and drafts that are taken back, end as without them."""
+def test_drafts_that_are_taken_back_change_nothing() -> None:
     model, (ids, mask) = llama(), prompts(1)
     batch = {"input_ids": ids, "attention_mask": mask}
-    plain = run(model, batch, 12)
-    assert run(model, batch, 12, prompt_lookup_num_tokens=3) == plain
-    beams, _ = run(model, batch, 6, num_beams=3)
-    stock = []
-    for first in ("beams", "again"):
-        assert first
-        stock.append(run(model, batch, 6, num_beams=3)[0])
-    assert stock == [beams, beams]
+    assert run(model, batch, 12, prompt_lookup_num_tokens=3) == run(model, batch, 12)
+
+
+def test_what_was_read_follows_a_choice_of_sequences() -> None:
+    """After beams were reordered each sequence goes on as if it had been alone."""
+    model, first, later = llama(), prompts(2, length=30)[0][:, 14:], prompts(2, length=80, seed=6)[0][:, 7:]
+    with torch.no_grad(), mp.compress(model, METHOD, **GATED) as cache:
+        model(first, cache=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 0]))
+        model(later[[0, 1, 0]], cache=cache)
+        found = [cache.positions(1, s) for s in range(3)]
+    for s, (begin, end) in enumerate(((1, 0), (1, 1), (0, 0))):
+        with torch.no_grad(), mp.compress(model, METHOD, **GATED) as cache:
+            model(first[begin : begin + 1], cache=cache)
+            model(later[end : end + 1], cache=cache)
+            assert cache.positions(1) == found[s]
 
 
 def test_a_document_goes_on_with_what_was_read(tmp_path: Path) -> None:
