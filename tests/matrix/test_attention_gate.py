@@ -29,7 +29,7 @@ METHOD = "attention_gate"
 GATED: dict[str, Any] = {"sinks": 1, "window": 2, "every": 3}
 #: Every token is flagged, so that the budget decides alone and the total is exact.
 CAPPED: dict[str, Any] = {"sinks": 1, "window": 2, "every": 1, "threshold": 0.0}
-EXACT = ["ratio", "sizes", "second turn", "everything"]
+EXACT = ["ratio", "sizes", pytest.param("second turn", marks=pytest.mark.slow), "everything"]
 LOOSE = ["batch", "reset", "bytes", "first token", "pages", "chunks", "turn of one"]
 FAMILIES = ["mistral", "qwen3", "opt", "gpt_neox"]
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.FewEntriesWarning")
@@ -169,7 +169,7 @@ def test_side_cache_of_known_shapes() -> None:
 # ---------------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("runner", ["lean", "modules"])
+@pytest.mark.parametrize("runner", ["lean", pytest.param("modules", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("decode", ["evict", "grow"])
 def test_the_engine_gives_the_tokens_of_generate(decode: str, runner: str) -> None:
     """Prompts beside each other, cut wherever the scheduler cuts them, with pages of others in the tree."""

@@ -298,6 +298,7 @@ def test_spans_are_said_again() -> None:
 # ---------------------------------------------------------------------- the commands
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_gate_and_writes_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = training.defaults_of
     monkeypatch.setattr(training, "defaults_of", lambda model: replace(usual(model), check_texts=1))
