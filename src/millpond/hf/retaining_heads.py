@@ -12,7 +12,7 @@ from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.models.installed import heads_files
 from millpond.option_files import read_file
-from millpond.policy.retaining.file import GATE, RETAIN, Kind, about_file, gates_of, heads_of
+from millpond.policy.retaining.file import GATE, RETAIN, NetworkKind, about_file, gates_of, heads_of
 from millpond.policy.retaining.gates import Gates
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.scores.gated import FindGates
@@ -73,7 +73,7 @@ def gates_of_package(model: PreTrainedModel) -> Gates:
 
 
 def _in_package(
-    model: PreTrainedModel, kind: Kind, read: Callable[[bytes, str], N], known: dict[str, N]
+    model: PreTrainedModel, kind: NetworkKind, read: Callable[[bytes, str], N], known: dict[str, N]
 ) -> N | None:  # fmt: skip
     """The networks of a kind with the mark of `model`; None where there are none."""
     mark = model_mark(model)
@@ -87,7 +87,7 @@ def _in_package(
     return None
 
 
-def _own(model: PreTrainedModel, given: N, things: str, kind: Kind) -> N:
+def _own(model: PreTrainedModel, given: N, things: str, kind: NetworkKind) -> N:
     """The networks that were given, if they are this model's.
 
     Raises:

@@ -37,7 +37,7 @@ def attention_gate(
     is the most that it may be: where more is flagged, the highest p of a layer stay. `millpond train gate` trains the
     gate on a frozen model, for a share that is to be kept.
 
-    What a gate has read, a narrow key and value of each token in 16 bits, is kept beside the entries
+    What a gate has read, a narrow key and value of each token in 16 bits, is kept besides the entries
     (`stats().gate_bytes`), since later flags look back at it.
 
     Departs from the paper: it hides what is evicted from the rest of the prompt; here a prompt is read in full, and

@@ -42,7 +42,7 @@ def gate_scores(
 ) -> Tensor:  # fmt: skip
     """(S, Hkv, Q) float32: how surely each KV head keeps the new tokens of one pass; 0 at pads.
 
-    Each sequence is taken alone, so what is beside it changes nothing.
+    Each sequence is taken alone, so the rest of the batch changes nothing.
 
     Args:
         contexts: what the gate has read of each sequence; the new tokens join it. The others: as of `entry_scores`.

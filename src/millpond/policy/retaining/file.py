@@ -28,7 +28,7 @@ _BYTES = {"F32": 4, "BF16": 2}
 Shapes = dict[str, list[int]]
 
 
-class Kind(NamedTuple):
+class NetworkKind(NamedTuple):
     """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts.
 
     Attributes:
@@ -46,8 +46,8 @@ class Kind(NamedTuple):
         return f"'millpond train {self.name}'"
 
 
-RETAIN = Kind("retain", "heads", LayerHeads.PARTS, ("quantiles",))
-GATE = Kind("gate", "gates", LayerGate.PARTS, ("b2",))
+RETAIN = NetworkKind("retain", "heads", LayerHeads.PARTS, ("quantiles",))
+GATE = NetworkKind("gate", "gates", LayerGate.PARTS, ("b2",))
 
 
 def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> None:
@@ -122,7 +122,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
     return _about(_header(start + header, name), name)
 
 
-def _read(content: bytes, name: str, kind: Kind) -> tuple[list[list[Tensor]], dict[str, Any]]:
+def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], dict[str, Any]]:
     """The parts of each layer in the order of the kind, and what the file says of itself."""
     about = _checked_header(content, name, kind)
     try:
@@ -139,7 +139,7 @@ def _read(content: bytes, name: str, kind: Kind) -> tuple[list[list[Tensor]], di
     return layers, {"model": about["model"], "name": about["name"], "facts": facts}
 
 
-def _broken(name: str, kind: Kind, error: Exception) -> DataError:
+def _broken(name: str, kind: NetworkKind, error: Exception) -> DataError:
     return DataError(f"{name!r} is broken: {error!r}; train the {kind.things} again with {kind.command}")
 
 
@@ -157,7 +157,7 @@ def _header(content: bytes, name: str) -> dict[str, Any]:
     return header
 
 
-def _about(header: dict[str, Any], name: str, kind: Kind | None = None) -> dict[str, str]:
+def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -> dict[str, str]:
     """The metadata of a header, of this format and kind; None: of any kind."""
     about = header.get("__metadata__")
     about = about if isinstance(about, dict) else {}
@@ -177,7 +177,7 @@ def _about(header: dict[str, Any], name: str, kind: Kind | None = None) -> dict[
     return about
 
 
-def _checked_header(content: bytes, name: str, kind: Kind) -> dict[str, str]:
+def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, str]:
     """The metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
     header = _header(content, name)
     about = _about(header, name, kind)
@@ -204,7 +204,7 @@ def _checked_header(content: bytes, name: str, kind: Kind) -> dict[str, str]:
     return about
 
 
-def _fitting(kind: Kind, shapes: Shapes) -> Shapes:
+def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:
     """The shapes that the parts of one layer must have, given those of the first ones."""
     width, inputs = shapes["w1"]
     n_heads = shapes["b2"][0]

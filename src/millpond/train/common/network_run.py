@@ -41,7 +41,7 @@ class RunSettings:
         return min((step + 1) / rise, (self.steps - step) / max(1, self.steps - rise))
 
 
-class LogLine(Protocol):
+class CurvePoint(Protocol):
     """One point of a learning curve, a NamedTuple."""
 
     @property
@@ -56,7 +56,7 @@ class LogLine(Protocol):
 
     @property
     def said(self) -> str:
-        """What the progress display says beside the loss."""
+        """What the progress display says after the loss."""
         ...
 
     def timed(self, time_s: float) -> Self:
@@ -65,10 +65,10 @@ class LogLine(Protocol):
 
 
 S = TypeVar("S", bound=RunSettings)
-Line = TypeVar("Line", bound=LogLine)
+Line = TypeVar("Line", bound=CurvePoint)
 
 
-class Limits(NamedTuple):
+class StopLimits(NamedTuple):
     """Where a call stops before the run's end: after minutes, or at a step of the whole run; None: nowhere."""
 
     max_minutes: float | None = None
@@ -147,7 +147,7 @@ class NetworkRun(Generic[S, Line]):
         return value
 
     def go(
-        self, step: Callable[[Path], Line], out: Path, limits: Limits, show: Callable[[LogLine], None]
+        self, step: Callable[[Path], Line], out: Path, limits: StopLimits, show: Callable[[CurvePoint], None]
     ) -> None:  # fmt: skip
         """Make the steps that are left, each by `step`, with a checkpoint now and then and one at the end.
 

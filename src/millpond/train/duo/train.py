@@ -19,7 +19,7 @@ from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.offline.later_tokens import read_later
 from millpond.train.common.checkpoint import cpu_threads
-from millpond.train.common.network_run import Limits, NetworkRun, RunSettings, checkpoint_of
+from millpond.train.common.network_run import StopLimits, NetworkRun, RunSettings, checkpoint_of
 from millpond.train.common.step_progress import step_progress
 from millpond.train.gate.objective import pinned_entries, prediction_loss
 from millpond.train.gate.weighted_attention import weighted_attention
@@ -119,7 +119,9 @@ def train_duo(
         if checkpoint_of(file).exists():
             run.load(checkpoint_of(file))
         with step_progress(show_progress, run.step, settings.steps) as show:
-            run.go(lambda checkpoint: _step(run, reader, texts, checkpoint), file, Limits(max_minutes, max_steps), show)
+            run.go(
+                lambda checkpoint: _step(run, reader, texts, checkpoint), file, StopLimits(max_minutes, max_steps), show
+            )
     numbers = [[round(value, DIGITS) for value in alpha.tolist()] for alpha in _alphas(run)]
     try:
         file.write_text(json.dumps(numbers) + "\n", encoding="utf-8")

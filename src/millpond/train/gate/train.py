@@ -21,7 +21,7 @@ from millpond.policy.retaining.file import save_heads
 from millpond.policy.retaining.gates import Gates, LayerGate, default_shape
 from millpond.policy.retaining.heads import LARGE, RetainingHeads
 from millpond.train.common.checkpoint import cpu_threads
-from millpond.train.common.network_run import Limits, checkpoint_of
+from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress
 from millpond.train.gate.objective import (
     TrainedGate,
@@ -94,7 +94,9 @@ def train_gate(
         if checkpoint_of(file).exists():
             run.load(checkpoint_of(file))
         with step_progress(show_progress, run.step, settings.steps) as show:
-            run.go(lambda checkpoint: _step(run, reader, texts, checkpoint), file, Limits(max_minutes, max_steps), show)
+            run.go(
+                lambda checkpoint: _step(run, reader, texts, checkpoint), file, StopLimits(max_minutes, max_steps), show
+            )
         result = _measured(run, reader, texts, type(model).__name__)
     save_heads(result.gates, file)
     return result

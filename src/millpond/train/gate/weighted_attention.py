@@ -7,7 +7,7 @@ from torch import Tensor
 
 from millpond.kernels.args import AttentionShape
 
-#: Denominators below it count as it: where nothing that is kept has any weight beside what was dropped.
+#: Denominators below it count as it: where nothing that is kept has any weight next to what was dropped.
 LEAST_SUM = 1e-30
 
 

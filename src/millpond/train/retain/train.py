@@ -29,7 +29,7 @@ from millpond.policy.retaining.heads import (
 )
 from millpond.policy.scores.retained import Retained
 from millpond.train.common.checkpoint import cpu_threads
-from millpond.train.common.network_run import Limits, checkpoint_of
+from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress
 from millpond.train.retain.features import LayerText, TextReader
 from millpond.train.retain.objective import TrainedHeads, overlap, retaining_loss
@@ -84,7 +84,9 @@ def train_retain(
         if checkpoint_of(file).exists():
             run.load(checkpoint_of(file))
         with step_progress(show_progress, run.step, settings.steps) as show:
-            run.go(lambda checkpoint: _step(run, reader, texts, checkpoint), file, Limits(max_minutes, max_steps), show)
+            run.go(
+                lambda checkpoint: _step(run, reader, texts, checkpoint), file, StopLimits(max_minutes, max_steps), show
+            )
         heads, overlaps = _measured(run, reader, texts, type(model).__name__)
     save_heads(heads, file)
     return TrainedResult(run, heads, overlaps)
