@@ -177,11 +177,13 @@ def gate_section() -> str:
         score = f"{gated.score:.2f} ({gated.low:.2f} to {gated.high:.2f})"
         body.append((task.partition(":")[0], f"{full.score:.2f}", score, f"{gated.kept_share:.1%}"))
     table = markdown_table(("task", "full", "the gate (95 %)", "entries kept"), body)
+    intro = (
+        "It was trained for 10 % of the entries, on texts of the same families, from the random stream that the model "
+        "itself was trained on, which no task reads ([card](../../../src/millpond/models/heads/pond-recall-gate.md)). "
+        "The context is compressed before any question is seen, and no budget is given."
+    )
     return (
-        "## With the gate of pond-recall\n\nIt was trained for 10 % of the entries, on texts of the same families, from "
-        "the random stream that the model itself was trained on, which no task reads "
-        "([card](../../../src/millpond/models/heads/pond-recall-gate.md)). The context is compressed before any question "
-        "is seen, and no budget is given.\n\n"
+        f"## With the gate of pond-recall\n\n{intro}\n\n"
         f"{table}\n{trained_note(rows)} {note['hardware']}, {note['software']}.\n\n"
         "From `benchmarks/quality/gate.sh` ([results](../../../benchmarks/results/gate/summary.md)).\n"
     )

@@ -1,4 +1,4 @@
-"""What a gate remembers of the tokens of a sequence: a narrow key and value of each, in bfloat16."""
+"""Context of a gate: a narrow key and value of each token of a sequence, in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.policy.retaining.gates import CONTEXT_DTYPE
 
-#: A full buffer grows by this share of what it holds, and by at least so many tokens.
+#: A full buffer grows by this share of what it holds, and at least by this number of tokens.
 GROWTH, LEAST_GROWTH = 0.125, 16
 
 

@@ -19,7 +19,7 @@ from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.offline.later_tokens import read_later
 from millpond.train.common.checkpoint import cpu_threads
-from millpond.train.common.network_run import StopLimits, NetworkRun, RunSettings, checkpoint_of
+from millpond.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress
 from millpond.train.gate.objective import pinned_entries, prediction_loss
 from millpond.train.gate.weighted_attention import weighted_attention
