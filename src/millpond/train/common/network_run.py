@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -63,6 +63,10 @@ class CurvePoint(Protocol):
         """The same at another time."""
         ...
 
+    def __iter__(self) -> Iterator[Any]:
+        """Its values."""
+        ...
+
 
 S = TypeVar("S", bound=RunSettings)
 Line = TypeVar("Line", bound=CurvePoint)
@@ -102,7 +106,7 @@ class NetworkRun(Generic[S, Line]):
     def save(self, file: Path) -> None:
         """Write the run to `file`; a crash while writing leaves the older file whole."""
         state: dict[str, Any] = {"settings": asdict(self.settings), "mark": self.mark, "data": self.data}
-        state |= {"step": self.step, "time_s": self.time_s, "log": [tuple(line) for line in self.log]}  # type: ignore[call-overload]
+        state |= {"step": self.step, "time_s": self.time_s, "log": [tuple(line) for line in self.log]}
         state |= {"heads": self.networks.state_dict(), "optimizer": self.optimizer.state_dict()}
         save_state(state, file)
 
