@@ -63,7 +63,11 @@ class LayerGate:
         return GateInput(queries, F.linear(features, self.wk), F.linear(features, self.wv))
 
     def logits(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(KV heads, n): how surely each KV head keeps the tokens.
+        """(KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
+        return F.linear(self.hidden(features, queries, keys, values), self.w2, self.b2).T
+
+    def hidden(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """(n, hidden): SiLU(W1 [x; u] + b1) of tokens.
 
         Args:
             features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
@@ -77,7 +81,7 @@ class LayerGate:
             mask = places <= places[total - n :, None]
         seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=n > 1 and mask is None)
         both = torch.cat([features, seen.transpose(0, 1).flatten(1)], -1)
-        return F.linear(F.silu(F.linear(both, self.w1, self.b1)), self.w2, self.b2).T
+        return F.silu(F.linear(both, self.w1, self.b1))
 
     def to(self, device: torch.device) -> LayerGate:
         """The same in float32 on a device."""

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from millpond.markdown import one_per_line
+from millpond.train.gate.prune import CHANGED
 from millpond.train.gate.run import GateLogLine
 from millpond.train.gate.train import TrainedGates
 
@@ -34,8 +35,9 @@ The model is frozen and reads each prompt in full. The tokens behind it are read
 and {alpha:g} times the distance of the mean flag from {target:.0%}, with straight-through gradients; the first {sinks}
 and the newest {window} entries of a prompt stay and count as kept. {start}AdamW at {lr:g}, betas {betas}, {warmup:.0%}
 of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden:,} wide,
-{heads} narrow heads of {width} numbers, {parameters:,} parameters, {size:,} bytes on disk. At the end every bias was
-moved by {shift:+.3f}. {minutes:.1f} minutes by the clock on {hardware}, with other programs running, one process,
+{heads} narrow heads of {width} numbers, {parameters:,} parameters. At the end every bias was moved by {shift:+.3f}, and
+units that decide nothing on those texts (at most {changed:.1%} of the flags) were left out: {units} of the layers stay,
+{size:,} bytes on disk. {minutes:.1f} minutes by the clock on {hardware}, with other programs running, one process,
 torch {torch}, transformers {transformers}.{unfinished}
 
 | step | minutes | loss | of it predictions | kept |
@@ -67,7 +69,7 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         start="The networks begin as retaining heads of the same model. " if settings.start else "",
         lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip, hidden=settings.hidden,
         heads=settings.n_heads, width=settings.width, parameters=sum(p.numel() for p in run.networks.parameters()),
-        size=out.stat().st_size, shift=result.shift, minutes=run.time_s / 60, hardware=hardware,
+        changed=CHANGED, units=", ".join(str(len(layer.b1)) for layer in result.gates.layers), size=out.stat().st_size, shift=result.shift, minutes=run.time_s / 60, hardware=hardware,
         torch=torch.__version__, transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
         curve="\n".join(_curve(run.log)), low=min(result.shares), high=max(result.shares),

@@ -7,11 +7,14 @@ reading. Every step is a function of (settings, step, state), and the state lies
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
@@ -30,6 +33,7 @@ from millpond.train.gate.objective import (
     prediction_loss,
     straight_through,
 )
+from millpond.train.gate.prune import pruned
 from millpond.train.gate.run import GateLogLine, GateRun, GateSettings, new_run
 from millpond.train.gate.weighted_attention import weighted_attention
 from millpond.train.retain.features import ReadPrompt, TextReader
@@ -137,26 +141,36 @@ def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> Trai
     layers = [_as_stored(gate) for gate in run.networks]
     asked = [texts.draw(CHECK_STREAM, settings.seed, step) for step in range(settings.check_texts)]
     prompts = [reader.read_prompt(text.ids, text.begin) for text in asked]
-    logits = [
-        [gate.logits(f, *gate.take(f)) for gate, layer in zip(layers, prompt.layers, strict=True)
-         for f in [layer.features.float()]]
-        for prompt in prompts
-    ]  # fmt: skip
-    shift = _shift(logits, settings)
-    gates = Gates(
-        [LayerGate(g.wq, g.wk, g.wv, g.w1, g.b1, g.w2, g.b2 + shift) for g in layers], run.mark, name, _facts(run)
-    )
+    hidden = [_hidden(gate, prompts, index) for index, gate in enumerate(layers)]
+    shift = _shift(_logits(layers, hidden), settings)
+    moved = [replace(gate, b2=gate.b2 + shift) for gate in layers]
+    gates = Gates([pruned(*given) for given in zip(moved, hidden, strict=True)], run.mark, name, _facts(run))
+    hidden = [_hidden(gate, prompts, index) for index, gate in enumerate(gates.layers)]
     kept: list[Tensor] = []
     shares: list[float] = []
     same = total = 0
-    for text, prompt, found in zip(asked, prompts, logits, strict=True):
-        flags = [flags_of(z + shift, settings) for z in found]
+    for text, prompt, found in zip(asked, prompts, _logits(gates.layers, hidden), strict=True):
+        flags = [flags_of(logits, settings) for logits in found]
         kept.append(torch.stack([layer.mean(1) for layer in flags]))
         shares.append(float(torch.cat([layer.flatten() for layer in flags]).mean()))
         predicted = read_gated(reader.model, text, prompt, flags)
         same += int((predicted.argmax(-1) == prompt.logits.argmax(-1)).sum())
         total += len(predicted)
     return TrainedGates(run, gates, shift, torch.stack(kept).mean(0).tolist(), shares, same / total)
+
+
+def _hidden(gate: LayerGate, prompts: list[ReadPrompt], layer: int) -> list[Tensor]:
+    """(n, hidden) of the gate of a layer, of each prompt."""
+    features = [prompt.layers[layer].features.float() for prompt in prompts]
+    return [gate.hidden(x, *gate.take(x)) for x in features]
+
+
+def _logits(layers: Sequence[LayerGate], hidden: list[list[Tensor]]) -> list[list[Tensor]]:
+    """(KV heads, n) by text and layer, of what `_hidden` found by layer and text."""
+    by_layer = [
+        [F.linear(units, gate.w2, gate.b2).T for units in own] for gate, own in zip(layers, hidden, strict=True)
+    ]
+    return [list(found) for found in zip(*by_layer, strict=True)]
 
 
 def flags_of(logits: Tensor, settings: GateSettings) -> Tensor:
