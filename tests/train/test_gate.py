@@ -19,12 +19,14 @@ from millpond.hf.offline.later_tokens import read_later
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.retaining.file import gates_of
+from millpond.policy.retaining.gates import LayerGate
 from millpond.policy.retaining.heads import quantiles_of
 from millpond.train.duo.spans import SAID_AGAIN, SPAN_TOKENS, RepeatedSpans
 from millpond.train.duo.train import DuoSettings, train_duo
 from millpond.train.gate import train as training
 from millpond.train.gate.card import write_card
 from millpond.train.gate.objective import TrainedGate, gate_loss, pinned_entries, prediction_loss, straight_through
+from millpond.train.gate.prune import pruned
 from millpond.train.gate.run import GateSettings
 from millpond.train.gate.train import TrainedGates, flags_of, read_gated, train_gate
 from millpond.train.gate.weighted_attention import weighted_attention
@@ -215,6 +217,23 @@ def test_training_keeps_what_changes_predictions(tmp_path: Path) -> None:
     last = train(tmp_path / "gate.safetensors", settings)
     assert last.run.log[-1].kept == pytest.approx(0.4, abs=0.15)
     assert last.run.log[-1].loss < last.run.log[0].loss
+
+
+def test_units_that_decide_nothing_are_left_out() -> None:
+    """Of 64 units three move the logits, one that is always the same goes into the bias, and the others are idle."""
+    torch.manual_seed(0)
+    x = torch.randn(500, 6)
+    gate = LayerGate(*(torch.zeros(shape) for shape in ((8, 6), (4, 6), (4, 6), (64, 14), (64,), (2, 64), (2,))))
+    gate.w1[5:8, :6] = torch.randn(3, 6)
+    gate.w2[:, 5:8] = torch.randn(2, 3)
+    gate.b1[60], gate.w2[:, 60] = 2.0, 0.1
+    gate.b2[:] = -0.3
+    found = pruned(gate, [gate.hidden(x[:200], *gate.take(x[:200])), gate.hidden(x[200:], *gate.take(x[200:]))])
+    assert len(found.b1) == 8
+    assert torch.allclose(found.logits(x, *found.take(x)), gate.logits(x, *gate.take(x)), atol=1e-5)
+    gate.w2.normal_()
+    gate.w1.normal_()
+    assert pruned(gate, [gate.hidden(x, *gate.take(x))]) is gate
 
 
 def test_it_can_begin_with_retaining_heads(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import Threads, optional
 from millpond.cli.train.texts_option import DATA_HELP, DataLength, Without, pair_of, texts_of
 from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.train.retain.texts import Texts
 
 
 @expand_groups
@@ -41,6 +44,7 @@ def duo(
         raise OptionError(f"--out {out}: name a file that ends in .json")
     settings = DuoSettings(seed=seed, steps=steps, lr=lr, penalty=penalty, recent=recent)
     loaded, tokenizer = model.load()
+    texts: Texts
     if data == SPANS:
         if without:
             raise OptionError("--without is of --data recall; leave it out")

@@ -131,7 +131,7 @@ def train_duo(
 
 
 def _alphas(run: DuoRun) -> list[Tensor]:
-    found = []
+    found: list[Tensor] = []
     for classes in run.networks:
         assert isinstance(classes, HeadClasses), "numbers of each layer"
         found.append(classes.alpha)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.offline.later_tokens import read_later
-from millpond.policy.retaining.file import save_heads
+from millpond.policy.retaining.file import GATE, save_heads
 from millpond.policy.retaining.gates import Gates, LayerGate, default_shape
 from millpond.policy.retaining.heads import LARGE, RetainingHeads
 from millpond.train.common.checkpoint import cpu_threads
@@ -193,8 +193,10 @@ def _as_stored(gate: nn.Module) -> LayerGate:
     """A gate in the numbers of its file."""
     assert isinstance(gate, TrainedGate), "one gate per layer"
     found = gate.gate
-    *parts, bias = (getattr(found, part).detach() for part in LayerGate.PARTS)
-    return LayerGate(*(part.bfloat16().float() for part in parts), bias.float())
+    parts = {part: getattr(found, part).detach() for part in LayerGate.PARTS}
+    return LayerGate(
+        **{part: value if part in GATE.exact else value.bfloat16().float() for part, value in parts.items()}
+    )
 
 
 def defaults_of(model: PreTrainedModel) -> GateSettings:
