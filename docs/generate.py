@@ -182,8 +182,9 @@ def gate_section() -> str:
         "It was trained for 10 % of the entries, on texts of the same families, from the random stream that the model "
         "itself was trained on, which no task reads ([card](../../../src/millpond/models/heads/pond-recall-gate.md)). "
         "The context is compressed before any question is seen, and no budget is given. "
-        f"These tasks keep {min(shares):.1%} to {max(shares):.1%}, not 10 %: their texts hold fewer facts than those "
-        "of training, which were also shorter, so that first and newest entries weigh more."
+        f"These tasks keep {min(shares):.1%} to {max(shares):.1%}, not 10 %, and a lower `threshold` keeps more. "
+        "The texts of training were shorter, so that first and newest entries weighed more there; whether they also "
+        "hold more facts was not measured."
     )
     return (
         f"## With the gate of pond-recall\n\n{intro}\n\n"
