@@ -46,6 +46,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
 LOCRET = ROOT / "benchmarks" / "results" / "locret"
+GATE = ROOT / "benchmarks" / "results" / "gate"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
@@ -142,6 +143,8 @@ def method_page(entry: Entry[Any]) -> str:
     quality = quality_section(method_panels(entry.name), curve_rows(), f"../../images/quality/{entry.name}.svg")
     if entry.name == "locret":
         quality += trained_section()
+    if entry.name == "attention_gate":
+        quality += gate_section()
     return f"{text}\n{quality}" if quality else text
 
 
@@ -161,6 +164,33 @@ def trained_section() -> str:
     results = "../../../benchmarks/results/locret/once/summary.md"
     parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results})).\n")
     return "\n".join(parts)
+
+
+def gate_section() -> str:
+    """What the gate of pond-recall keeps and how it answers, by task, from committed results."""
+    rows, (note, *_) = read_rows(GATE), read_notes(GATE)
+    by_task = {(row.method, row.task): row for row in rows}
+    tasks = dict.fromkeys(row.task for row in rows)
+    body = []
+    for task in tasks:
+        full, gated = by_task["full", task], by_task["attention_gate", task]
+        score = f"{gated.score:.2f} ({gated.low:.2f} to {gated.high:.2f})"
+        body.append((task.partition(":")[0], f"{full.score:.2f}", score, f"{gated.kept_share:.1%}"))
+    shares = [row.kept_share for row in rows if row.method == "attention_gate"]
+    table = markdown_table(("task", "full", "the gate (95 %)", "entries kept"), body)
+    intro = (
+        "It was trained for 10 % of the entries, on texts of the same families, from the random stream that the model "
+        "itself was trained on, which no task reads ([card](../../../src/millpond/models/heads/pond-recall-gate.md)). "
+        "The context is compressed before any question is seen, and no budget is given. "
+        f"These tasks keep {min(shares):.1%} to {max(shares):.1%}, not 10 %, and a lower `threshold` keeps more. "
+        "The texts of training were shorter, so that first and newest entries weighed more there; whether they also "
+        "hold more facts was not measured."
+    )
+    return (
+        f"## With the gate of pond-recall\n\n{intro}\n\n"
+        f"{table}\n{trained_note(rows)} {note['hardware']}, {note['software']}.\n\n"
+        "From `benchmarks/quality/gate.sh` ([results](../../../benchmarks/results/gate/summary.md)).\n"
+    )
 
 
 def trained_table(rows: Sequence[SummaryRow]) -> str:

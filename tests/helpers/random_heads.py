@@ -1,4 +1,4 @@
-"""Random retaining heads for models that nobody trained, in place of those that come with the package."""
+"""Random retaining heads and gates for models that nobody trained, in place of those that come with the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import pytest
 from transformers import PreTrainedModel
 
-from millpond.bench.methods.random_heads import random_heads
+from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.errors import OptionError
 from millpond.hf import retaining_heads
+from millpond.policy.retaining.gates import Gates
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.train.retain.features import TextReader
 
@@ -18,6 +19,7 @@ from millpond.train.retain.features import TextReader
 MULTI_HEAD = ("opt", "gpt_neox", "gpt2")
 #: As it is: for tests of models that have none.
 HEADS_OF_PACKAGE: Callable[[PreTrainedModel], RetainingHeads] = retaining_heads.heads_of_package
+GATES_OF_PACKAGE: Callable[[PreTrainedModel], Gates] = retaining_heads.gates_of_package
 
 
 def heads_for(model: PreTrainedModel) -> RetainingHeads:
@@ -25,14 +27,27 @@ def heads_for(model: PreTrainedModel) -> RetainingHeads:
     try:
         return HEADS_OF_PACKAGE(model)
     except OptionError:
-        if model.config.model_type not in MULTI_HEAD:
-            return random_heads(model)
-        return random_heads(model, [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()])
+        return random_heads(model, _sizes(model))
+
+
+def gates_for(model: PreTrainedModel) -> Gates:
+    """As `heads_for`."""
+    try:
+        return GATES_OF_PACKAGE(model)
+    except OptionError:
+        return random_gates(model, _sizes(model))
+
+
+def _sizes(model: PreTrainedModel) -> list[tuple[int, int]] | None:
+    if model.config.model_type not in MULTI_HEAD:
+        return None
+    return [(size.inputs, size.n_kv_heads) for size in TextReader(model).sizes()]
 
 
 @contextmanager
 def random_heads_where_none_are() -> Iterator[None]:
-    """Inside it every model has retaining heads, so that locret goes through the tests of all methods."""
+    """Inside it every model has heads and gates, so that these methods go through the tests of all methods."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retaining_heads, "heads_of_package", heads_for)
+        patch.setattr(retaining_heads, "gates_of_package", gates_for)
         yield

@@ -99,9 +99,7 @@ def lengths(rows: list[int], every: int, budget: int | str = 14, page_slots: int
         "every": every,
     }
     with torch.no_grad(), mp.compress(model, method="ada", **settings) as cache:
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache
-        )
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache)
         cache.check_integrity()
         return out[:, ids.shape[1] :].tolist(), [
             [cache.positions(layer, s) for layer in range(2)] for s in range(len(rows))

@@ -100,9 +100,7 @@ def go_on(looked_at: Any, kept_cache: mp.MillpondCache, ids: tuple[int, ...]) ->
     """What generate() answers behind a cache."""
     asked = torch.tensor([ids])
     plain = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
-    out = looked_at.generate(
-        asked, cache=kept_cache, attention_mask=torch.ones_like(asked), generation_config=plain
-    )
+    out = looked_at.generate(asked, cache=kept_cache, attention_mask=torch.ones_like(asked), generation_config=plain)
     return [int(i) for i in out[0, len(ids) :]]
 
 
@@ -283,8 +281,6 @@ def test_presets_on_the_command_line(name: str, tmp_path: Path) -> None:
         "--dtype", "f32",
     ).stdout  # fmt: skip
     assert out.split() == answer.split()
-
-
 
 
 @pytest.mark.slow

@@ -112,9 +112,7 @@ def test_a_second_prompt_equals_a_fresh_cache(method: str) -> None:
     with torch.no_grad(), mp.compress(model, method=method, **budget_of(method), **METHODS[method]) as cache:
         for ids, mask in (first, second):
             cache.reset()
-            out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache
-            )
+            out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache)
         assert out[:, ids.shape[1] :].tolist() == expected.tolist()
         cache.reset()
         assert sum(pool.n_live for pool in cache.pools) == 0

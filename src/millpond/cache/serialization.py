@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.state.gate_context import GateContext
 from millpond.cache.swap.pages import read_pages, write_pages
 from millpond.errors import DataError
 from millpond.kernels import ops
@@ -57,6 +58,10 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
         out |= {f"rolling.{name}": t for name, t in companions.rolling.tensors(0).items()}
     if companions.focus is not None:
         out |= {f"focus.{name}": t for name, t in companions.focus.tensors(0).items()}
+    if (context := companions.contexts.get(0)) is not None:
+        out["gate.keys"], out["gate.values"] = context.keys, context.values
+    if 0 in companions.ceilings:
+        out["gate.ceiling"] = torch.tensor(companions.ceilings[0])
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
@@ -97,6 +102,12 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
     positions = stored["positions"]
     need(bool(((positions >= -1) & (positions < n_tokens)).all()), f"positions are -1 to {n_tokens - 1}")
+    gate_keys = stored.get("gate.keys")
+    if gate_keys is not None:
+        gate_values = stored["gate.values"]
+        need(gate_keys.ndim == 2 and len(gate_keys) == n_tokens, "a gate has read every token")
+        need(gate_values.shape == gate_keys.shape and gate_keys.dtype == gate_values.dtype, "a gate's keys have values")
+        need(bool(gate_keys.isfinite().all() and gate_values.isfinite().all()), "what a gate has read is finite")
     shape = stored["shape"]
     need(shape.shape == (3,) and bool(shape.isfinite().all()), "shape has three finite numbers")
     need(bool((stored["capacities"] >= 0).all()), "a head may hold 0 entries or more")
@@ -183,6 +194,10 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     for name, part in (("rolling.", core.companions.rolling), ("focus.", core.companions.focus)):
         if part is not None:
             part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
+    if "gate.keys" in stored:
+        core.companions.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
+    if "gate.ceiling" in stored:
+        core.companions.ceilings[0] = int(stored["gate.ceiling"])
 
 
 def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:

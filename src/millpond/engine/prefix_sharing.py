@@ -155,7 +155,7 @@ def can_share(recipe: CacheFactory) -> bool:
     moves = policy.prefill != "once" or policy.positions != "absolute"
     codec = recipe.pools.codec
     observes = codec is not None and (codec.balanced or codec.prune > 0)
-    if recipe.slots is not None:  # the states at the end of what is shared are not kept
+    if recipe.slots is not None or policy.gates is not None:  # the states at the end of what is shared are not kept
         return False
     return not (sums or moves or observes or recipe.whole_prompt)
 

@@ -22,7 +22,7 @@ from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
-from millpond.hf.retaining_heads import heads_finder
+from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
@@ -55,7 +55,8 @@ def compress(
         method: what is kept; `millpond.list_methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
-            none, and `fastgen` needs none. Of `infllm`, which stores everything, it is what is attended to.
+            none, and `attention_gate` and `fastgen` need none. Of `infllm`, which stores everything, it is what is
+            attended to.
         codec: how entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are.
@@ -91,7 +92,8 @@ def compress(
     profile = supported(model)
     page_slots = number(page_slots)
     check_slots(page_slots)
-    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer)).with_heads(heads_finder(model))
+    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
+    policy = policy.with_heads(heads_finder(model)).with_gates(gates_finder(model))
     chosen = budget_of(method, budget, policy)
     if chosen is not None and chosen.kind == "tokens":
         policy.check_budget(int(chosen.amount))

@@ -29,6 +29,7 @@ class CacheStats:
         state_layers: numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
         shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads (Gemma 3n).
         state_bytes: bytes of these states, which have one size however long the text and are in no other count.
+        gate_bytes: bytes of what trained gates remember of the text (`attention_gate`), in no other count.
     """
 
     seen: list[int]
@@ -44,6 +45,7 @@ class CacheStats:
     state_layers: list[int]
     shared_layers: dict[int, int]
     state_bytes: int
+    gate_bytes: int
 
 
 def measure(cache: LayerCaches) -> CacheStats:
@@ -74,4 +76,5 @@ def measure(cache: LayerCaches) -> CacheStats:
         state_layers=list(cache.states.layers),
         shared_layers=dict(cache.shared_layers),
         state_bytes=cache.states.nbytes(),
+        gate_bytes=sum(core.companions.context_bytes for core in cache.layer_caches),
     )

@@ -18,8 +18,10 @@ from millpond.policy.merging.protocol import Merge, Merged
 from millpond.policy.needs.declared import NOTHING, Needs
 from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.protect import Protect
+from millpond.policy.retaining.gates import Gates
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.scores.attention import Score
+from millpond.policy.scores.gated import FindGates
 from millpond.policy.scores.retained import FindHeads, retained, with_heads
 from millpond.policy.scores.strided import Strided
 from millpond.policy.scores.wrapped import decay_of
@@ -215,6 +217,11 @@ class Policy:
         return None if found is None else found.heads
 
     @property
+    def gates(self) -> Gates | None:
+        """What says of each entry when it is written whether it stays, given the text before it; None: nothing does."""
+        return None
+
+    @property
     def scores_entries(self) -> bool:
         """Each entry is scored when it is written, and keeps that score."""
         return retained(self.score) is not None
@@ -292,6 +299,14 @@ class Policy:
         if self.score is None or not self.scores_entries:
             return self
         return replace(self, score=with_heads(self.score, find))
+
+    def with_gates(self, find: FindGates) -> Policy:
+        """The policy with the gates of a model, where it has some (`GatePolicy`); itself for any other.
+
+        Raises:
+            OptionError: there are none. CacheMismatchError: those that it names are another model's.
+        """
+        return self
 
     def check_budget(self, budget: int) -> None:
         """

@@ -25,7 +25,7 @@ from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.retaining_heads import heads_finder
+from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations
@@ -73,7 +73,8 @@ class CacheFactory(CacheLayout):
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
-        policy = policy.with_tokens(TokenizerSource(tokenizer)).with_heads(heads_finder(model.model))
+        policy = policy.with_tokens(TokenizerSource(tokenizer))
+        policy = policy.with_heads(heads_finder(model.model)).with_gates(gates_finder(model.model))
         kept = budget_of(method, budget, policy)
         profile = ModelProfile.of(model.model)  # modules may have been replaced since `model` was made
         check_shared(profile, policy, method)

@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from millpond.bench.methods.random_heads import random_heads
+from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
+from millpond.policy.retaining.gates import Gates
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.token_classes import TokenClasses
 
@@ -81,7 +82,11 @@ class MethodCandidate:
             self.given = "retaining heads are random"
             return random_heads(model)
 
-        self.policy = self.policy.with_heads(heads)
+        def gates(trained: Gates | None) -> Gates:
+            self.given = "gates are random"
+            return random_gates(model)
+
+        self.policy = self.policy.with_heads(heads).with_gates(gates)
 
     @property
     def kind(self) -> tuple[str, float | None]:

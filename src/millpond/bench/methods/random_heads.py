@@ -1,4 +1,4 @@
-"""Retaining heads with random weights, for models with random weights: they cost what trained ones cost."""
+"""Retaining heads and gates with random weights, for models with random weights: they cost what trained ones cost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile, named
+from millpond.policy.retaining.gates import Gates, LayerGate, default_shape
 from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, default_width
 
 
@@ -20,12 +21,7 @@ def random_heads(
     sizes: of each layer, the numbers that a token gives and the KV heads; None: as the configuration says.
     """
     profile = ModelProfile.of(model)
-    config = profile.config
-    n_heads = profile.n_heads or 1
-    n_kv_heads = int(named(config, "num_key_value_heads") or n_heads)
-    head_dim = int(named(config, "head_dim") or config.hidden_size // n_heads)
-    width = default_width(int(config.hidden_size), n_kv_heads * head_dim)
-    sizes = sizes or [((n_heads + 2 * n_kv_heads) * head_dim, n_kv_heads)] * profile.n_layers
+    sizes, width = _shapes(profile, sizes)
     draw = torch.Generator().manual_seed(seed)
 
     def layer(inputs: int, n_scored: int) -> LayerHeads:
@@ -36,3 +32,33 @@ def random_heads(
         )  # fmt: skip
 
     return RetainingHeads([layer(*size) for size in sizes], model_mark(model), profile.name)
+
+
+def random_gates(model: PreTrainedModel, sizes: Sequence[tuple[int, int]] | None = None, seed: int = 0) -> Gates:
+    """Gates of a model, as wide as trained ones, that flag about half of the tokens; arguments as of `random_heads`."""
+    profile = ModelProfile.of(model)
+    sizes, hidden = _shapes(profile, sizes)
+    n_heads, width = default_shape(int(profile.config.hidden_size))
+    draw = torch.Generator().manual_seed(seed)
+
+    def layer(inputs: int, n_gated: int) -> LayerGate:
+        shapes = (
+            (n_heads * width, inputs), (width, inputs), (width, inputs), (hidden, inputs + n_heads * width),
+            (n_gated, hidden),
+        )  # fmt: skip
+        wq, wk, wv, w1, w2 = (torch.randn(*shape, generator=draw) / shape[1] ** 0.5 for shape in shapes)
+        return LayerGate(wq, wk, wv, w1, torch.zeros(hidden), 2 * w2, torch.zeros(n_gated))
+
+    return Gates([layer(*size) for size in sizes], model_mark(model), profile.name)
+
+
+def _shapes(
+    profile: ModelProfile, sizes: Sequence[tuple[int, int]] | None
+) -> tuple[Sequence[tuple[int, int]], int]:  # fmt: skip
+    """Numbers that a token gives and KV heads of each layer, where `sizes` does not say; and the networks' width."""
+    config = profile.config
+    n_heads = profile.n_heads or 1
+    n_kv_heads = int(named(config, "num_key_value_heads") or n_heads)
+    head_dim = int(named(config, "head_dim") or config.hidden_size // n_heads)
+    width = default_width(int(config.hidden_size), n_kv_heads * head_dim)
+    return sizes or [((n_heads + 2 * n_kv_heads) * head_dim, n_kv_heads)] * profile.n_layers, width

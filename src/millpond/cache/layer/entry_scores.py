@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from millpond.cache.per_sequence import PerSequence
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.positions import ForwardSpan
+from millpond.policy.retaining.gates import Gates, LayerGate, kept_probability
 from millpond.policy.retaining.heads import RetainingHeads
+from millpond.policy.retaining.networks import features_of
 
 #: Tokens whose rotation is undone at a time, so that a long prompt takes no copies of its queries and keys.
 BLOCK = 1024
@@ -25,13 +32,64 @@ def entry_scores(
     Raises:
         CacheMismatchError: the heads are of a model of another shape.
     """
+    found = [heads.scores(layer, *part.qkv) for part in _unrotated(rope, q, k, v, span)]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def gate_scores(
+    gates: Gates, layer: int, rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan,
+    contexts: PerSequence[GateContext],
+) -> Tensor:  # fmt: skip
+    """(S, Hkv, Q) float32: how surely each KV head keeps the new tokens of one pass; 0 at pads.
+
+    Each sequence is taken alone, so the rest of the batch changes nothing.
+
+    Args:
+        contexts: what the gate has read of each sequence; the new tokens join it. The others: as of `entry_scores`.
+
+    Raises:
+        CacheMismatchError: the gates are of a model of another shape.
+    """
+    found = torch.zeros(*k.shape[:3], device=k.device)
+    valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
+    read = span.before.copy()
+    for part in _unrotated(rope, q, k, v, span):
+        features = features_of(*part.qkv)
+        gate = gates.at(layer, features, k.shape[1])
+        for s in range(len(features)):
+            own = slice(None) if valid is None else valid[s, part.columns]
+            tokens = features[s, own]
+            if len(tokens):
+                found[s, :, part.columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
+                read[s] += len(tokens)
+    return found
+
+
+def _gate_tokens(
+    gate: LayerGate, features: Tensor, contexts: PerSequence[GateContext], sequence: int, before: int
+) -> Tensor:
+    """(KV heads, n): p of tokens with features (n, inputs), which come behind the first `before` of their sequence."""
+    queries, keys, values = gate.take(features)
+    known = contexts.get(sequence)
+    context = GateContext.of(keys, values) if known is None else known.extended(before, keys, values)
+    contexts[sequence] = context
+    return kept_probability(gate.logits(features, queries, context.keys, context.values))
+
+
+class _Part(NamedTuple):
+    """Some columns of a pass, with q, k and v before RoPE."""
+
+    columns: slice
+    qkv: tuple[Tensor, Tensor, Tensor]
+
+
+def _unrotated(rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
+    """The columns of a pass, `BLOCK` at a time."""
     grid = None if rope is None else span.grid().clamp(min=0).long()
-    found = []
     for begin in range(0, q.shape[2], BLOCK):
         part = slice(begin, begin + BLOCK)
         queries, keys = q[:, :, part], k[:, :, part]
         if rope is not None and grid is not None:
             both = rope.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True)
             queries, keys = both[:, : q.shape[1]], both[:, q.shape[1] :]
-        found.append(heads.scores(layer, queries, keys, v[:, :, part]))
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+        yield _Part(part, (queries, keys, v[:, :, part]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
-from millpond.cache.layer.entry_scores import entry_scores
+from millpond.cache.layer.entry_scores import entry_scores, gate_scores
 from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
@@ -276,9 +276,12 @@ class LayerCache(LayerStorage):
             return None
         if self._decodes(span) and not self.scores_answers:
             return None
+        gates, rope = self.policy.gates, self.attention.rope
+        if gates is not None:
+            return gate_scores(gates, self.index, rope, q, k, v, span, self.companions.contexts)
         heads = self.policy.entry_scores
         assert heads is not None, "the heads of a model are found before its caches are made"
-        return entry_scores(heads, self.index, self.attention.rope, q, k, v, span)
+        return entry_scores(heads, self.index, rope, q, k, v, span)
 
     def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
         """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""

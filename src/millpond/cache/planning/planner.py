@@ -174,7 +174,7 @@ class Planner:
                 merger.merge(table, q_pos, due)
             return
         for s in np.flatnonzero(due).tolist():
-            budget = int(caps[s].sum()) // table.n_kv_heads
+            budget = self._companions.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
 
     def _together(self, table: PageTable) -> int:
@@ -209,6 +209,8 @@ class Planner:
         else:
             budget = self.budget(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, found, alive, seen, budget, between)
+            if self._policy.gates is not None:
+                self._companions.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, plan.caps)
         if self._companions.headwise is not None:
             assert plan is None or isinstance(plan, NestedPlan)

@@ -13,6 +13,7 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.selective.protocol import SelectiveAttention, focus_of
 from millpond.cache.state.frames import CacheRelativePositions
 from millpond.cache.state.gap_closing import GapClosing
+from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.head_rules import HeadRuleState
 from millpond.cache.state.query_buffer import QueryBuffer
 from millpond.cache.state.rerotation import Rerotation
@@ -41,6 +42,8 @@ class SequenceState:
         memories: what the last merge of a sequence left for the next.
         pending: tokens seen, for sequences with entries that no plan has seen.
         turns: position at which the newest turn of a sequence begins.
+        contexts: what trained gates have read of a sequence.
+        ceilings: entries per KV head on average that plans while decoding may keep, where heads hold fewer.
         rolling: the frames of cache-relative positions.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
@@ -50,6 +53,8 @@ class SequenceState:
     memories: PerSequence[Tensor]
     pending: PerSequence[int]
     turns: PerSequence[int]
+    contexts: PerSequence[GateContext]
+    ceilings: PerSequence[int]
     rolling: CacheRelativePositions | None
     headwise: HeadRuleState | None
     focus: SelectiveAttention | None
@@ -59,11 +64,17 @@ class SequenceState:
         """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
         needs = policy.needs
         return cls(
-            QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(),
+            QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(), PerSequence(), PerSequence(),
             None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
         )  # fmt: skip
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of what gates have read; memory that sequences share counts once."""
+        buffers = {id(context.buffer): context.nbytes for context in self.contexts.values()}
+        return sum(buffers.values())
 
     def copy(self, sequences: list[int] | None = None) -> SequenceState:
         """See `StatePart.copy`."""

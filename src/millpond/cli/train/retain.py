@@ -10,18 +10,11 @@ import typer
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import Threads, optional
+from millpond.cli.train.texts_option import DATA_HELP, DataLength, Without, pair_of, texts_of
 from millpond.errors import OptionError, unknown
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from millpond.train.retain.labels import Label
-    from millpond.train.retain.texts import Texts
-
-DATA_HELP = (
-    "'recall' for rows of pond-recall's families; a text file; or .jsonl, whose lines have 'text', or 'context', "
-    "'question' and 'answer', or 'messages'."
-)
 
 
 @expand_groups
@@ -44,10 +37,8 @@ def retain(
         str | None,
         optional(help="BUDGET,CHUNK: read every other text with eviction, for prefill=chunks. Default: in full."),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of a cut of a file's text: least,most.")] = "256,1024",
-    without: Annotated[
-        str, typer.Option(help="Kinds of facts that --data recall leaves out, separated by commas.")
-    ] = "",
+    length: DataLength = "256,1024",
+    without: Without = "",
     threads: Threads = None,
     card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
 ) -> None:  # fmt: skip
@@ -55,12 +46,11 @@ def retain(
     from millpond.train.retain.run import RetainSettings
     from millpond.train.retain.train import defaults_of, train_retain
 
-    budget, chunk = _pair(chunked, "--chunked", "205,256") if chunked else (0, 0)
-    shortest, longest = _pair(length, "--length", "256,1024")
+    budget, chunk = pair_of(chunked, "--chunked", "205,256") if chunked else (0, 0)
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
     loaded, tokenizer = model.load()
-    texts = _texts(data, tokenizer, shortest, longest, without)
+    texts = texts_of(data, tokenizer, length, without)
     usual_width, usual_lr = defaults_of(loaded)
     settings = RetainSettings(
         seed=seed, label=_label(label), steps=steps, width=width or usual_width, lr=lr or usual_lr, budget=budget,
@@ -84,34 +74,3 @@ def _label(text: str) -> Label:
     if text not in labels:
         raise unknown("label", text, labels)
     return labels[text]
-
-
-def _pair(text: str, name: str, example: str) -> tuple[int, int]:
-    """Two whole numbers above 0, separated by a comma."""
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise OptionError(f"{name} {text!r}: give two whole numbers above 0, such as {example}")
-    return int(parts[0]), int(parts[1])
-
-
-def _texts(data: str, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int, without: str) -> Texts:
-    from millpond.evals.data.pond_tasks import speaks_pond
-    from millpond.train.retain.texts import RECALL, FileTexts, RecallTexts
-
-    left_out = [kind.strip() for kind in without.split(",") if kind.strip()]
-    if data == RECALL:
-        if not speaks_pond(tokenizer):
-            raise OptionError(
-                "--data recall is in the words of pond-recall, which this model does not know; name a file"
-            )
-        return RecallTexts(left_out)
-    if left_out:
-        raise OptionError("--without is of --data recall; leave it out")
-    if shortest > longest:
-        raise OptionError(f"--length {shortest},{longest}: the shortest cut comes first")
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    return FileTexts(Path(data), tokenize, shortest, longest)

@@ -1,4 +1,4 @@
-"""Files of retaining heads: safetensors, checked from the header before anything is allocated."""
+"""Files of trained networks: safetensors, checked from the header before anything is allocated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,31 +15,57 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.errors import DataError
+from millpond.policy.retaining.gates import Gates, LayerGate
 from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads
 
 FORMAT = "millpond heads 1"
-KIND = "retain"
 #: Bytes of a header at most.
 MOST_HEADER_BYTES = 1 << 24
 #: Numbers of a file are of these types; weights in half the bytes.
 _BYTES = {"F32": 4, "BF16": 2}
-_PARTS = ("w1", "b1", "w2", "b2", "quantiles")
+
+#: Shapes of the parts of one layer.
+Shapes = dict[str, list[int]]
 
 
-def save_heads(heads: RetainingHeads, path: str | os.PathLike[str]) -> None:
-    """Write the file: weights in bfloat16, quantiles in float32. A crash while writing leaves an older file whole.
+class NetworkKind(NamedTuple):
+    """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts.
+
+    Attributes:
+        exact: parts that are stored in float32.
+    """
+
+    name: str
+    things: str
+    parts: tuple[str, ...]
+    exact: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """What trains them."""
+        return f"'millpond train {self.name}'"
+
+
+RETAIN = NetworkKind("retain", "heads", LayerHeads.PARTS, ("quantiles",))
+GATE = NetworkKind("gate", "gates", LayerGate.PARTS, ("b2",))
+
+
+def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> None:
+    """Write the file: weights in bfloat16, quantiles of heads and the last biases of gates in
+    float32. A crash while writing leaves an older file whole.
 
     Raises:
         DataError: it cannot be written.
     """
+    kind = GATE if isinstance(heads, Gates) else RETAIN
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(heads.layers):
-        for part in _PARTS:
+        for part in kind.parts:
             stored: Tensor = getattr(layer, part).detach().cpu()
-            dtype = torch.float32 if part == "quantiles" else torch.bfloat16
+            dtype = torch.float32 if part in kind.exact else torch.bfloat16
             tensors[f"{index}.{part}"] = stored.to(dtype).contiguous()
     about = {
-        "format": FORMAT, "kind": KIND, "model": heads.model, "name": heads.name, "layers": str(len(heads.layers)),
+        "format": FORMAT, "kind": kind.name, "model": heads.model, "name": heads.name, "layers": str(len(heads.layers)),
         "facts": json.dumps(dict(heads.facts)),
     }  # fmt: skip
     file = Path(path)
@@ -65,21 +91,22 @@ def heads_of(content: bytes, name: str) -> RetainingHeads:
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
     """
-    about = _checked_header(content, name)
-    try:
-        tensors = load(content)
-        layers = [LayerHeads(*(tensors[f"{i}.{part}"] for part in _PARTS)) for i in range(int(about["layers"]))]
-        facts = json.loads(about["facts"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"{name!r} is broken: {error!r}; train the heads again with 'millpond train retain'") from None
-    for index, layer in enumerate(layers):
-        if not all(bool(torch.isfinite(getattr(layer, part).float()).all()) for part in _PARTS):
-            raise DataError(f"{name!r}: layer {index} has numbers that are not finite; train the heads again")
-    return RetainingHeads(layers, about["model"], about["name"], facts)
+    layers, about = _read(content, name, RETAIN)
+    return RetainingHeads([LayerHeads(*parts) for parts in layers], **about)
+
+
+def gates_of(content: bytes, name: str) -> Gates:
+    """The gates in the bytes of a file called `name`.
+
+    Raises:
+        DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
+    """
+    layers, about = _read(content, name, GATE)
+    return Gates([LayerGate(*parts) for parts in layers], **about)
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
-    """What the header of a file says: format, kind, model, name, layers and facts.
+    """What the header of a file of any kind says: format, kind, model, name, layers and facts.
 
     Raises:
         DataError: it cannot be read, or has no header of such a file.
@@ -93,6 +120,27 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
     except OSError as error:
         raise DataError(f"{name!r} cannot be read: {error}") from None
     return _about(_header(start + header, name), name)
+
+
+def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """The parts of each layer in the order of the kind, and what the file says of itself."""
+    about = _checked_header(content, name, kind)
+    try:
+        tensors = load(content)
+        layers = [[tensors[f"{i}.{part}"] for part in kind.parts] for i in range(int(about["layers"]))]
+        facts = json.loads(about["facts"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise _broken(name, kind, error) from None
+    for index, parts in enumerate(layers):
+        if not all(bool(torch.isfinite(part.float()).all()) for part in parts):
+            raise DataError(
+                f"{name!r}: layer {index} has numbers that are not finite; train the {kind.things} again"
+            )  # fmt: skip
+    return layers, {"model": about["model"], "name": about["name"], "facts": facts}
+
+
+def _broken(name: str, kind: NetworkKind, error: Exception) -> DataError:
+    return DataError(f"{name!r} is broken: {error!r}; train the {kind.things} again with {kind.command}")
 
 
 def _header(content: bytes, name: str) -> dict[str, Any]:
@@ -109,56 +157,62 @@ def _header(content: bytes, name: str) -> dict[str, Any]:
     return header
 
 
-def _about(header: dict[str, Any], name: str) -> dict[str, str]:
-    """The metadata of a header, of this format and kind."""
+def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -> dict[str, str]:
+    """The metadata of a header, of this format and kind; None: of any kind."""
     about = header.get("__metadata__")
     about = about if isinstance(about, dict) else {}
+    wanted = kind or RETAIN
     if about.get("format") != FORMAT:
         raise DataError(
             f"{name!r} holds no heads of this Millpond: its format is {about.get('format')!r}, not {FORMAT!r}; train "
-            "them with 'millpond train retain'"
+            f"them with {wanted.command}"
         )
-    if about.get("kind") != KIND:
+    if kind is not None and about.get("kind") != kind.name:
         raise DataError(
-            f"{name!r} holds heads of the kind {about.get('kind')!r}, and this method takes {KIND!r}: name a file of "
-            "'millpond train retain'"
+            f"{name!r} holds heads of the kind {about.get('kind')!r}, and this method takes {kind.name!r}: name a file "
+            f"of {kind.command}"
         )
-    if not all(isinstance(about.get(key), str) for key in ("model", "name", "layers", "facts")):
+    if not all(isinstance(about.get(key), str) for key in ("kind", "model", "name", "layers", "facts")):
         raise DataError(f"{name!r} is broken: its header lacks model, name, layers or facts; train the heads again")
     return about
 
 
-def _checked_header(content: bytes, name: str) -> dict[str, str]:
+def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, str]:
     """The metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
     header = _header(content, name)
-    about = _about(header, name)
+    about = _about(header, name, kind)
     try:
         n_layers = int(about["layers"])
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
-        if n_layers < 1 or set(entries) != {f"{i}.{part}" for i in range(n_layers) for part in _PARTS}:
+        if n_layers < 1 or set(entries) != {f"{i}.{part}" for i in range(n_layers) for part in kind.parts}:
             raise ValueError(f"{len(entries)} tensors do not make {n_layers} layers")
         size = 0
         for i in range(n_layers):
-            _check_layer({part: list(entries[f"{i}.{part}"]["shape"]) for part in _PARTS}, i)
+            shapes = {part: list(entries[f"{i}.{part}"]["shape"]) for part in kind.parts}
+            if shapes != _fitting(kind, shapes) or min(min(shape) for shape in shapes.values()) < 1:
+                raise ValueError(f"layer {i} has shapes {shapes}")
         for entry in entries.values():
             begin, end = entry["data_offsets"]
             if end - begin != math.prod(entry["shape"]) * _BYTES[entry["dtype"]]:
                 raise ValueError("a tensor of another size than its shape says")
             size = max(size, end)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{name!r} is broken: {error!r}; train the heads again with 'millpond train retain'") from None
+        raise _broken(name, kind, error) from None
     held = len(content) - 8 - int.from_bytes(content[:8], "little")
     if held != size:
         raise DataError(f"{name!r} is torn: it holds {held:,} of {size:,} bytes of numbers; copy it again")
     return about
 
 
-def _check_layer(shapes: Mapping[str, list[int]], index: int) -> None:
+def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:
+    """The shapes that the parts of one layer must have, given those of the first ones."""
     width, inputs = shapes["w1"]
     n_heads = shapes["b2"][0]
-    fitting = {
-        "w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads],
-        "quantiles": [n_heads, QUANTILE_STEPS + 1],
-    }  # fmt: skip
-    if shapes != fitting or min(width, inputs, n_heads) < 1:
-        raise ValueError(f"layer {index} has shapes {dict(shapes)}")
+    rest: Shapes = {"w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads]}
+    if kind is RETAIN:
+        return rest | {"quantiles": [n_heads, QUANTILE_STEPS + 1]}
+    narrow, taken = shapes["wk"]
+    together = shapes["wq"][0]
+    if inputs != taken + together or together % narrow:
+        raise ValueError(f"{inputs} inputs are not {taken} and those of whole heads of {narrow}")
+    return rest | {"wq": [together, taken], "wk": [narrow, taken], "wv": [narrow, taken]}

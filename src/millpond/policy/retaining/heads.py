@@ -6,21 +6,18 @@ token and not on where it stands, and never changes after it was made.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import CacheMismatchError
+from millpond.policy.retaining.networks import TrainedNetworks, features_of, rounded
 
 #: Steps between the quantiles of a head's raw scores.
 QUANTILE_STEPS = 256
-#: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
-#: tokens were multiplied at once would decide between entries that are equal but for that.
-SCORE_DIGITS = 14
 #: Hidden sizes from which a model counts as large.
 LARGE = 512
 
@@ -33,6 +30,8 @@ class LayerHeads:
         w1: (width, inputs). b1: (width,). w2: (KV heads, width). b2: (KV heads,).
         quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: of the raw scores on texts of training.
     """
+
+    PARTS: ClassVar[tuple[str, ...]] = ("w1", "b1", "w2", "b2", "quantiles")
 
     w1: Tensor
     b1: Tensor
@@ -53,33 +52,21 @@ class LayerHeads:
 
     def to(self, device: torch.device) -> LayerHeads:
         """The same in float32 on a device."""
-        parts = (self.w1, self.b1, self.w2, self.b2, self.quantiles)
-        return LayerHeads(*(part.to(device, torch.float32) for part in parts))
+        return LayerHeads(*(getattr(self, part).to(device, torch.float32) for part in self.PARTS))
+
+    def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
+        """See `LayerNetwork.check`."""
+        if inputs != self.w1.shape[1] or n_kv_heads != len(self.b2):
+            raise CacheMismatchError(
+                f"layer {layer} gives {inputs} numbers of a token and has {n_kv_heads} KV heads; these retaining heads "
+                f"take {self.w1.shape[1]} and score {len(self.b2)}: take those of this model"
+            )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RetainingHeads:
-    """The retaining heads of a model.
+class RetainingHeads(TrainedNetworks[LayerHeads]):
+    """The retaining heads of a model; facts: data, steps, seed, label, chunks."""
 
-    Attributes:
-        layers: one per attention layer. model: the mark of the model. name: its class, for people.
-        facts: how they were trained: data, steps, seed, label, chunks.
-        digest: of all numbers; equal where the scores are.
-    """
-
-    layers: Sequence[LayerHeads]
-    model: str
-    name: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-    digest: str = field(init=False, default="")
-    _placed: dict[tuple[int, torch.device], LayerHeads] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        digest = hashlib.blake2b(digest_size=16)
-        for layer in self.layers:
-            for part in (layer.w1, layer.b1, layer.w2, layer.b2, layer.quantiles):
-                digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
-        object.__setattr__(self, "digest", digest.hexdigest())
+    __slots__ = ()
 
     def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, KV heads, n) float32: the scores of new tokens.
@@ -91,38 +78,15 @@ class RetainingHeads:
         Raises:
             CacheMismatchError: the heads are of a model of another shape.
         """
-        heads, features = self._at(layer, q.device), features_of(q, k, v)
-        if features.shape[-1] != heads.w1.shape[1] or k.shape[1] != len(heads.b2):
-            raise CacheMismatchError(
-                f"layer {layer} gives {features.shape[-1]} numbers of a token and has {k.shape[1]} KV heads; these "
-                f"retaining heads take {heads.w1.shape[1]} and score {len(heads.b2)}: take those of this model"
-            )
+        features = features_of(q, k, v)
+        heads = self.at(layer, features, k.shape[1])
         batch, n = features.shape[:2]
         return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
-
-    def _at(self, layer: int, device: torch.device) -> LayerHeads:
-        if layer >= len(self.layers):
-            raise CacheMismatchError(
-                f"the model has a layer {layer}, and these retaining heads are of {len(self.layers)} layers: take "
-                "those of this model"
-            )
-        place = layer, device
-        if place not in self._placed:
-            self._placed[place] = self.layers[layer].to(device)
-        return self._placed[place]
 
 
 def default_width(hidden: int, kv_width: int) -> int:
     """Width of the networks for a model of this hidden size, whose KV heads have `kv_width` numbers together."""
     return 2 * hidden if hidden < LARGE else max(1024, -(-4 * kv_width // 128) * 128)
-
-
-def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, n, inputs) float32: query, key and value of each token, all heads side by side.
-
-    Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
-    """
-    return torch.cat([part.float().transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
 
 
 def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
@@ -136,9 +100,7 @@ def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
     inside = ((raw - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
     least, most = quantiles[:, :1], quantiles[:, -1:]
     outside = ((raw - most).clamp(min=0) - (least - raw).clamp(min=0)) / (most - least).clamp(min=1e-6)
-    value = (above - 1 + inside) / steps + outside
-    rounded: Tensor = (value * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
-    return rounded
+    return rounded((above - 1 + inside) / steps + outside)
 
 
 def quantiles_of(raw: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) ->
         steps=run.step, seed=settings.seed, check=settings.check_texts, chunks=chunks,
         label="log-probability (at least -12)" if settings.label == "log_prob" else "logit before the softmax",
         neighbours=NEIGHBOURS, lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip,
-        width=settings.width, parameters=sum(p.numel() for p in run.heads.parameters()), size=out.stat().st_size,
+        width=settings.width, parameters=sum(p.numel() for p in run.networks.parameters()), size=out.stat().st_size,
         minutes=run.time_s / 60, hardware=hardware, torch=torch.__version__, transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
         curve="\n".join(_curve(run.log)), heads=" | ".join(f"KV head {i}" for i in range(n_heads)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 from millpond.kernels.args import AttentionShape
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
-from millpond.policy.retaining.heads import features_of
+from millpond.policy.retaining.networks import features_of
 from millpond.train.retain.labels import Label, labels_of
 
 
@@ -41,6 +42,22 @@ class LayerText:
 
     features: Tensor
     labels: Tensor
+
+
+class LayerPrompt(NamedTuple):
+    """What one layer made of a prompt of n tokens that it read in full."""
+
+    features: Tensor  #: (n, inputs)
+    keys: Tensor  #: (KV heads, n, key_dim) float32, after RoPE
+    values: Tensor  #: (KV heads, n, value_dim) float32
+    shape: AttentionShape
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt as the model read it in full."""
+
+    layers: list[LayerPrompt]
+    logits: Tensor  #: (m, vocabulary) that the model gives the m tokens behind it
 
 
 @dataclass
@@ -82,16 +99,15 @@ class TextReader:
         Raises:
             DataError: no token before or behind `begin`.
         """
-        if not 0 < begin < len(ids):
-            raise DataError(f"a text of {len(ids)} tokens has no queries from token {begin} on")
+        _check(ids, begin)
         texts: dict[int, LayerText] = {}
 
         def full(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
             labels = labels_of(q[0, :, begin:], k[0], shape, self.label)
-            texts[layer] = LayerText(self._features(layer, q, k, v, begin), labels)
+            texts[layer] = LayerText(self.features(layer, q, k, v, begin), labels)
 
         def evicting(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
-            texts[layer].features = self._features(layer, q, k, v, begin)
+            texts[layer].features = self.features(layer, q, k, v, begin)
 
         with _cache(self.model, None) as cache:
             cache.watch(full)
@@ -102,7 +118,26 @@ class TextReader:
                 self._run(cache, ids[:begin], begin)
         return [texts[layer] for layer in sorted(texts)]
 
-    def _features(self, layer: int, q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
+    def read_prompt(self, ids: Tensor, begin: int) -> ReadPrompt:
+        """What the model makes of the tokens before `begin`, and what it predicts from there on; as for `read`.
+
+        Raises:
+            DataError: no token before or behind `begin`.
+        """
+        _check(ids, begin)
+        layers: dict[int, LayerPrompt] = {}
+
+        def look(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+            keys, values = (t[0, :, :begin].float() for t in (k, v))
+            layers[layer] = LayerPrompt(self.features(layer, q, k, v, begin), keys, values, shape)
+
+        with _cache(self.model, None) as cache:
+            cache.watch(look)
+            logits = self._run(cache, ids, len(ids), len(ids) - begin)
+        return ReadPrompt([layers[layer] for layer in sorted(layers)], logits)
+
+    def features(self, layer: int, q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
+        """(begin, inputs) of the first tokens of one text, given what its layer attends with in one pass."""
         q, k, v = (t[:, :, :begin] for t in (q, k, v))
         rotation = self._rotations[layer]
         if rotation is not None:
@@ -110,14 +145,18 @@ class TextReader:
             q, k = (rotation.rotate(t, positions, inverse=True) for t in (q, k))
         return features_of(q, k, v)[0]
 
-    def _run(self, cache: MillpondCache, ids: Tensor, n: int) -> None:
+    def _run(self, cache: MillpondCache, ids: Tensor, n: int, last: int = 1) -> Tensor:
+        """Logits (last, vocabulary) of the last ones of `n` tokens."""
+        keep = {"logits_to_keep": last} if "logits_to_keep" in ModelProfile.of(self.model).arguments else {}
         with torch.no_grad():
-            self.model(ids[None, :n].to(self.model.device), **cache_argument(cache), use_cache=True, **self._last)
+            out = self.model(ids[None, :n].to(self.model.device), **cache_argument(cache), use_cache=True, **keep)
+        logits: Tensor = out.logits[0, -last:]
+        return logits
 
-    @property
-    def _last(self) -> dict[str, int]:
-        """The argument for logits of the last token alone, where the model takes one."""
-        return {"logits_to_keep": 1} if "logits_to_keep" in ModelProfile.of(self.model).arguments else {}
+
+def _check(ids: Tensor, begin: int) -> None:
+    if not 0 < begin < len(ids):
+        raise DataError(f"a text of {len(ids)} tokens has no queries from token {begin} on")
 
 
 def _rotations_of(profile: ModelProfile) -> list[ModelRotation | None]:

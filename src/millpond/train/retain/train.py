@@ -6,16 +6,14 @@ off and called again ends with the weights of a run that was not (same machine, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millpond.errors import NumericsError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile, named
 from millpond.policy.policy import Policy
@@ -30,16 +28,16 @@ from millpond.policy.retaining.heads import (
     quantiles_of,
 )
 from millpond.policy.scores.retained import Retained
-from millpond.train.common.checkpoint import cpu_threads, save_curve
+from millpond.train.common.checkpoint import cpu_threads
+from millpond.train.common.network_run import StopLimits, checkpoint_of
+from millpond.train.common.step_progress import step_progress
 from millpond.train.retain.features import LayerText, TextReader
 from millpond.train.retain.objective import TrainedHeads, overlap, retaining_loss
-from millpond.train.retain.progress import retain_progress
-from millpond.train.retain.run import RetainLogLine, RetainRun, RetainSettings
+from millpond.train.retain.run import RetainLogLine, RetainRun, RetainSettings, new_run
 from millpond.train.retain.texts import Texts
 
 #: Names of the random streams: of training, and of the texts behind quantiles and overlap.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
-LOG_EVERY = 10  # steps
 
 
 class TrainedResult(NamedTuple):
@@ -80,29 +78,17 @@ def train_retain(
     """
     file = Path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = file.with_name(file.name + ".checkpoint")
     with cpu_threads(threads):
         reader = TextReader(model, settings.label)
-        run = RetainRun.new(settings, model_mark(model), texts.name, reader.sizes(), model.device)
-        if checkpoint.exists():
-            run.load(checkpoint)
-        begun, before_s = time.monotonic(), run.time_s
-        last = settings.steps if max_steps is None else min(max_steps, settings.steps)
-        with retain_progress(show_progress, run.step, settings.steps) as show:
-            while run.step < last:
-                line = _step(run, reader, texts, checkpoint)
-                run.time_s = before_s + time.monotonic() - begun
-                if run.step % LOG_EVERY == 0:
-                    run.log.append(line._replace(time_s=round(run.time_s, 1)))
-                show(line)
-                if run.step % settings.checkpoint_steps == 0:
-                    run.save(checkpoint)
-                if max_minutes is not None and time.monotonic() - begun > 60 * max_minutes:
-                    break
-        run.save(checkpoint)
+        run = new_run(settings, model_mark(model), texts.name, reader.sizes(), model.device)
+        if checkpoint_of(file).exists():
+            run.load(checkpoint_of(file))
+        with step_progress(show_progress, run.step, settings.steps) as show:
+            run.go(
+                lambda checkpoint: _step(run, reader, texts, checkpoint), file, StopLimits(max_minutes, max_steps), show
+            )
         heads, overlaps = _measured(run, reader, texts, type(model).__name__)
     save_heads(heads, file)
-    save_curve(run.log, file.with_name(file.name + ".log.jsonl"))
     return TrainedResult(run, heads, overlaps)
 
 
@@ -111,30 +97,20 @@ def _step(run: RetainRun, reader: TextReader, texts: Texts, checkpoint: Path) ->
     found = _read(run, reader, texts, TRAIN_STREAM, run.step)
     if run.step == 0:
         _begin_at_mean(run, found)
-    for group in run.optimizer.param_groups:
-        group["lr"] = run.settings.lr * run.settings.rate(run.step)
     labels = [text.labels for text in found]
-    scores = [head(text.features.float()) for head, text in zip(run.heads, found, strict=True)]
-    loss = retaining_loss(scores, labels)
-    if not bool(torch.isfinite(loss)):
-        at = f"; {checkpoint} has the last good one" if checkpoint.exists() else ""
-        raise NumericsError(
-            f"the loss of step {run.step} is {float(loss.detach())}{at}: lower the learning rate, or load the model in "
-            "f32 or bf16"
-        )
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_value_(run.heads.parameters(), run.settings.clip)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    run.step += 1
+    scores = [head(text.features.float()) for head, text in zip(run.networks, found, strict=True)]
+    clip = run.settings.clip
+    loss = run.descend(
+        retaining_loss(scores, labels), lambda heads: nn.utils.clip_grad_value_(heads.parameters(), clip), checkpoint
+    )
     best = torch.stack([overlap(s.detach(), y).mean() for s, y in zip(scores, labels, strict=True)]).mean()
-    return RetainLogLine(run.step, 0.0, round(float(loss.detach()), 5), round(float(best), 4))
+    return RetainLogLine(run.step, 0.0, round(loss, 5), round(float(best), 4))
 
 
 def _begin_at_mean(run: RetainRun, found: Sequence[LayerText]) -> None:
     """Let the networks begin at the mean label of each head."""
     with torch.no_grad():
-        for head, text in zip(run.heads, found, strict=True):
+        for head, text in zip(run.networks, found, strict=True):
             assert isinstance(head, TrainedHeads), "one network per layer"
             head.second.bias.copy_(text.labels.mean(1))
 
@@ -152,7 +128,7 @@ def _read(run: RetainRun, reader: TextReader, texts: Texts, name: str, step: int
 def _evicting(run: RetainRun) -> Policy:
     """Eviction in chunks by the heads as they are: the past that they will meet, not that of full attention."""
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
-    layers = [_as_stored(head, plain) for head in run.heads]
+    layers = [_as_stored(head, plain) for head in run.networks]
     return Policy(
         score=Retained(RetainingHeads(layers, run.mark, "in training")), protect=Protect(sinks=4), every_step=False,
         prefill="chunks", chunk=run.settings.chunk, stabilizers=0.25,
@@ -165,7 +141,7 @@ def _measured(
 ) -> tuple[RetainingHeads, list[list[float]]]:  # fmt: skip
     """The heads as a file stores them, with quantiles from held-out texts; and their overlaps with the best tenth."""
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
-    layers = [_as_stored(head, plain) for head in run.heads]
+    layers = [_as_stored(head, plain) for head in run.networks]
     raws: list[list[Tensor]] = [[] for _ in layers]
     overlaps: list[list[Tensor]] = [[] for _ in layers]
     for step in range(run.settings.check_texts):

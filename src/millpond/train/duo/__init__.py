@@ -1,0 +1,1 @@
+"""Training of head classes on a frozen model (DuoAttention)."""
