@@ -29,7 +29,7 @@ def batch(
     ],
     *,
     out: Annotated[
-        Path, typer.Option(help="File of the answers; what it holds already is not asked again.", show_default=False)
+        Path, typer.Option(help="File of the answers; requests that it answers are left out.", show_default=False)
     ],
     error_file: Annotated[
         Path | None,

@@ -1,6 +1,6 @@
 """Many engines as one, in processes of their own that Ray starts: replicas, or pools for prompts and for decoding.
 
-Imports: budget, engine, errors, models, optional.
+Imports: budget, codec, engine, errors, models, option_files, optional.
 """
 
 from __future__ import annotations

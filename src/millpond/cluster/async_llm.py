@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, Unpack
 
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
+from millpond.cluster.ledger import check_movable
 from millpond.cluster.llm import Cluster
 from millpond.cluster.settings import ClusterSettings
 from millpond.engine.async_llm import Mailbox
@@ -110,6 +111,7 @@ class AsyncClusterLLM:
         Raises:
             MillpondError: the request is refused, or an error ended it.
         """
+        check_movable(request)
         box, dispatcher, loop = Mailbox(asyncio.get_running_loop()), self._cluster.dispatcher, self._cluster.loop
 
         def deliver(output: RequestOutput) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from millpond.cluster.messages import AnswerUpdate, RequestUpdate
+from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
-from millpond.errors import DataError, MillpondError
+from millpond.errors import DataError, MillpondError, OptionError
 
 #: Where a request is: with no worker; at one; offered by one; on its way to another.
 Place = Literal["nowhere", "running", "offered", "moving"]
@@ -90,7 +91,8 @@ class LedgerEntry:
         if any(answer.tokens for answer in self._answers):
             return 0
         prompt = self.request.prompt
-        return len(self._prompt_ids) or (len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt))
+        given = len(prompt) // 4 + 1 if isinstance(prompt, str) else len(_ids(prompt))
+        return len(self._prompt_ids) or given
 
     @property
     def full_bytes(self) -> int:
@@ -135,7 +137,7 @@ class LedgerEntry:
         prompt = self.request.prompt
         return RequestOutput(
             self.request.request_id, prompt if isinstance(prompt, str) else None,
-            self._prompt_ids or (() if isinstance(prompt, str) else tuple(prompt)),
+            self._prompt_ids or _ids(prompt),
             tuple(
                 Completion(
                     index, one.text, tuple(one.tokens), None if one.logprobs is None else tuple(one.logprobs),
@@ -146,3 +148,17 @@ class LedgerEntry:
             replace(self._times, finished=time.monotonic()) if finished else self._times, self._prompt_logprobs,
             finished, error,
         )  # fmt: skip
+
+
+def check_movable(request: Request) -> None:
+    """
+    Raises:
+        OptionError: a prompt with chunks, which lie in the store of one engine.
+    """
+    if isinstance(request.prompt, Prompt):
+        raise OptionError("prompts with chunks need the chunk store of one engine: give texts, or use millpond.LLM")
+
+
+def _ids(prompt: str | tuple[int, ...] | Prompt) -> tuple[int, ...]:
+    """The token ids of a prompt that was given as such; none of another."""
+    return prompt if isinstance(prompt, tuple) else ()

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from millpond.cluster.dispatcher import Dispatcher, MakeWorker
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
+from millpond.cluster.ledger import check_movable
 from millpond.cluster.loop_thread import LoopThread
 from millpond.cluster.ray_session import RaySession
 from millpond.cluster.ray_worker import RayWorker
@@ -143,6 +144,8 @@ class ClusterLLM:
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         asked = requests_of(prompts, params, cache, self._names)
+        for request in asked:
+            check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()
         dispatcher, loop = self._cluster.dispatcher, self._cluster.loop
 

@@ -429,10 +429,10 @@ class Mailbox:
         Raises:
             MillpondError: none comes any more.
         """
-        output = await self.next()
-        while not output.finished:
-            output = await self.next()
-        return output
+        while (output := await self.next()) is not None:
+            if output.finished:
+                return output
+        raise MillpondError("the request was given to another engine, and ends there")
 
     def _arrive(self, output: RequestOutput) -> None:
         self._output = output

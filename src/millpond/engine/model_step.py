@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.engine.blend import BlendedSpan
+from millpond.cache.layer.partial_span import PartialSpan
 from millpond.engine.decode_group import DecodeGroup
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
@@ -31,7 +31,7 @@ class PromptSegment:
     start: int
     ends: bool
     every_row: bool
-    span: BlendedSpan | None = None
+    span: PartialSpan | None = None
 
     @property
     def computed(self) -> np.ndarray:
@@ -58,7 +58,7 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
     begin = 0
 
     def put(
-        stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: BlendedSpan | None, decoding: bool
+        stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: PartialSpan | None, decoding: bool
     ) -> None:
         nonlocal begin
         segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states, stack, span))

@@ -51,7 +51,7 @@ class Preemptor:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
 
         Pages of prompts that are kept for others go before any request does, and so do trunks. A request that is alone
-        is never carried out: if it does not fit, running it raises.
+        is never swapped out: if it does not fit, running it raises.
         """
         for job in step.drop:
             self._trunks.let_go(self._live[job.key])

@@ -386,7 +386,7 @@ class Scheduler:
         return not self._closed and self._fits(job, behind) and (soon or job.state is State.SWAPPED)
 
     def _let_go(self, job: Job, step: Step) -> None:
-        """Let go of trunks, the newest first, until a job fits where nothing runs; none that it begins with."""
+        """Release trunks, the newest first, until a job fits where nothing runs; none that it begins with."""
         own: set[Job] = set()
         above = job.after
         while above is not None:

@@ -98,7 +98,7 @@ class Trunks:
         return trunk
 
     def _choose(self, live: RequestState, trunk: RequestState | None) -> None:
-        """Let a request begin with a trunk, or with the nearest before it beside which it fits; or with none.
+        """Let a request begin with a trunk, or with the nearest before it with which it fits; or with none.
 
         A request whose prompt's log probabilities are wanted reads all of it; one with chunks takes them from a store.
         """
@@ -168,7 +168,7 @@ class Trunks:
         return True
 
     def _end_unused(self, added: list[RequestState]) -> None:
-        """Let go of those among new trunks that nothing begins with."""
+        """Release those among new trunks that nothing begins with."""
         for trunk in reversed(added):  # children come after their parents
             if not trunk.users:
                 self.let_go(trunk)
@@ -178,7 +178,7 @@ class Trunks:
         trunk.users.add(live)
 
     def _fits_behind(self, trunk: RequestState | None, n_bytes: int) -> bool:
-        """Whether so many bytes fit beside a trunk and all those that it continues."""
+        """Whether `n_bytes` fit together with a trunk and all those that it continues."""
         limit = self._account.limit_bytes
         while trunk is not None:
             n_bytes += trunk.job.need.reading
@@ -197,7 +197,7 @@ class Trunks:
 def can_begin(recipe: CacheFactory) -> bool:
     """Whether a prompt can begin with a copy of the state behind its beginning.
 
-    It cannot where entries leave before the prompt was read, where keys turn with what leaves, where a prompt must be
+    It cannot where entries leave before the prompt was read, where keys turn with evictions, where a prompt must be
     read in one pass, where KV lies on a disk, and in hybrids with recurrent states.
     """
     policy = recipe.policy

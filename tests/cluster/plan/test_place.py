@@ -13,7 +13,7 @@ from millpond.cli.app import app
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.fit import fit
 from millpond.cluster.plan.goodput import Demand, ServiceLevels, goodput
-from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.place import Devices, compare, split_anywhere, split_in_a_node, together
 from millpond.cluster.plan.profile import DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
@@ -27,7 +27,7 @@ DEMAND = Demand([(400, 12)] * 40, ServiceLevels(ttft=2.0, tpot=0.01), requests=4
 
 
 def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
-    layout = Layout((WorkerPlan("both", SLOW_TO_READ),))
+    layout = ClusterLayout((WorkerPlan("both", SLOW_TO_READ),))
     found = goodput(layout, CACHE, Link(), DEMAND)
     tighter = goodput(layout, CACHE, Link(), Demand(DEMAND.lengths, ServiceLevels(0.5, 0.01), 40, (0, 1)))
     assert found.per_device > tighter.per_device

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.layout import Layout, WorkerPlan
+from millpond.cluster.plan.layout import ClusterLayout, WorkerPlan
 from millpond.cluster.plan.profile import DecodeTimes, StepTimes
 from millpond.cluster.plan.queueing import mean_ttft, mean_ttft_pipelined, mean_ttft_split_tensors
 from millpond.cluster.plan.requests import sample
@@ -20,7 +20,7 @@ LENGTHS = [(100, 1)] * 20_000
 
 
 def simulated(rate: float, times: StepTimes) -> float:
-    layout = Layout((WorkerPlan("both", times),))
+    layout = ClusterLayout((WorkerPlan("both", times),))
     found = Simulation(layout, CacheSize(1, 1), step_tokens=100).run(sample(LENGTHS, 10_000, rate, 3))
     assert found is not None
     return statistics.fmean(outcome.ttft for outcome in found)

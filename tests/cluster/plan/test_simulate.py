@@ -10,38 +10,38 @@ from hypothesis import strategies as st
 
 from millpond.budget import Budget
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.requests import PlannedRequest, sample
-from millpond.cluster.plan.simulate import MissLimit, Outcome, Simulation
+from millpond.cluster.plan.simulate import MissLimit, RequestTimes, Simulation
 from millpond.errors import OptionError
 
 TIMES = StepTimes(0.01, 1e-3, 0.0, (DecodeTimes(None, 0.02, 1e-5, 1e-3),), per_prompt=0.005)
 FULL = CacheSize(100, 100)
 
 
-def split(readers: int = 1, decoders: int = 1, memory: int | None = None) -> Layout:
+def split(readers: int = 1, decoders: int = 1, memory: int | None = None) -> ClusterLayout:
     reader, decoder = (WorkerPlan(role, TIMES, memory=memory) for role in ("prefill", "decode"))
-    return Layout((reader,) * readers + (decoder,) * decoders)
+    return ClusterLayout((reader,) * readers + (decoder,) * decoders)
 
 
 def run(
-    layout: Layout, requests: list[PlannedRequest], cache: CacheSize = FULL, link: Link | None = None
-) -> list[Outcome]:
+    layout: ClusterLayout, requests: list[PlannedRequest], cache: CacheSize = FULL, link: Link | None = None
+) -> list[RequestTimes]:
     found = Simulation(layout, cache, link).run(requests)
     assert found is not None
     return found
 
 
 def test_a_request_alone_takes_its_steps() -> None:
-    (outcome,) = run(Layout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])
+    (outcome,) = run(ClusterLayout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])
     assert outcome.ttft == pytest.approx(0.01 + 0.1 + 0.005)
     assert outcome.tpot == pytest.approx((2 * (0.02 + 1e-3) + 1e-5 * (101 + 102)) / 2)
     assert outcome.moved == 0
 
 
 def test_a_split_adds_the_move_to_the_second_token() -> None:
-    alone = run(Layout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])[0]
+    alone = run(ClusterLayout((WorkerPlan("both", TIMES),)), [PlannedRequest(0.0, 100, 3)])[0]
     (moved,) = run(split(), [PlannedRequest(0.0, 100, 3)], link=Link(1e6, 0.25))
     assert alone.tpot is not None
     assert moved.tpot is not None
@@ -78,11 +78,11 @@ def test_moves_of_one_reader_follow_each_other() -> None:
 
 def test_memory_lets_requests_wait_and_is_never_exceeded() -> None:
     requests = [PlannedRequest(0.0, 100, 20) for _ in range(8)]
-    free = run(Layout((WorkerPlan("both", TIMES),)), requests)
-    tight = run(Layout((WorkerPlan("both", TIMES, memory=25_000),)), requests)
+    free = run(ClusterLayout((WorkerPlan("both", TIMES),)), requests)
+    tight = run(ClusterLayout((WorkerPlan("both", TIMES, memory=25_000),)), requests)
     assert max(o.ttft for o in tight) > 2 * max(o.ttft for o in free)
     with pytest.raises(OptionError, match="holds 12,000 bytes, a worker that does both has 11,999"):
-        run(Layout((WorkerPlan("both", TIMES, memory=11_999),)), requests)
+        run(ClusterLayout((WorkerPlan("both", TIMES, memory=11_999),)), requests)
 
 
 def test_what_waits_to_be_fetched_stops_the_reader() -> None:
@@ -95,7 +95,7 @@ def test_what_waits_to_be_fetched_stops_the_reader() -> None:
 
 def test_a_simulation_that_has_failed_ends() -> None:
     requests = [PlannedRequest(0.001 * n, 1000, 5) for n in range(50)]
-    layout = Layout((WorkerPlan("both", TIMES),))
+    layout = ClusterLayout((WorkerPlan("both", TIMES),))
     assert Simulation(layout, FULL).run(requests, MissLimit(0.5, 1.0, 10)) is None
     assert Simulation(layout, FULL).run(requests, MissLimit(1e3, 1e3, 0)) is not None
 
@@ -107,7 +107,7 @@ def test_every_request_gets_all_of_its_tokens(seed: int, readers: int, decoders:
     lengths = [(draw.randint(1, 60), draw.randint(1, 12)) for _ in range(30)]
     memory = 9_000 if tight else None
     both = WorkerPlan("both", TIMES, memory=memory)
-    layout = split(readers, decoders, memory) if readers else Layout((both,) * decoders)
+    layout = split(readers, decoders, memory) if readers else ClusterLayout((both,) * decoders)
     requests = sample(lengths, 30, 20.0, seed)
     simulation = Simulation(layout, FULL, Link(1e5, 0.001, memory=8_000))
     found = simulation.run(requests)
@@ -137,7 +137,7 @@ def test_roles_of_a_layout() -> None:
     both, reader = WorkerPlan("both", TIMES), WorkerPlan("prefill", TIMES)
     for workers in ((both, reader), (reader,), ()):
         with pytest.raises(OptionError, match="workers do both, or some read prompts and others decode"):
-            Layout(workers)
+            ClusterLayout(workers)
     assert split(2, 1).name == "2 prefill + 1 decode"
 
 

@@ -78,9 +78,11 @@ def _method(
     for repeat in range(plan.repeats):
         for order in ORDERS[repeat % len(ORDERS) :] + ORDERS[: repeat % len(ORDERS)]:
             tell(f"{method}, {order}, repetition {repeat + 1} of {plan.repeats}")
-            took, *rest = _once(plan, model, method, sorted(prompts) if order == "sorted" else prompts, order)
+            took, spared, preempted, answers = _once(
+                plan, model, method, sorted(prompts) if order == "sorted" else prompts, order
+            )
             seconds[order].append(took)
-            found[order] = rest[0], rest[1], rest[2]
+            found[order] = spared, preempted, answers
     return [
         OrderTiming(
             method, order, found[order][0], found[order][1], tuple(seconds[order]),
@@ -110,4 +112,4 @@ def _once(
 
 def median_seconds(row: dict[str, Any]) -> float:
     """Of the repetitions of one order."""
-    return statistics.median(row["seconds"])
+    return float(statistics.median(row["seconds"]))

@@ -10,14 +10,17 @@ from millpond.kernels.args import AttentionShape
 
 
 class PartialSpan(Protocol):
-    """The next `length` tokens of one sequence.
+    """The next `length` tokens of one sequence."""
 
-    Attributes:
-        rows: (R,) int64 on the host, ascending: which of them are computed.
-    """
+    @property
+    def length(self) -> int:
+        """Tokens of the run."""
+        ...
 
-    length: int
-    rows: Tensor
+    @property
+    def rows(self) -> Tensor:
+        """(R,) int64 on the host, ascending: which of them are computed."""
+        ...
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (Hkv, length, key_dim) and values (Hkv, length, value_dim) of all tokens, keys after RoPE.

@@ -26,7 +26,7 @@ def batch(
     quick: Quick = False,
     out: Report = None,
 ) -> None:
-    """Time a planned batch beside arrival and sorted order, both with a prefix cache; tell what each spares."""
+    """Time a planned batch, arrival order and sorted order, all with a prefix cache; report what each spares."""
     import torch
 
     from millpond.bench.batch.prompts import parse_tree

@@ -33,7 +33,7 @@ def plan(
     ] = None,
     codec: Annotated[str, typer.Option(help="Number format of kept entries, for built-in profiles.")] = "auto",
     link: Annotated[str, typer.Option(help="Bits per second between workers: 25Gbit, 100Mbit.")] = "100Gbit",
-    latency: Annotated[float, typer.Option(min=0, help="Seconds of a move beside its bytes.")] = 0.001,
+    latency: Annotated[float, typer.Option(min=0, help="Seconds that a move takes whatever its bytes.")] = 0.001,
     memory: Annotated[str | None, optional(help="For caches on each device, as in 40GiB. Default: no limit.")] = None,
     anywhere: Annotated[
         bool, typer.Option("--anywhere", help="The link is between all nodes, so phases are placed by themselves.")

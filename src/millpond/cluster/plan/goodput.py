@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.layout import Layout, Link
+from millpond.cluster.plan.layout import ClusterLayout, Link
 from millpond.cluster.plan.requests import sample
 from millpond.cluster.plan.simulate import MissLimit, Simulation
 from millpond.errors import OptionError
@@ -52,7 +52,7 @@ class Demand:
 class Goodput:
     """Requests per second of a layout, one number for each seed, and per device; and the bytes of a move."""
 
-    layout: Layout
+    layout: ClusterLayout
     rates: tuple[float, ...]
     moved: float
 
@@ -68,7 +68,7 @@ class Goodput:
 
 
 def goodput(
-    layout: Layout, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
+    layout: ClusterLayout, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
 ) -> Goodput:  # fmt: skip
     """The goodput of a layout, by bisection for each seed. `report` is called before each simulation with its rate."""
     rates, moves = [], [0.0]
@@ -90,7 +90,7 @@ def goodput(
     return Goodput(layout, tuple(rates), max(moves))
 
 
-def _likely(layout: Layout, demand: Demand) -> float:
+def _likely(layout: ClusterLayout, demand: Demand) -> float:
     """A rate to begin with: half of what one reader could read if it did nothing else."""
     prompt = statistics.fmean(n for n, _ in demand.lengths)
     times = layout.workers[0].times

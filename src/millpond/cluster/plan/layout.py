@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """All workers. Either all do both, or there are some of each of the other roles."""
 
     workers: tuple[WorkerPlan, ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels, goodput
-from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepTimes
 from millpond.errors import OptionError
 
@@ -46,19 +46,19 @@ class Devices:
             )
 
     def worker(self, role: str, devices: int) -> WorkerPlan:
-        """A worker of so many devices."""
+        """A worker of `devices` devices."""
         memory = None if self.memory is None else self.memory * devices
         return WorkerPlan(role, self.times[devices], devices, memory)  # type: ignore[arg-type]
 
 
-def together(devices: Devices) -> Iterator[Layout]:
+def together(devices: Devices) -> Iterator[ClusterLayout]:
     """One worker that does both, for each number of devices that a worker may have."""
     for n in sorted(devices.times):
         if n <= min(devices.count, devices.per_node):
-            yield Layout((devices.worker("both", n),))
+            yield ClusterLayout((devices.worker("both", n),))
 
 
-def split_in_a_node(devices: Devices) -> Iterator[Layout]:
+def split_in_a_node(devices: Devices) -> Iterator[ClusterLayout]:
     """Algorithm 2: all numbers of workers of both roles that fit one node, of each size."""
     room = min(devices.count, devices.per_node)
     for p in sorted(devices.times):
@@ -69,13 +69,13 @@ def split_in_a_node(devices: Devices) -> Iterator[Layout]:
                         yield _split(devices, p, readers, d, decoders)
 
 
-def _split(devices: Devices, p: int, readers: int, d: int, decoders: int) -> Layout:
-    return Layout((devices.worker("prefill", p),) * readers + (devices.worker("decode", d),) * decoders)
+def _split(devices: Devices, p: int, readers: int, d: int, decoders: int) -> ClusterLayout:
+    return ClusterLayout((devices.worker("prefill", p),) * readers + (devices.worker("decode", d),) * decoders)
 
 
 def split_anywhere(
     devices: Devices, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
-) -> Layout | None:
+) -> ClusterLayout | None:
     """Algorithm 1: the best worker for each phase by itself, then as many of each as balance their rates.
 
     Returns:
@@ -117,7 +117,7 @@ def _alone(
     own = devices.worker(role, n)
     levels = demand.levels
     levels = ServiceLevels(levels.ttft, 1e9) if role == "prefill" else ServiceLevels(1e9, levels.tpot)
-    layout = Layout((own, other) if role == "prefill" else (other, own))
+    layout = ClusterLayout((own, other) if role == "prefill" else (other, own))
     asked = Demand(demand.lengths, levels, demand.requests, demand.seeds)
     return goodput(layout, cache, link, asked, report)
 
@@ -133,7 +133,7 @@ def compare(
     Args:
         anywhere: caches move as fast between nodes as inside one, so algorithm 1 takes the place of 2.
     """
-    layouts: Sequence[Layout] = list(together(devices))
+    layouts: Sequence[ClusterLayout] = list(together(devices))
     if anywhere:
         found = split_anywhere(devices, cache, link, demand, report)
         layouts = [*layouts, *([] if found is None else [found])]

@@ -1,4 +1,4 @@
-"""What a comparison of layouts says: whether to read prompts apart from answers, and why or why not."""
+"""The verdict on layouts: whether to read prompts apart from answers, and why or why not."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.layout import Layout, Link, WorkerPlan
+from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.requests import PlannedRequest
 from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
@@ -22,7 +22,7 @@ WAITING_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestTimes:
     """What became of a request.
 
     Attributes:
@@ -93,13 +93,15 @@ class Simulation:
 
     Example:
         >>> from millpond.cluster.plan.profile import A100
-        >>> one = Layout((WorkerPlan("both", A100["opt-13b"][1]),))
+        >>> one = ClusterLayout((WorkerPlan("both", A100["opt-13b"][1]),))
         >>> found = Simulation(one, CacheSize(800_000, 800_000)).run([PlannedRequest(0.0, 100, 2)])
         >>> [(round(outcome.ttft, 4), round(outcome.tpot, 4)) for outcome in found]
         [(0.0284, 0.02)]
     """
 
-    def __init__(self, layout: Layout, cache: CacheSize, link: Link | None = None, *, step_tokens: int = 2048) -> None:
+    def __init__(
+        self, layout: ClusterLayout, cache: CacheSize, link: Link | None = None, *, step_tokens: int = 2048
+    ) -> None:
         self._cache = cache
         self._link = link or Link()
         self._workers = [_Worker(plan, Scheduler(plan.memory, step_tokens=step_tokens)) for plan in layout.workers]
@@ -111,7 +113,7 @@ class Simulation:
         self._stop: MissLimit | None = None
         self._missed = 0
 
-    def run(self, requests: Sequence[PlannedRequest], stop: MissLimit | None = None) -> list[Outcome] | None:
+    def run(self, requests: Sequence[PlannedRequest], stop: MissLimit | None = None) -> list[RequestTimes] | None:
         """What becomes of each request, in their order; None where it was stopped.
 
         Raises:
@@ -128,7 +130,7 @@ class Simulation:
             if stop is not None and self._missed > stop.most:
                 return None
         return [
-            Outcome(
+            RequestTimes(
                 flight.first - flight.request.at,
                 (flight.last - flight.first) / (flight.request.output - 1) if flight.request.output > 1 else None,
                 flight.moved,
