@@ -153,6 +153,7 @@ def kept_mass(method: Any, tables: Tables, opening: tuple[int, ...], **options: 
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "attention_gate": {"window": 4},
     "snapkv": {"window": 4, "kernel": 3},
     "ada": {"score": "h2o", "alpha": 0.0},
     "pyramidkv": {"score": "snapkv/window=4/kernel=3"},
