@@ -110,7 +110,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       ;;
     kvpress)
       # beside ours in the folders of recall; build/kvpress comes from benchmarks/peers/kvpress_env.sh
-      presses="full,SnapKVPress,ObservedAttentionPress,ExpectedAttentionPress,KeyDiffPress,StreamingLLMPress,KVzipPress"
+      presses="full,SnapKVPress,ExpectedAttentionPress,KeyDiffPress,StreamingLLMPress,KVzipPress,ObservedAttentionPress"
       for protocol in aware agnostic; do
         asked=$facts
         test $protocol = aware || asked=$facts:questions=3

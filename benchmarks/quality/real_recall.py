@@ -27,7 +27,8 @@ def read(folder: Path) -> tuple[Cells, dict[str, int]]:
     found: Cells = {}
     for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        _, method, budget, codec, task, protocol, *_ = record["cell"].split("|")
+        _, method, budget, codec, task, protocol, _, who = record["cell"].split("|")
+        method = method if who == "millpond" else f"{method} ({who})"
         cell = found.setdefault((task, protocol, method, budget, codec), {})
         cell[record["sample"], record["question"]] = record
     return found, {name: task["questions"] for name, task in run["tasks"].items()}

@@ -16,6 +16,8 @@ from millpond.errors import MillpondError
 
 #: Calls of one worker that may run at a time; all but those that wait for reports are short.
 _CALLS = 10_000
+#: Seconds in which a worker has a place and its model.
+START_S = 900.0
 
 
 class RayWorker:
@@ -31,12 +33,21 @@ class RayWorker:
         self.name, self.role = name, role
         self.pid, self.node = 0, ""
         self._ray, self._hang_s = ray, settings.hang_s
-        actor = ray.remote(EngineWorker).options(num_cpus=1, max_restarts=0, max_concurrency=_CALLS)
+        # on a Ray of this process workers share its cores, however many there are; elsewhere Ray places them by CPUs
+        cpus = 0 if settings.address is None else 1
+        actor = ray.remote(EngineWorker).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
         self._actor = actor.remote(model, dict(options), role, settings.handoff_bytes, settings.hang_s)
 
     async def open(self) -> tuple[int, int, CacheOptions]:
         """See `WorkerHandle`."""
-        self.pid, context, vocabulary, cache = await self._wait(self._actor.open.remote())
+        try:
+            opened = await asyncio.wait_for(self._wait(self._actor.open.remote()), START_S)
+        except TimeoutError:
+            raise MillpondError(
+                f"worker {self.name} has not started after {START_S:g} seconds: Ray has no free CPU for it, or loading "
+                "the model takes longer; ask for fewer workers, or add machines"
+            ) from None
+        self.pid, context, vocabulary, cache = opened
         self.node = str(self._ray.get_runtime_context().get_node_id())
         return context, vocabulary, cache
 
