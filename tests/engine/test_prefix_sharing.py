@@ -51,6 +51,20 @@ def one_by_one(engine: Engine, *requests: Request) -> dict[str, Any]:
     return done
 
 
+def test_prompts_that_begin_together_read_what_they_share_once() -> None:
+    """Both fit into the first step; the second one waits until the first has read the blocks that both begin with."""
+    engine = engine_for("full", prefix_cache=True, max_step_tokens=512)
+    for name in "ab":
+        add(engine, request(name, "full"))
+    done = {output.request_id: output for output in engine.drain()}
+    shared = [done[f"{name}-full"].completions[0].kv.shared_tokens for name in "ab"]
+    assert shared == [0, 48]
+    assert engine.stats().prompt_tokens == len(TEXTS["a"]) + len(TEXTS["b"]) - 48
+    for name in "ab":
+        assert tokens(done[f"{name}-full"]) == alone(name, "full")
+    engine.close()
+
+
 @pytest.mark.parametrize("method", SHARE)
 def test_shared_and_private_prompts_answer_alike(method: str) -> None:
     engine = engine_for(method, prefix_cache=True)
