@@ -64,6 +64,8 @@ def invoke(*arguments: str) -> Any:
     (["--max-body", "0"], "at least 1"),
     (["--timeout", "0"], "must be above 0"),
     (["--api-key", " "], "an API key is empty"),
+    (["--handoff-memory", "1MiB"], "--handoff-memory needs --replicas"),
+    (["--replicas", "2", "--memory", "1GiB"], "leave them out with workers"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_what_cannot_be_served_is_one_sentence(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +98,25 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
     assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)
     assert "anyone" not in done.stderr
+
+
+def test_workers_take_the_place_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    class Cluster:
+        def __init__(self, model: str, config: Any, **options: Any) -> None:
+            seen.update(model=model, config=config, **options)
+
+    monkeypatch.setattr("millpond.cluster.async_llm.AsyncClusterLLM", Cluster)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda llm, *_, **__: seen.update(llm=llm))
+    layout = ["--prefill", "1", "--decode", "2", "--handoff-memory", "8MiB", "--threads", "1"]
+    done = invoke("--method", "tova", "--budget", "64", "--kv-memory", "32MiB", *layout)
+    assert done.exit_code == 0, done.output
+    assert isinstance(seen["llm"], Cluster)
+    assert (seen["model"], seen["model_name"], seen["threads"]) == ("pond-recall", "pond-recall", 1)
+    assert (seen["prefill"], seen["decode"], seen["replicas"], seen["address"]) == (1, 2, None, None)
+    assert seen["handoff_memory"] == "8MiB"
+    assert (seen["config"].method, seen["config"].kv_memory) == ("tova", 32 * 2**20)
 
 
 def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

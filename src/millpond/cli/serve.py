@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -12,8 +12,11 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import Disk, DtypeName, Memory, ModelName, Threads, optional
-from millpond.cli.serve_options import Access, EngineChoice, RequestLimits
+from millpond.cli.serve_options import Access, EngineChoice, RequestLimits, Workers
 from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.server.llm_protocol import ServedLLM
 
 
 @expand_groups
@@ -36,6 +39,7 @@ def serve(
             "or none (calls stay in the text)."
         ),
     ] = "auto",
+    workers: Workers,
     limits: RequestLimits,
     access: Access,
 ) -> None:
@@ -50,10 +54,16 @@ def serve(
 
     settings = ServerSettings(**limits.as_settings(), **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
-    llm = AsyncLLM(
-        model, config, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype,
-        threads=threads, memory=memory, disk=disk,
-    )  # fmt: skip
+    name, kind, layout = served_name or name_of(model), None if dtype == "auto" else dtype, workers.as_arguments()
+    llm: ServedLLM
+    if workers.several:
+        from millpond.cluster.async_llm import AsyncClusterLLM
+
+        if memory is not None or disk is not None or config.chunk_store is not None:
+            raise OptionError("--memory, --disk and --chunk-store are those of one engine: leave them out with workers")
+        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
+    else:
+        llm = AsyncLLM(model, config, model_name=name, dtype=kind, threads=threads, memory=memory, disk=disk)
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "

@@ -88,6 +88,43 @@ class EngineChoice(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workers(OptionGroup):
+    """Several engines behind one address, in processes that Ray starts."""
+
+    replicas: Annotated[
+        int | None, optional(min=1, help="Engines that answer, each with its own memory limit. Default: one, no Ray.")
+    ] = None
+    prefill: Annotated[
+        int | None, optional(min=1, help="Engines that read prompts, for --decode ones that continue.")
+    ] = None
+    decode: Annotated[int | None, optional(min=1, help="Engines that decode behind --prefill ones.")] = None
+    address: Annotated[
+        str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
+    ] = None
+    handoff_memory: Annotated[
+        str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")
+    ] = "256MiB"
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than this process's engine."""
+        return not {"replicas", "prefill", "decode"}.isdisjoint(self.given)
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Those of `millpond.cluster.AsyncLLM`.
+
+        Raises:
+            OptionError: options of a cluster without workers.
+        """
+        if not self.several and (lost := self.given & {"address", "handoff_memory"}):
+            raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, or --prefill and --decode")
+        return {
+            "replicas": self.replicas, "prefill": self.prefill, "decode": self.decode, "address": self.address,
+            "handoff_memory": self.handoff_memory,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestLimits(OptionGroup):
     """Limits on the size, the number and the time of requests."""
 
