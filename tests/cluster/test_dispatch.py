@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -99,6 +100,11 @@ def test_a_worker_that_dies_costs_no_token(layout: dict[str, int], victim: int) 
         assert again, "tokens that were sent are fed and not drawn"
         assert all(request.request_id.endswith("#1") for request in again), "late news of the lost worker is not theirs"
         local.settle()
+
+
+def test_a_chunk_store_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="workers share none"):
+        mp.cluster.LLM("pond-recall", chunk_store=mp.ChunkStore(tmp_path), replicas=1)
 
 
 def test_a_prompt_that_ends_its_workers_ends_alone() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
 from millpond.markdown import one_per_line
+from millpond.train.common.learning_curve import curve_rows
 from millpond.train.gate.prune import CHANGED
 from millpond.train.gate.run import GateLogLine
 from millpond.train.gate.train import TrainedGates
 
-CURVE_ROWS = 10
+#: Of the learning curve.
+COLUMNS: list[tuple[Callable[[GateLogLine], float], str]] = [
+    (lambda line: line.loss, ".3f"), (lambda line: line.predicted, ".3f"), (lambda line: line.kept, ".1%"),
+]  # fmt: skip
 
 CARD = """\
 # Gates of {name}
@@ -73,7 +77,7 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         size=out.stat().st_size, shift=result.shift, minutes=run.time_s / 60, hardware=hardware,
         torch=torch.__version__, transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(_curve(run.log)), low=min(result.shares), high=max(result.shares),
+        curve="\n".join(curve_rows(run.log, COLUMNS)), low=min(result.shares), high=max(result.shares),
         mean=sum(result.shares) / len(result.shares), same=result.same,
         columns=" | ".join(f"KV head {i}" for i in range(n_heads)), rule="|".join(["---:"] * n_heads),
         kept="\n".join(
@@ -83,15 +87,3 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
     text = one_per_line(text)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
-
-
-def _curve(log: Sequence[GateLogLine]) -> list[str]:
-    """Rows of the learning curve: means between the rows."""
-    size = -(-len(log) // CURVE_ROWS) or 1
-    rows = []
-    for begin in range(0, len(log), size):
-        part = log[begin : begin + size]
-        points = ((x.loss, x.predicted, x.kept) for x in part)
-        loss, predicted, kept = (sum(values) / len(part) for values in zip(*points, strict=True))
-        rows.append(f"| {part[-1].step:,} | {part[-1].time_s / 60:.1f} | {loss:.3f} | {predicted:.3f} | {kept:.1%} |")
-    return rows

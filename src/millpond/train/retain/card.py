@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
 from millpond.markdown import one_per_line
+from millpond.train.common.learning_curve import curve_rows
 from millpond.train.retain.objective import NEIGHBOURS
 from millpond.train.retain.run import RetainLogLine
 from millpond.train.retain.train import TrainedResult
 
-CURVE_ROWS = 10
+#: Of the learning curve.
+COLUMNS: list[tuple[Callable[[RetainLogLine], float], str]] = [
+    (lambda line: line.loss, ".3f"), (lambda line: line.overlap, ".2f"),
+]  # fmt: skip
 
 CARD = """\
 # Retaining heads of {name}
@@ -71,7 +75,7 @@ def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) ->
         width=settings.width, parameters=sum(p.numel() for p in run.networks.parameters()), size=out.stat().st_size,
         minutes=run.time_s / 60, hardware=hardware, torch=torch.__version__, transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(_curve(run.log)), heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
+        curve="\n".join(curve_rows(run.log, COLUMNS)), heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
         rule="|".join(["---:"] * n_heads),
         overlaps="\n".join(
             f"| {layer} | {' | '.join(f'{value:.2f}' for value in row)} |" for layer, row in enumerate(result.overlaps)
@@ -80,14 +84,3 @@ def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) ->
     text = one_per_line(text)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
-
-
-def _curve(log: Sequence[RetainLogLine]) -> list[str]:
-    """Rows of the learning curve: means between the rows, of loss and overlap."""
-    size = -(-len(log) // CURVE_ROWS) or 1
-    rows = []
-    for begin in range(0, len(log), size):
-        part = log[begin : begin + size]
-        loss, best = (sum(values) / len(part) for values in zip(*((x.loss, x.overlap) for x in part), strict=True))
-        rows.append(f"| {part[-1].step:,} | {part[-1].time_s / 60:.1f} | {loss:.3f} | {best:.2f} |")
-    return rows
