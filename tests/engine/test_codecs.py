@@ -32,6 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "h2o mikv": ("h2o", {}, "30%", "mikv"),
     "full rotated4": ("full", {}, None, "rotated4"),
     "streaming int4": ("streaming", {"positions": "absolute"}, "70%", "int4"),
+    "full by layer": ("full", {}, None, "0=bf16,1=int4"),
+    "h2o by layer": ("h2o", {}, "70%", "0=kivi4,*=int8+int4"),
+    "h2o mikv above": ("h2o", {}, "30%", "0=auto,*=mikv"),
 }
 
 
@@ -103,7 +106,9 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
     assert bool(calls) == (case != "full rotated4")
 
 
-@pytest.mark.parametrize("case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4"])
+@pytest.mark.parametrize(
+    "case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer"]
+)
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="800kB", overcommit=8)
     for n in LENGTHS:

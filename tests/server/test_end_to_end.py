@@ -123,6 +123,8 @@ def test_a_client_that_goes_away_frees_its_pages(server: Live, stream: bool) -> 
     ({"prompt": [5] * 600}, 400, "the model's context holds 512"),
     ({"prompt": [5], "millpond": {"budget": "3 apples"}}, 422, "budget '3 apples'"),
     ({"prompt": [5], "millpond": {"codec": "int99"}}, 400, "int99"),
+    ({"prompt": [5], "millpond": {"codec": {"0": "int98"}}}, 400, "int98"),
+    ({"prompt": [5], "millpond": {"codec": {"0-999": "int8"}}}, 400, "names layer 999"),
     ({"prompt": [5], "millpond": {"options": {"recnt": 1}}}, 400, "did you mean 'recent'"),
     ({"prompt": [5], "millpond": {"method": "full", "budget": 5}}, 422, "takes no budget"),
     ({"prompt": [5], "millpond": {"method": "kvzip"}}, 400, "kvzip"),

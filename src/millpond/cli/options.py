@@ -20,7 +20,9 @@ BenchModelName = Annotated[
     optional(help="Trained weights: a name of `millpond models`, a folder or a GGUF file. Default: random ones."),
 ]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
-CodecName = Annotated[str, typer.Option(help="Number format of the entries: see 'millpond codecs'.")]
+CodecName = Annotated[
+    str, typer.Option(help="Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer.")
+]
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]

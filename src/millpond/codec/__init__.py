@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import torch
 
+from millpond.codec.by_layer import JOINT, CodecSpec, Format, LayerCodecs, codec_text, codecs_of, parse_layers
 from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, is_plain
 from millpond.errors import OptionError, unknown
 
-__all__ = ["DTYPES", "Codec", "codec_named", "list_codecs", "resolve"]
+__all__ = [
+    "DTYPES", "Codec", "CodecSpec", "Format", "LayerCodecs", "codec_named", "codec_text", "codecs_of", "list_codecs",
+    "resolve",
+]  # fmt: skip
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-#: How a name in one word joins the format of keys to that of values, as "bf16+int4".
-JOINT = "+"
 
 
 def list_codecs() -> list[str]:
@@ -24,12 +26,23 @@ def list_codecs() -> list[str]:
     return ["auto", *DTYPES, *(name for name in PRESETS if name not in DTYPES)]
 
 
-def resolve(codec: str | tuple[str, str]) -> torch.dtype | Codec | None:
-    """What a name, or a pair of names for keys and values, stands for: a dtype, a codec, or None for "auto".
+def resolve(codec: CodecSpec) -> LayerCodecs | Format:
+    """What a name stands for: a dtype, a codec, None for "auto", or one of these for each layer.
+
+    Args:
+        codec: a name, a pair of names for keys and values, or names by layer, see `CodecSpec`.
 
     Raises:
-        OptionError: no such codec, or a pair that cannot share a page.
+        OptionError: no such codec, a pair that cannot share a page, or layers that overlap.
     """
+    codec = codec_text(codec)
+    if isinstance(codec, str) and "=" in codec:
+        return parse_layers(codec, _resolve_all)
+    return _resolve_all(codec)
+
+
+def _resolve_all(codec: str | tuple[str, str]) -> Format:
+    """The format of every layer."""
     names = tuple(codec.split(JOINT)) if isinstance(codec, str) else tuple(codec)
     if len(names) == 1:
         return _one(names[0])
@@ -43,7 +56,7 @@ def resolve(codec: str | tuple[str, str]) -> torch.dtype | Codec | None:
     return torch.bfloat16 if is_plain(found) and not found.prune else found
 
 
-def _one(name: str) -> torch.dtype | Codec | None:
+def _one(name: str) -> Format:
     if name == "auto":
         return None
     if name in DTYPES:

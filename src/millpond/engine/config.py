@@ -12,7 +12,7 @@ from millpond.budget import Budget, parse_bytes
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.paging.choose import rule_named
-from millpond.codec import Codec, resolve
+from millpond.codec import CodecSpec, codec_text, codecs_of, resolve
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
@@ -29,7 +29,7 @@ class EngineOptions(TypedDict, total=False):
     method: str
     options: Mapping[str, Any]
     budget: Budget | str | int | float | None
-    codec: str | tuple[str, str] | None
+    codec: CodecSpec | None
     calibration: CalibrationSource
     kv_memory: str | int | None
     max_step_tokens: int
@@ -83,7 +83,7 @@ class EngineConfig:
     method: str = "h2o"
     options: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | str | int | float | None = None
-    codec: str | tuple[str, str] | None = None
+    codec: CodecSpec | None = None
     calibration: CalibrationSource = None
     kv_memory: str | int | None = None
     max_step_tokens: int = 512
@@ -113,9 +113,10 @@ class EngineConfig:
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))
         budget_of(self.method, self.budget, policy)
-        stored = resolve("auto" if self.codec is None else self.codec)
-        if isinstance(stored, Codec):
-            policy.check_codec(stored)
+        if self.codec is not None:
+            object.__setattr__(self, "codec", codec_text(self.codec))
+            for one in codecs_of(resolve(self.codec)):
+                policy.check_codec(one)
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: EngineOptions) -> EngineConfig:

@@ -53,7 +53,7 @@ class DecodeGroup:
     def slots(self) -> int:
         """Entries per page."""
         first = self._layers[0]
-        return self.recipe.pool(first.key_dim, first.value_dim).slots
+        return self.recipe.pool(first).slots
 
     def join(self, stack: BatchCache, answers: list[CompletionState]) -> None:
         """Add answers that begin or resume decoding; `stack` holds a sequence for each and is empty afterwards."""

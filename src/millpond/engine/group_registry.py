@@ -12,7 +12,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.codec import Codec
+from millpond.codec import Codec, codec_text
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
@@ -81,7 +81,7 @@ class GroupRegistry:
                     self._completed.clear()
                 self._completed[wanted] = self.complete(asked)
             chosen = self._completed[wanted]
-            codec = "auto" if chosen.codec is None else chosen.codec
+            codec = "auto" if chosen.codec is None else codec_text(chosen.codec)
             method = str(chosen.method)
             key = _key(replace(chosen, codec=codec), files)
             if key not in self._groups:

@@ -48,7 +48,7 @@ def estimate(
     far = [need for index, need in enumerate(table) if index in on_disk]
     beside = [_beside_disk(recipe, index, layers[index], prompt, answer, n) for index in sorted(on_disk)]
     here = MemoryNeed(*(2 * max(part) for part in zip(*((x.reading, x.shared, x.each) for x in far), strict=True)))
-    runs = n * ((prompt + answer) // recipe.pool(layers[0].key_dim, layers[0].value_dim).slots + 2)
+    runs = n * ((prompt + answer) // recipe.pool(layers[0]).slots + 2)
     return replace(_sum([need, *beside, here]), disk=max(x.most(n) for x in far) + runs * ALIGNMENT)
 
 
@@ -56,7 +56,7 @@ def estimate_trunk(recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: 
     """What a common beginning of `n_tokens` holds besides the pages of its first `parent` tokens, which others hold."""
     n_bytes = 0
     for layer in layers:
-        pool = recipe.prompt_pool(layer.key_dim, layer.value_dim)
+        pool = recipe.prompt_pool(layer)
         pages = -(-n_tokens // pool.slots) - (parent // pool.slots if shares_pages(recipe) else 0)
         n_bytes += pool.page_bytes * layer.n_kv_heads * pages
     return MemoryNeed(n_bytes, n_bytes, 0)
@@ -74,7 +74,7 @@ def estimate_behind(
         return need
     shared = again = 0
     for index, layer in enumerate(layers):
-        own, pool = recipe.prompt_pool(layer.key_dim, layer.value_dim), recipe.pool(layer.key_dim, layer.value_dim)
+        own, pool = recipe.prompt_pool(layer), recipe.pool(layer)
         shared += own.page_bytes * layer.n_kv_heads * (begun // own.slots)
         if own is pool:  # the plan writes while others hold the prompt's pages
             before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
@@ -93,10 +93,7 @@ def shares_pages(recipe: CacheLayout) -> bool:
 def keeps_pages(recipe: CacheLayout, layers: Sequence[LayerShape]) -> bool:
     """Whether the pages of a prompt stay those of its answers, since no plan writes others."""
     plain = all(recipe.packed_pool(layer) is None and not layer.window for layer in layers)
-    kept = all(
-        recipe.prompt_pool(layer.key_dim, layer.value_dim) is recipe.pool(layer.key_dim, layer.value_dim)
-        for layer in layers
-    )
+    kept = all(recipe.prompt_pool(layer) is recipe.pool(layer) for layer in layers)
     return recipe.policy.keeps_all and plain and kept
 
 
@@ -104,7 +101,7 @@ def _beside_disk(
     recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int
 ) -> MemoryNeed:  # fmt: skip
     """What a layer on the disk holds in memory: positions, scores and masses, and a page of entries of each head."""
-    pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
+    pool, own = recipe.pool(layer), recipe.prompt_pool(layer)
     sides = _layer_need(recipe, index, layer, prompt, answer, n, side_page_bytes)
     more = own.page_bytes * layer.n_kv_heads, pool.page_bytes * layer.n_kv_heads
     return MemoryNeed(sides.reading + more[0], sides.shared, sides.each + more[1])
@@ -114,7 +111,7 @@ def _layer_need(
     recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int, page: PageSize
 ) -> MemoryNeed:
     """Bytes of one layer, each page of a pool counted as `page` says."""
-    pool, own = recipe.pool(layer.key_dim, layer.value_dim), recipe.prompt_pool(layer.key_dim, layer.value_dim)
+    pool, own = recipe.pool(layer), recipe.prompt_pool(layer)
     before, after = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, answer)
     heads = layer.n_kv_heads
     read = held_while_reading(recipe, index, layer, prompt)
@@ -134,7 +131,7 @@ def held_while_reading(recipe: CacheLayout, index: int, layer: LayerShape, promp
     policy = recipe.policy
     if policy.prefill == "once":
         return prompt
-    table = PageTable(recipe.pool(layer.key_dim, layer.value_dim), 1, layer.n_kv_heads)
+    table = PageTable(recipe.pool(layer), 1, layer.n_kv_heads)
     budget = min(prompt, recipe.entries(index, prompt, table))
     return min(prompt, budget + (policy.chunk if policy.prefill == "chunks" else 1))
 
@@ -173,13 +170,13 @@ def pages_to_settle(
     may_share = shares_pages(recipe)  # else the last pass has left none that others hold
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
-        pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+        pool, packed = recipe.pool(layer), recipe.packed_pool(layer)
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
         plain = layer.n_kv_heads * (unquantized(recipe, layer, before) // pool.slots + 1)
         held = None if stack is None else stack.layers[index].table
-        if recipe.prompt_pool(layer.key_dim, layer.value_dim) is not pool:
+        if recipe.prompt_pool(layer) is not pool:
             need[pool] += plain
         elif held is not None and may_share and (packed is not None or layer.window or not recipe.policy.keeps_all):
             need[pool] += held.pages_to_renew(plain)
@@ -189,14 +186,14 @@ def pages_to_settle(
 
 def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize) -> int:
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
-    pool = recipe.pool(layer.key_dim, layer.value_dim)
+    pool = recipe.pool(layer)
     plain = page(pool) * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
     return plain + _codes(recipe, layer, entries, seen, page)
 
 
 def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     """Of `entries` entries per KV head, those that are not quantized."""
-    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    packed, codec = recipe.packed_pool(layer), recipe.codec(layer)
     if packed is None or codec is None:
         return entries
     loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
@@ -205,7 +202,7 @@ def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
 
 def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes) -> int:
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
-    packed, codec = recipe.packed_pool(layer), recipe.pools.codec
+    packed, codec = recipe.packed_pool(layer), recipe.codec(layer)
     if packed is None or codec is None:
         return 0
     stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead

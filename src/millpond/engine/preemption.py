@@ -157,7 +157,7 @@ class Preemptor:
         recipe = live.group.recipe
         pages: list[Pages] = []
         for index, layer in enumerate(self._layers):
-            pool = recipe.prompt_pool(layer.key_dim, layer.value_dim)
+            pool = recipe.prompt_pool(layer)
             held = min(n, held_while_reading(recipe, index, layer, len(live.ids)))
             pages.append({pool: layer.n_kv_heads * -(-held // pool.slots)})
         need = Counter(one_at_a_time(recipe, pages))

@@ -153,8 +153,7 @@ def can_share(recipe: CacheFactory) -> bool:
     policy = recipe.policy
     sums = policy.observes_all or policy.sums_queries or policy.needs.head_rules is not None
     moves = policy.prefill != "once" or policy.positions != "absolute"
-    codec = recipe.pools.codec
-    observes = codec is not None and (codec.balanced or codec.prune > 0)
+    observes = any(codec.balanced or codec.prune > 0 for codec in recipe.pools.codecs)
     if recipe.slots is not None or policy.gates is not None:  # the states at the end of what is shared are not kept
         return False
     return not (sums or moves or observes or recipe.whole_prompt)

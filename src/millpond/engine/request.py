@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millpond.budget import Budget
+from millpond.codec import CodecSpec
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
@@ -24,7 +25,7 @@ class CacheOptions:
         method: name of a method, as `compress` takes it.
         options: of the method.
         budget: "20%", 512, "64MiB", or a Budget.
-        codec: name of a number format, or a pair for keys and values.
+        codec: name of a number format, a pair for keys and values, or names by layer.
         files: files that options may name, by name; None: any file, by its path.
         recompute: of a prompt with chunks, the share of each chunk from the store that is computed again: "auto", as
             its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
@@ -34,7 +35,7 @@ class CacheOptions:
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | str | int | float | None = None
-    codec: str | tuple[str, str] | None = None
+    codec: CodecSpec | None = None
     files: Mapping[str, OptionFile] | None = None
     recompute: Recompute = "auto"
     pick: Pick = "attention"

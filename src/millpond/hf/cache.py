@@ -17,7 +17,7 @@ from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.heap import give_back
-from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import PositionTracker
@@ -55,7 +55,7 @@ class MillpondCache(Cache):
         policy: Policy,
         budget: Budget | None,
         *,
-        pools: PoolSet,
+        pools: LayerPools,
         between_chunks: bool = True,
         rotation: RotaryEmbedding | None = None,
         croppable: bool = False,
@@ -93,11 +93,11 @@ class MillpondCache(Cache):
         make = layer_cache(profile.latent)
         cores = [
             make(
-                index, policy, partial(budgets.entries, index), self._pools.plain, self.timeline,
+                index, policy, partial(budgets.entries, index), of.plain, self.timeline,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder), rotation=rotation,
-                sealed=self._pools.sealed if self._pools.codec is not None else None, reading=self._pools.reading,
+                sealed=of.sealing, reading=of.reading,
             )
-            for index in range(profile.n_layers)
+            for index, of in enumerate(pools.by_layer(profile.n_layers))
         ]  # fmt: skip
         budgets.cores = cores
         stays = policy.keeps_all and pools.format is None

@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
+from millpond.cache.pages.layer_pools import LayerPools, pools_by_layer
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import PoolSet
-from millpond.codec import Codec, resolve
+from millpond.codec import CodecSpec, Format, LayerCodecs, codec_text, codecs_of, resolve
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
@@ -36,7 +37,7 @@ def compress(
     model: PreTrainedModel,
     method: str | Policy = "h2o",
     budget: str | int | float | Budget | None = None,
-    codec: str | tuple[str, str] = "auto",
+    codec: CodecSpec = "auto",
     *,
     memory_limit: str | int | None = None,
     page_slots: int = DEFAULT_SLOTS,
@@ -59,7 +60,8 @@ def compress(
             attended to.
         codec: how entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
-            entries as they are.
+            entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
+            counted among those that hold entries.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
@@ -111,21 +113,27 @@ def compress(
             "it; use prefill='once'"
         )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
-    if isinstance(stored, Codec):
-        policy.check_codec(stored)
-        if stored.tiered and chosen is not None and chosen.kind == "bytes":
+    for one in codecs_of(stored):
+        policy.check_codec(one)
+        if one.tiered and chosen is not None and chosen.kind == "bytes":
             raise BudgetError(
-                f"budget {chosen}: with codec {stored.name!r} nothing leaves, so no number of bytes is kept; give "
+                f"budget {chosen}: with codec {one.name!r} nothing leaves, so no number of bytes is kept; give "
                 "tokens or a share for the upper tier, and memory_limit for the bytes"
             )
         if profile.latent is not None:
             raise OptionError(
-                f"codec {stored.name!r}: this model stores latents (MLA), which have no groups of channels; use "
+                f"codec {one.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    pools = PoolSet(stored, page_slots, MemoryLimit(limit), masses=policy.mass_bias, ropes=ropes_of(stored, profile))
+    check_bytes_by_layer(stored, policy, chosen)
+    account = MemoryLimit(limit)
+
+    def pool_set(one: Format) -> PoolSet:
+        return PoolSet(one, page_slots, account, masses=policy.mass_bias, ropes=ropes_of(one, profile))
+
+    pools = pools_by_layer(stored, profile.n_layers, pool_set)
     settings: dict[str, Any] = {
-        "method": method, "codec": codec,
+        "method": method, "codec": codec_text(codec),
         "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
         "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
         "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
@@ -141,7 +149,7 @@ class _Maker:
 
     policy: Policy
     budget: Budget | None
-    pools: PoolSet
+    pools: LayerPools
     between_chunks: bool
     native_layers: bool
     attach: bool
@@ -167,6 +175,18 @@ class _Maker:
         if self.attach:
             cache.on_close(use_generate(model, cache))
         return cache
+
+
+def check_bytes_by_layer(stored: LayerCodecs | Format, policy: Policy, budget: Budget | None) -> None:
+    """
+    Raises:
+        BudgetError: bytes that all layers compete for, whose entries have different sizes.
+    """
+    if isinstance(stored, LayerCodecs) and budget is not None and budget.kind == "bytes" and policy.needs_all_layers:
+        raise BudgetError(
+            f"budget {budget}: this method lets all layers compete for entries, which codec {stored.name!r} stores in "
+            "different sizes, so no number of entries has these bytes; give tokens or a share, or one codec"
+        )
 
 
 def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.hf.fork import pages_of
 
 if TYPE_CHECKING:
@@ -20,6 +24,8 @@ class CacheStats:
         stored: entries held, by layer (that has attention), sequence and KV head.
         evicted: entries evicted, over all layers, sequences and heads.
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
+        layer_kv_bytes: those of each layer of `stored`, and layer_formats how it stores entries, by name. Pages that
+            sequences of the cache share count once.
         metadata_bytes: bytes of positions, scores and tables that belong to them.
         unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
         full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
@@ -36,6 +42,8 @@ class CacheStats:
     stored: list[list[list[int]]]
     evicted: int
     kv_bytes: int
+    layer_kv_bytes: list[int]
+    layer_formats: list[str]
     unused_bytes: int
     metadata_bytes: int
     full_kv_bytes: int
@@ -66,6 +74,8 @@ def measure(cache: LayerCaches) -> CacheStats:
         stored=[s.tolist() for s in stored],
         evicted=entries - sum(int(s.sum()) for s in stored),
         kv_bytes=kv_bytes,
+        layer_kv_bytes=[_layer_bytes(core.table) for core in cache.layer_caches],
+        layer_formats=[_format(core.table) for core in cache.layer_caches],
         unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
         metadata_bytes=sum(table.nbytes for table in tables)
         + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
@@ -78,3 +88,18 @@ def measure(cache: LayerCaches) -> CacheStats:
         state_bytes=cache.states.nbytes(),
         gate_bytes=sum(core.companions.context_bytes for core in cache.layer_caches),
     )
+
+
+def _layer_bytes(table: PageTable | None) -> int:
+    """Bytes of keys and values in the pages that a layer holds, each page once."""
+    if table is None:
+        return 0
+    parts: list[PageTable | QuantizedStore] = [table, *([] if table.sealed is None else [table.sealed])]
+    return sum(len(np.unique(part.held())) * part.pool.kv_bytes_per_page for part in parts)
+
+
+def _format(table: PageTable | None) -> str:
+    """The name of what a layer's entries become; "" before the first token."""
+    if table is None:
+        return ""
+    return str(table.pool.arrays.dtype).removeprefix("torch.") if table.sealed is None else table.sealed.codec.name

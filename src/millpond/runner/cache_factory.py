@@ -14,16 +14,17 @@ from millpond.budget import Budget
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.shared_entries import SharedEntries
+from millpond.cache.pages.layer_pools import pools_by_layer
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.codec import Codec, resolve
+from millpond.codec import Codec, CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
-from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.compress import budget_of, check_bytes_by_layer, policy_of
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
@@ -65,7 +66,7 @@ class CacheFactory(CacheLayout):
         method: str,
         options: Mapping[str, Any],
         budget: Budget | str | int | float | None,
-        codec: str | tuple[str, str],
+        codec: CodecSpec,
         tokenizer: PreTrainedTokenizerBase | None = None,
         calibration: CalibrationSource = None,
         slots: StateSlots | None = None,
@@ -86,9 +87,10 @@ class CacheFactory(CacheLayout):
                 "'h2o' or 'snapkv'"
             )
         stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
-        if isinstance(stored, Codec):
-            policy.check_codec(stored)
-        pools = find_pools(stored or model.dtype, policy.mass_bias)
+        for one in codecs_of(stored):
+            policy.check_codec(one)
+        check_bytes_by_layer(stored, policy, kept)
+        pools = pools_by_layer(stored, profile.n_layers, lambda one: find_pools(one or model.dtype, policy.mass_bias))
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
         self.slots, self.tier = slots, tier
@@ -127,11 +129,11 @@ class CacheFactory(CacheLayout):
 
         cores = [
             LayerCache(
-                index, self.policy, partial(entries, index), self.pools.plain, timeline,
+                index, self.policy, partial(entries, index), of.plain, timeline,
                 between_chunks=False, rotation=self._rotation,
-                sealed=self.pools.sealed if self.pools.codec is not None else None, reading=self.pools.reading,
+                sealed=of.sealing, reading=of.reading,
             )
-            for index in range(len(self._model.layers))
+            for index, of in enumerate(self.pools.by_layer(len(self._model.layers)))
         ]  # fmt: skip
         for core, readers in zip(cores, self._model.readers.values(), strict=True):
             core.shared = SharedEntries() if readers else None
@@ -140,11 +142,13 @@ class CacheFactory(CacheLayout):
         return cores
 
 
-def described(method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec) -> str:
+def described(
+    method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec | LayerCodecs
+) -> str:
     """Words that are equal where caches are kept alike; what files hold stands in them as a digest."""
     chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
-    calibration = stored.calibration if isinstance(stored, Codec) else None
-    name = stored.name if isinstance(stored, Codec) else str(stored).removeprefix("torch.")
+    calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)
+    name = str(stored).removeprefix("torch.") if isinstance(stored, torch.dtype) else stored.name
     tables = "" if calibration is None else f" calibrated {calibration.digest()}"
     return f"{method}({chosen}) budget {budget} {name}{tables}"
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from millpond.budget import Budget
+from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.codec import Codec
 from millpond.errors import OptionError
 from millpond.hf.layer_budgets import LayerBudgets, within
 from millpond.policy.needs.declared import Needs
@@ -32,7 +33,7 @@ class CacheLayout:
         self,
         policy: Policy,
         budget: Budget | None,
-        pools: PoolSet,
+        pools: LayerPools,
         layers: Sequence[LayerShape],
         dtype: torch.dtype,
         device: torch.device,
@@ -45,21 +46,26 @@ class CacheLayout:
         """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
         return self._budgets.expected(layer, table, seen)
 
-    def pool(self, key_dim: int, value_dim: int) -> PagePool:
-        """The pool of plain entries of this shape."""
-        return self.pools.plain(key_dim, value_dim, self._dtype, self._device)
+    def pool(self, layer: LayerShape) -> PagePool:
+        """The pool of a layer's plain entries."""
+        return self.pools.of(layer.index).plain(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
-    def prompt_pool(self, key_dim: int, value_dim: int) -> PagePool:
-        """The pool of entries of this shape while their prompt is read."""
+    def prompt_pool(self, layer: LayerShape) -> PagePool:
+        """The pool of a layer's entries while their prompt is read."""
         if self.policy.prefill == "greedy":
-            return self.pool(key_dim, value_dim)
-        return self.pools.reading(key_dim, value_dim, self._dtype, self._device)
+            return self.pool(layer)
+        return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
+
+    def codec(self, layer: LayerShape) -> Codec | None:
+        """How a layer's entries become codes; None where they are stored as they are."""
+        codec = self.pools.of(layer.index).codec
+        return None if codec is None or (layer.window and codec.tiered) else codec
 
     def packed_pool(self, layer: LayerShape) -> QuantizedPool | None:
         """The pool of a layer's codes; None where entries are stored as they are."""
-        if self.pools.codec is None or (layer.window and self.pools.codec.tiered):
+        if self.codec(layer) is None:
             return None
-        return self.pools.packed(layer.index, layer.key_dim, layer.value_dim, self._device)
+        return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._device)
 
     @property
     def state_bytes(self) -> int:

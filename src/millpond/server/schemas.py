@@ -36,7 +36,7 @@ class CacheFields(Body):
     preset: str | None = None
     method: str | None = None
     budget: StrictInt | StrictFloat | str | None = None
-    codec: str | tuple[str, str] | None = None
+    codec: str | tuple[str, str] | dict[str, str] | None = None
     options: dict[str, StrictBool | StrictInt | StrictFloat | str | None] = Field(default_factory=dict)
     priority: int = Field(default=0, ge=-1_000, le=1_000)
     deadline_s: float | None = Field(default=None, gt=0)

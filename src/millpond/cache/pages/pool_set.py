@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class PoolSet:
     def format(self) -> str | torch.dtype | None:
         """How entries are stored, by name: what other pools of this format hold of the same tokens is the same."""
         return self._dtype if self.codec is None else self.codec.name
+
+    @property
+    def sealing(self) -> Callable[..., QuantizedStore] | None:
+        """`sealed` where entries become codes."""
+        return None if self.codec is None else self.sealed
 
     @property
     def limited(self) -> bool:

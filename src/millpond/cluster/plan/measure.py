@@ -16,6 +16,8 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.scheduler import Step
 from millpond.errors import OptionError
+from millpond.runner.cache_layout import CacheLayout
+from millpond.runner.packed_model import LayerShape
 
 #: Answers that are under way together, in turn; prompts of each round take all lengths.
 BATCHES = (1, 2, 4, 8, 16)
@@ -107,13 +109,17 @@ def cache_of(engine: Engine) -> tuple[CacheSize, int]:
     """
     layers, recipe = engine.layers, engine.recipe
     entry_bytes = float(sum(recipe.entry_bytes(layer) for layer in layers))
-    stored = entry_bytes
-    if recipe.pools.codec is not None:
-        first = layers[0]
-        bits = recipe.pools.codec.bits_per_element(first.key_dim, first.value_dim)
-        plain = 8 * recipe.entry_bytes(first) / (first.n_kv_heads * (first.key_dim + first.value_dim))
-        stored = entry_bytes * min(bits / plain, 1.0)
+    stored = sum(_stored_bytes(recipe, layer) for layer in layers)
     policy = recipe.policy
     grows = policy.keeps_all or (policy.grows_when_decoded and not policy.makes_room)
     budget = None if policy.keeps_all else recipe.budget
     return CacheSize(entry_bytes, stored, budget, grows), layers[0].key_dim
+
+
+def _stored_bytes(recipe: CacheLayout, layer: LayerShape) -> float:
+    """Bytes of a kept token in one layer; codes as far as they take no more than numbers as they are."""
+    own, codec = recipe.entry_bytes(layer), recipe.codec(layer)
+    if codec is None:
+        return own
+    numbers = layer.n_kv_heads * (layer.key_dim + layer.value_dim)
+    return min(own, numbers * codec.bits_per_element(layer.key_dim, layer.value_dim) / 8)

@@ -14,7 +14,7 @@ from typing import Any
 from millpond.budget import Budget
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepTimes
-from millpond.codec import Codec, resolve
+from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
 from millpond.option_files import read_file
 
@@ -56,17 +56,24 @@ class Profile:
             return self
         if self.fixed:
             raise OptionError(f"profile {self.name} was measured with its own budget and codec; leave them out here")
-        format_ = resolve(codec)
-        bits = 16.0
-        if isinstance(format_, Codec):
-            bits = format_.bits_per_element(self.head_dim, self.head_dim)
-        elif format_ is not None:
-            bits = 8.0 * format_.itemsize
+        stored = resolve(codec)
+        if isinstance(stored, LayerCodecs):
+            n_layers, *_ = _SHAPES[self.name.removeprefix(BUILT_IN)]
+            stored.check_layers(n_layers)
+            bits = sum(self._bits(stored.of(layer)) for layer in range(n_layers)) / n_layers
+        else:
+            bits = self._bits(stored)
         cache = CacheSize(
             self.cache.entry_bytes, self.cache.entry_bytes * min(bits / 16, 1.0),
             None if budget is None else Budget.parse(budget), budget is None,
         )  # fmt: skip
         return replace(self, cache=cache)
+
+    def _bits(self, stored: Format) -> float:
+        """Of a number of a kept entry; at most those of one that is being read."""
+        if isinstance(stored, Codec):
+            return min(stored.bits_per_element(self.head_dim, self.head_dim), 16.0)
+        return 16.0 if stored is None else min(8.0 * stored.itemsize, 16.0)
 
 
 def built_in(name: str) -> Profile:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from millpond.codec import Codec, resolve
+from millpond.codec import codecs_of, resolve
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import CostModel
@@ -79,8 +79,7 @@ def _kv_that_fits(
         BudgetError: less memory than the smallest that runs.
     """
     codec = "auto" if config.codec is None else config.codec
-    stored = resolve(codec)
-    if isinstance(stored, Codec) and stored.calibrated:
+    if any(one.calibrated for one in codecs_of(resolve(codec))):
         codec = "auto"
 
     def kv(memory: int) -> KVSize:

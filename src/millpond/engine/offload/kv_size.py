@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from millpond.budget import Budget
+from millpond.cache.pages.layer_pools import pools_by_layer
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.cache.pages.pool_set import PoolSet
-from millpond.codec import Codec, resolve
+from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.engine.memory_estimate import entries_of, estimate, unquantized
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
@@ -76,7 +77,7 @@ def kv_size(
     method: str = "h2o",
     options: Mapping[str, Any] | None = None,
     budget: Budget | str | int | float | None = None,
-    codec: str | tuple[str, str] = "auto",
+    codec: CodecSpec = "auto",
     memory: int | None = None,
 ) -> KVSize:
     """The cache of a sequence of `prompt` tokens with an answer of `new` tokens.
@@ -113,7 +114,7 @@ def cache_layout(
     method: str,
     options: Mapping[str, Any],
     budget: Budget | str | int | float | None,
-    codec: str | tuple[str, str],
+    codec: CodecSpec,
 ) -> CacheLayout:
     """Where entries would lie, as the engine would have it.
 
@@ -125,26 +126,33 @@ def cache_layout(
     kept = budget_of(method, budget, policy)
     policy = bounded_policy(policy, kept)
     stored = resolve(codec)
-    if isinstance(stored, Codec):
-        if stored.calibrated:
+    if isinstance(stored, LayerCodecs):
+        stored.check_layers(len(model.shapes))
+    for one in codecs_of(stored):
+        if one.calibrated:
             raise OptionError(
-                f"codec {stored.name!r} needs a calibration of the model, which plans do not read yet; use int4, int8 "
+                f"codec {one.name!r} needs a calibration of the model, which plans do not read yet; use int4, int8 "
                 "or kivi2"
             )
-        policy.check_codec(stored)
-    pools = PoolSet(stored or model.dtype, DEFAULT_SLOTS, MemoryLimit(None), masses=policy.mass_bias)
+        policy.check_codec(one)
+    account = MemoryLimit(None)
+    pools = pools_by_layer(
+        stored,
+        len(model.shapes),
+        lambda one: PoolSet(one or model.dtype, DEFAULT_SLOTS, account, masses=policy.mass_bias),
+    )
     return CacheLayout(policy, kept, pools, model.shapes, model.dtype, torch.device("cpu"))
 
 
 def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> float:
     """Entries per KV head on average over the answer."""
-    table = PageTable(layout.pool(shape.key_dim, shape.value_dim), 1, shape.n_kv_heads)
+    table = PageTable(layout.pool(shape), 1, shape.n_kv_heads)
     return sum(entries_of(layout, shape.index, shape, table, prompt, new)) / 2
 
 
 def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
     """Bytes of keys and values of `entries` entries of each KV head of a layer, codes as far as they are stored so."""
-    pool, packed = layout.pool(shape.key_dim, shape.value_dim), layout.packed_pool(shape)
+    pool, packed = layout.pool(shape), layout.packed_pool(shape)
     plain = entries if packed is None else min(entries, unquantized(layout, shape, int(entries)))
     found = plain * pool.kv_bytes_per_page / pool.slots
     if packed is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import Budget, parse_bytes
+from millpond.codec import CodecSpec
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import CostModel
 from millpond.engine.offload.kv_size import KVSize, kv_size
@@ -34,7 +35,7 @@ def plan(
     method: str = "h2o",
     options: Mapping[str, Any] | None = None,
     budget: Budget | str | int | float | None = None,
-    codec: str | tuple[str, str] = "auto",
+    codec: CodecSpec = "auto",
     weights: str | None = None,
     latency_s: float | None = None,
     machine: MachineConstants | None = None,
@@ -81,7 +82,7 @@ def plan(
     size = model_size(model, weights)
     load.check_context(size.context)
 
-    def kv(memory: int, codec: str | tuple[str, str] = codec) -> KVSize:
+    def kv(memory: int, codec: CodecSpec = codec) -> KVSize:
         return kv_size(
             size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec, memory=memory
         )

@@ -47,7 +47,7 @@ def fill_cache(
     for core, layer in zip(stack.layers, layers, strict=True):
         own = f"{core.index}."
         part = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own)}
-        dtype = recipe.pool(layer.key_dim, layer.value_dim).arrays.dtype
+        dtype = recipe.pool(layer).arrays.dtype
         part = _padded(core.index, layer, dtype, n_heads, part)
         from_tensors(core, part, len(ids), ids.device)
     states: Any = stack.states

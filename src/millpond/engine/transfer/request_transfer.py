@@ -268,7 +268,7 @@ def _pages(recipe: CacheFactory, model: PackedModel, caches: Sequence[Mapping[st
     need: Counter[Pool] = Counter()
     for cache in caches:
         for index, layer in enumerate(model.layers):
-            pool, packed = recipe.pool(layer.key_dim, layer.value_dim), recipe.packed_pool(layer)
+            pool, packed = recipe.pool(layer), recipe.packed_pool(layer)
             lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
             need[pool] += int((-(-lens // pool.slots)).sum())
             if packed is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
-from millpond.codec import Codec, resolve
+from millpond.codec import codecs_of, resolve
 from millpond.errors import OptionError, unknown
 from millpond.evals.decoding.batch import PromptBatch
 from millpond.evals.spec import Spec
@@ -81,8 +81,7 @@ class Compressed:
         return DEFAULT_BUDGET if METHODS.get(self.method)(**self.options).needs_budget else ""
 
     def check(self, budget: str, codec: str) -> None:
-        stored = resolve(codec)
-        if isinstance(stored, Codec):
+        for stored in codecs_of(resolve(codec)):
             METHODS.get(self.method)(**self.options).check_codec(stored)
             if stored.calibrated and self.calibration is None:
                 raise OptionError(f"codec {codec!r} needs a calibration of the model: give its file as --calibration")

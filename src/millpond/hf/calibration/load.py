@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 
-import torch
 from transformers import PreTrainedModel
 
 from millpond.cache.pages.rope_tables import RopeTables
-from millpond.codec import Codec, resolve
+from millpond.codec import Codec, CodecSpec, Format, LayerCodecs, codecs_of, resolve
 from millpond.codec.calibration import Calibration, load_calibration
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.model_profile import ModelProfile
@@ -21,10 +20,9 @@ CalibrationSource = Calibration | str | os.PathLike[str] | None
 LOOKED_AT = 16
 
 
-def needs_calibration(codec: str | tuple[str, str]) -> bool:
+def needs_calibration(codec: CodecSpec) -> bool:
     """Whether a codec, by name, needs a calibration."""
-    stored = resolve(codec)
-    return isinstance(stored, Codec) and stored.calibrated
+    return any(one.calibrated for one in codecs_of(resolve(codec)))
 
 
 def loaded(given: CalibrationSource) -> Calibration | None:
@@ -37,36 +35,43 @@ def loaded(given: CalibrationSource) -> Calibration | None:
 
 
 def calibrated(
-    stored: torch.dtype | Codec | None, given: CalibrationSource, model: PreTrainedModel, n_layers: int
-) -> torch.dtype | Codec | None:  # fmt: skip
-    """What is stored, with the calibration that its codec needs.
+    stored: LayerCodecs | Format, given: CalibrationSource, model: PreTrainedModel, n_layers: int
+) -> LayerCodecs | Format:  # fmt: skip
+    """What is stored, with the calibration that its codecs need.
 
     Args:
         n_layers: of the model.
 
     Raises:
-        OptionError: the codec needs a calibration and none is given, or takes none.
+        OptionError: a codec needs a calibration and none is given, or none takes one; layers that the model lacks.
         CacheMismatchError: the calibration is of another model. DataError: it cannot be read.
     """
-    if not isinstance(stored, Codec) or not stored.calibrated:
+    if isinstance(stored, LayerCodecs):
+        stored.check_layers(n_layers)
+    needing = [one for one in codecs_of(stored) if one.calibrated]
+    if not needing:
         if given is not None:
             raise OptionError("calibration: only kvquant2, kvquant3 and kvquant4 take one; leave it out")
         return stored
     known = loaded(given)
     if known is None:
         raise OptionError(
-            f"codec {stored.name!r} needs a calibration of this model: make one with 'millpond calibrate', and give "
-            "its file as calibration"
+            f"codec {needing[0].name!r} needs a calibration of this model: make one with 'millpond calibrate', and "
+            "give its file as calibration"
         )
     if known.model != model_mark(model) or len(known.layers) != n_layers:
         raise CacheMismatchError(
             f"this calibration was made for another model ({known.name}) than this {type(model).__name__}, for other "
             "weights, or for the same ones in other numbers of 16 bits: calibrate this one with 'millpond calibrate'"
         )
-    return known.applied(stored)
+
+    def applied(one: Format) -> Format:
+        return known.applied(one) if isinstance(one, Codec) and one.calibrated else one
+
+    return stored.map(applied) if isinstance(stored, LayerCodecs) else applied(stored)
 
 
-def ropes_of(stored: torch.dtype | Codec | None, profile: ModelProfile) -> RopeTables | None:
+def ropes_of(stored: Format, profile: ModelProfile) -> RopeTables | None:
     """How the layers turn keys that are stored before RoPE; None where none are.
 
     Raises:
