@@ -32,12 +32,12 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     table = stack.layers[layer].table
     n_heads = 0 if table is None else table.n_kv_heads
     holders, sums = torch.zeros(seen), torch.zeros(seen)
-    if table is not None and table.page_lists.pool.arrays.n_arenas:
-        positions, scores = _marks(table, sequence)
-        held = (positions >= 0) & (positions < seen)
-        places = positions[held].long()
-        holders.index_add_(0, places, torch.ones(len(places)))
-        sums.index_add_(0, places, scores[held])
+    if table is not None:
+        for positions, scores in _marks(table, sequence):
+            held = (positions >= 0) & (positions < seen)
+            places = positions[held].long()
+            holders.index_add_(0, places, torch.ones(len(places)))
+            sums.index_add_(0, places, scores[held])
     means = (sums / holders).tolist()
     counts = holders.tolist()
     return CacheSnapshot(
@@ -46,11 +46,29 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     )  # fmt: skip
 
 
-def _marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
+def held_positions(table: PageTable, sequence: int) -> list[Tensor]:
+    """Positions (H, T) of what one sequence holds, on the host, -1 where there is nothing: of entries as they are, and
+    of codes.
+    """
+    if not table.page_lists.pool.arrays.n_arenas and table.sealed is None:
+        return []
+    return [positions for positions, _ in _marks(table, sequence)]
+
+
+def _marks(table: PageTable, sequence: int) -> list[tuple[Tensor, Tensor]]:
     """Positions (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
 
-    Keys and values stay where they are.
+    Keys and values stay where they are. Entries that are stored as they are come first, then those that are codes.
     """
+    found = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
+    if (sealed := table.sealed) is not None:
+        rows = sealed.rows(sequence)
+        found.append((sealed.positions(rows).cpu(), sealed.scores(rows).cpu()))
+    return found
+
+
+def _plain_marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
+    """Those of entries that are stored as they are."""
     rows, arrays = table.rows(sequence), table.page_lists.pool.arrays
     pages, lens = table.pages[rows].long().cpu(), table.lens[rows].cpu()  # (H, n), (H,)
     arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from millpond.engine.detokenizer import Writer
-from millpond.engine.outputs import Completion, FinishReason, KVStats, TokenLogprob
+from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampled
 
@@ -28,8 +28,8 @@ class CompletionState:
         ends: ids that end a text, as the model says.
 
     Attributes:
-        kv: what its cache holds, shared: tokens of its prompt that others had read, and reuse: what came from a chunk
-            store; set by the engine.
+        forgotten: what its cache has lost of spans of the prompt, kv: what it holds, shared: tokens of its prompt that
+            others had read, and reuse: what came from a chunk store; set by the engine.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class CompletionState:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.kv: KVStats | None = None
+        self.forgotten: tuple[Forgotten, ...] = ()
         self.shared = 0
         self.reuse = ReuseCounts()
         self._params = params
@@ -93,6 +94,7 @@ class CompletionState:
         return Completion(
             self.index, "" if self._writer is None else self._writer.text, tuple(self.tokens),
             None if self._logprobs is None else tuple(self._logprobs), self.finish_reason, self._stop_reason, self.kv,
+            self.forgotten,
         )  # fmt: skip
 
     def _write(self, token: int, always: bool = True) -> str | None:

@@ -25,6 +25,7 @@ from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.forgotten import note_forgotten
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages, check_untainted
@@ -413,6 +414,7 @@ class Engine:
             first = live.answers[0]
             if (first.finished and first in live.group.answers) or live.stack is not None:
                 self._memories.note(live)
+            note_forgotten(live)
         for group in dict.fromkeys(live.group for live in lives):
             group.leave()
         for live in lives:
@@ -449,6 +451,7 @@ class Engine:
             self._memories.note(live)
         for answer in live.unfinished:
             answer.end(reason)
+        note_forgotten(live)
         self._tidy(live)
 
     def _break_off(

@@ -62,6 +62,22 @@ class KVStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What a cache has lost of a span of the prompt, when an answer ended.
+
+    Attributes:
+        begin, end: the span, in tokens of the prompt, `end` not included.
+        share: of its tokens that no head of any layer holds.
+        fewer_than_half: share that fewer than half of all heads hold, those of `share` included.
+    """
+
+    begin: int
+    end: int
+    share: float
+    fewer_than_half: float
+
+
+@dataclass(frozen=True, slots=True)
 class Times:
     """Moments on `time.monotonic()`'s clock, in seconds; None: not yet."""
 
@@ -83,6 +99,7 @@ class Completion:
         finish_reason: None while the answer grows.
         stop_reason: the stop text or token id that ended it; None for the model's own end.
         kv: size of its cache, now or when it ended.
+        forgotten: one for each span of `Request.tell_forgotten`, once it ended; none if its cache was swapped out then.
     """
 
     index: int
@@ -92,6 +109,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     kv: KVStats | None = None
+    forgotten: tuple[Forgotten, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from millpond.policy.reuse import Pick, Recompute
 
 #: Limit of characters of a salt.
 MOST_SALT = 256
+#: Most spans of `Request.tell_forgotten`.
+MOST_SPANS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class Request:
         known: tokens of each of the `n` answers that are known already, such as those that a client has been sent by an
             engine that is gone: they are fed behind the prompt and its plan, and what follows is chosen. Empty: none.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
+        tell_forgotten: spans [begin, end) of the prompt, in tokens, at most `MOST_SPANS`: each answer tells in the end
+            how much of them is not held any more, see `Completion.forgotten`.
     """
 
     request_id: str
@@ -71,3 +75,4 @@ class Request:
     deadline: float | None = None
     watch: bool = False
     known: tuple[tuple[int, ...], ...] = ()
+    tell_forgotten: tuple[tuple[int, int], ...] = ()

@@ -11,6 +11,7 @@ from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.chunked_prompt import Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.forgotten import check_spans
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
@@ -62,6 +63,7 @@ class RequestValidator:
         salt = request.cache_salt
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
+        check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
         if spans and not self._uses_chunks(request, spans, group):
             spans = []

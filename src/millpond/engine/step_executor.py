@@ -14,6 +14,7 @@ from millpond.cache.batch_cache import Pages
 from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
 from millpond.engine.decode_group import DecodeGroup, figures_of
+from millpond.engine.forgotten import note_forgotten
 from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
@@ -223,6 +224,7 @@ class StepExecutor:
         (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
         for answer in live.answers:
             answer.count(figures)
+        note_forgotten(live)
         if going:
             stack.select([0] * len(going))
             live.group = live.group.with_room(len(going))

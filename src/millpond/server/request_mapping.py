@@ -10,6 +10,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
 from millpond.presets import preset
 from millpond.server.errors import ApiError
+from millpond.server.message_spans import Span
 from millpond.server.schemas import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
 from millpond.server.structured_outputs import constraint, two_of
 
@@ -63,6 +64,7 @@ def requests(
     fields: CacheFields,
     cache_salt: str | None,
     timeout_s: float | None,
+    tell_forgotten: tuple[Span, ...] = (),
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
@@ -70,6 +72,7 @@ def requests(
         Request(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
             cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
+            tell_forgotten=tell_forgotten,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip

@@ -30,6 +30,7 @@ class CacheFields(Body):
         preset: method, budget and codec in one word, in place of the three.
         watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
         chunks: [begin, end] of each chunk of a completion's only prompt, in characters of a text, or in tokens.
+        forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
@@ -42,6 +43,7 @@ class CacheFields(Body):
     deadline_s: float | None = Field(default=None, gt=0)
     watch: bool = False
     chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
+    forgotten: bool = False
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
 

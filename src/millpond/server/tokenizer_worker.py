@@ -16,6 +16,7 @@ from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
+from millpond.server.message_spans import EnclosedMessages, Span, token_spans
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
 from millpond.server.tools.plain import in_words
@@ -164,6 +165,24 @@ class TokenizerWorker:
         parts = marked.split(text)
         # what a template writes has its special tokens already
         return await self.chunked(Prompt([(), *parts] if self.has_template else parts))
+
+    async def chat_spans(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        """A chat as the model reads it, in token ids, and where each message lies among them.
+
+        Raises:
+            ApiError: as `chat`; or the template changes messages; or the tokenizer tells no characters of tokens.
+        """
+        text, ids = await self.chat(said, body, use_tools)
+        enclosed = EnclosedMessages(said)
+        marked, _ = await self.chat(enclosed.messages, body, use_tools)
+        spans, special = enclosed.spans(marked, text), not self.has_template
+        read, found = await self._run(lambda own: token_spans(own, text, special, spans), len(text))
+        if tuple(read) != ids:
+            message = "this model's tokenizer does not tell which characters a token stands for"
+            raise ApiError(400, message, "unsupported_parameter", "millpond.forgotten")
+        return ids, tuple(found)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""

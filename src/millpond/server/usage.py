@@ -20,8 +20,18 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": shared + reused},
-        "millpond": sums(held) | times(outputs),
+        "millpond": sums(held) | times(outputs) | _forgotten(outputs[0].completions[0]),
     }
+
+
+def _forgotten(completion: Completion) -> dict[str, Any]:
+    """What the cache of an answer has lost of each message of its chat, where that was to be told."""
+    found = [
+        {"message": number, "tokens": of.end - of.begin, "share": round(of.share, 4),
+         "fewer_than_half": round(of.fewer_than_half, 4)}
+        for number, of in enumerate(completion.forgotten)
+    ]  # fmt: skip
+    return {"forgotten": found} if found else {}
 
 
 def sums(held: Sequence[KVStats]) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
 def choice_stats(completion: Completion) -> dict[str, Any]:
     """What OpenAI's words do not say of one finished answer: the true reason of its end, and its cache."""
     found: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-    return found | (sums([completion.kv]) if completion.kv is not None else {})
+    return found | (sums([completion.kv]) if completion.kv is not None else {}) | _forgotten(completion)
 
 
 def openai_reason(completion: Completion) -> str | None:

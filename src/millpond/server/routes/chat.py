@@ -13,6 +13,7 @@ from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
+from millpond.server.message_spans import Span
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
@@ -54,7 +55,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt = await _prompt(service, body)
+    prompt, spans = await _prompt(service, body)
     check_room([prompt], asked, service.llm.context_length)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -63,21 +64,27 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
-async def _prompt(service: Service, body: ChatBody) -> tuple[int, ...] | Prompt:
-    """What the model reads of a chat.
+async def _prompt(service: Service, body: ChatBody) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...]]:
+    """What the model reads of a chat; and where each message lies in it, if what is forgotten of them is to be told.
 
     Raises:
-        ApiError: see `TokenizerWorker.chat` and `TokenizerWorker.chunked_chat`.
+        ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
+            are chunks, and what is forgotten of them is to be told.
     """
     refuse_spans(body.millpond.chunks)
     use_tools = body.tool_choice != "none"
     if has_chunks(body.messages):
-        return await service.tokens.chunked_chat(body.messages, body, use_tools)
+        if body.millpond.forgotten:
+            message = "messages with chunks do not tell what was forgotten; leave out one of the two"
+            raise ApiError(400, message, "invalid_value", "millpond.forgotten")
+        return await service.tokens.chunked_chat(body.messages, body, use_tools), ()
+    if body.millpond.forgotten:
+        return await service.tokens.chat_spans(body.messages, body, use_tools)
     _, prompt = await service.tokens.chat(body.messages, body, use_tools)
-    return prompt
+    return prompt, ()
