@@ -95,6 +95,17 @@ def test_every_answer_tells_however_short(new: int) -> None:
         assert {(of.share, of.fewer_than_half) for one in found for of in one} == {(0.0, 0.0)}
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_nothing_is_told_of_a_prompt_that_was_not_read(steps: int) -> None:
+    engine = engine_for("h2o")
+    engine.add(ask(LENGTH, name="told", tell_forgotten=SPANS))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel("told")
+    assert [one.completions[0].forgotten for one in engine.drain()] == [()]
+    engine.close()
+
+
 def test_an_answer_that_is_cut_off_tells_too() -> None:
     engine = engine_for("h2o")
     engine.add(ask(LENGTH, name="told", tell_forgotten=SPANS))

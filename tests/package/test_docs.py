@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from millpond.models.downloads import DOWNLOADS
 from tests.helpers.evals.scored import row
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,9 @@ def test_a_stale_part_is_replaced(generator: ModuleType) -> None:
 def test_snippets_run(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for code in SNIPPET.findall(page.read_text(encoding="utf-8")):
+        for download in DOWNLOADS:
+            if f'"{download.name}"' in code and not download.at_hand:
+                pytest.skip(f"{download.name} is not on this machine: {download.command}")
         exec(compile(code, name(page), "exec"), namespace)
 
 

@@ -1,4 +1,4 @@
-"""How much of spans of a prompt a cache has forgotten."""
+"""Share of spans of a prompt that a cache has lost."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def forgotten(stack: BatchCache, sequence: int, spans: Sequence[tuple[int, int]]
 
 
 def note_forgotten(live: RequestState) -> None:
-    """Tell the answers of a request that end, and whose caches are still there, what these have forgotten."""
+    """Tell the answers of a request that end, and whose caches have read the prompt, what these have forgotten."""
     spans = live.request.tell_forgotten
     if not spans:
         return
     for answer in live.answers:
-        if answer.finished and not answer.forgotten and (found := live.cache(answer.index)) is not None:
+        if answer.finished and answer.kv is not None and not answer.forgotten and (found := live.cache(answer.index)):
             answer.forgotten = forgotten(*found, spans)
 
 

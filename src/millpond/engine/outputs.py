@@ -99,7 +99,8 @@ class Completion:
         finish_reason: None while the answer grows.
         stop_reason: the stop text or token id that ended it; None for the model's own end.
         kv: size of its cache, now or when it ended.
-        forgotten: one for each span of `Request.tell_forgotten`, once it ended; none if its cache was swapped out then.
+        forgotten: one for each span of `Request.tell_forgotten`, once it ended; none if its prompt was not read
+            then, or its cache was swapped out.
     """
 
     index: int

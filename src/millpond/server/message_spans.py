@@ -69,7 +69,7 @@ class EnclosedMessages:
 def refuse_forgotten(wanted: bool) -> None:
     """
     Raises:
-        ApiError: what is forgotten is to be told, where there are no messages of a chat.
+        ApiError: `millpond.forgotten` is set where there are no messages of a chat.
     """
     if wanted:
         message = "millpond.forgotten goes with a chat, of whose messages it tells: use /v1/chat/completions"
@@ -97,5 +97,5 @@ def _among(offsets: Sequence[Span], span: Span) -> Span:
 
 
 def _changed() -> ApiError:
-    message = "the model's chat template leaves a message out or changes it, so what was forgotten of it cannot be told"
+    message = "the model's chat template leaves a message out or changes it, so its forgotten share is unknown"
     return ApiError(400, message, "template_error", "millpond.forgotten")

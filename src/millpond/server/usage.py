@@ -25,7 +25,7 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
 
 
 def _forgotten(completion: Completion) -> dict[str, Any]:
-    """What the cache of an answer has lost of each message of its chat, where that was to be told."""
+    """The share of each message of a chat that the cache of an answer has lost, if the request wants to know."""
     found = [
         {"message": number, "tokens": of.end - of.begin, "share": round(of.share, 4),
          "fewer_than_half": round(of.fewer_than_half, 4)}

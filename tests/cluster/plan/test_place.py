@@ -36,6 +36,12 @@ def test_goodput_is_the_rate_at_which_nine_of_ten_are_in_time() -> None:
     assert never.rates == (0.0,)  # a prompt takes 0.4 s alone
 
 
+def test_prompts_that_take_no_time_have_a_goodput() -> None:
+    free = StepTimes(0.0, 0.0, 0.0, (DecodeTimes(None, 0.002, 0.0, 1e-5),))  # as a fit on a busy machine may find
+    found = goodput(ClusterLayout((WorkerPlan("both", free),)), CACHE, Link(), DEMAND)
+    assert found.per_device > 0
+
+
 def test_splitting_is_recommended_where_prompts_stop_answers() -> None:
     devices = Devices({1: SLOW_TO_READ}, 3, 3)
     rows = compare(devices, CACHE, Link(1e9), DEMAND)

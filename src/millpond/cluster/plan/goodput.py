@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.layout import ClusterLayout, Link
+from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.requests import sample
 from millpond.cluster.plan.simulate import MissLimit, Simulation
 from millpond.errors import OptionError
@@ -19,6 +20,8 @@ ATTAINED = 0.9
 FINE = 0.04
 #: Times the first rate that is tried: far above it all requests of a simulation come at once, and no rate is too high.
 MOST = 1000
+#: A prompt is taken to need that many seconds at least: a fit to the steps of a busy machine may find 0.
+LEAST_SECONDS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,9 @@ def goodput(
 
 def _likely(layout: ClusterLayout, demand: Demand) -> float:
     """A rate to begin with: half of what one reader could read if it did nothing else."""
-    prompt = statistics.fmean(n for n, _ in demand.lengths)
-    times = layout.workers[0].times
-    return 0.5 / (times.read_base + times.per_token * prompt)
+    prompt = round(statistics.fmean(n for n, _ in demand.lengths))
+    seconds = layout.workers[0].times.seconds(StepLoad(tokens=prompt, squares=prompt**2, ended=1))
+    return 0.5 / max(seconds, LEAST_SECONDS)
 
 
 def _highest(attained: Callable[[float], bool], likely: float) -> float:

@@ -71,11 +71,11 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
 
 
 async def _prompt(service: Service, body: ChatBody) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...]]:
-    """What the model reads of a chat; and where each message lies in it, if what is forgotten of them is to be told.
+    """What the model reads of a chat; and where each message lies in it, if `millpond.forgotten` is set.
 
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and what is forgotten of them is to be told.
+            are chunks, and `millpond.forgotten` is set.
     """
     refuse_spans(body.millpond.chunks)
     use_tools = body.tool_choice != "none"
