@@ -57,6 +57,9 @@ class EngineChoice(OptionGroup):
     ] = None
     chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whatever runs with a request; prompts are slower.")
+    ] = False
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -70,7 +73,7 @@ class EngineChoice(OptionGroup):
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
             "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
-            "chunk_store": self._chunks(),
+            "chunk_store": self._chunks(), "deterministic": self.deterministic,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

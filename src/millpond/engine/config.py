@@ -17,8 +17,11 @@ from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
 from millpond.methods import METHODS
-from millpond.runner.packed_model import Runner, check_weights
+from millpond.runner.packed_model import Runner, check_deterministic, check_weights
 from millpond.scalar import number
+
+#: Tokens at whose multiples a deterministic engine cuts prompts.
+PROMPT_BLOCK = 256
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -43,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     native_layers: bool
     weights: str | None
     chunk_store: ChunkStore | None
+    deterministic: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,10 @@ class EngineConfig:
             engine is made (on a CPU, of models that run natively); None leaves them as they are. The modules of the
             model are emptied then, so `LLM` takes this only for a model that it loads.
         chunk_store: keys and values of chunks that prompts hold, see `Prompt`; None: prompts hold none.
+        deterministic: on one CPU an answer and its log probabilities have the same bits whatever runs with it, however
+            steps are filled, whether its beginning is shared or its cache swapped out, and whatever the threads. Needs
+            a model that runs without its modules. Prompts are cut at multiples of 256 tokens, of which `max_step_tokens`
+            holds one at least, share beginnings in such units, and are read more slowly.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
@@ -97,6 +105,7 @@ class EngineConfig:
     native_layers: bool = True
     weights: str | None = None
     chunk_store: ChunkStore | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))
@@ -110,6 +119,8 @@ class EngineConfig:
             raise unknown("runner", self.runner, get_args(Runner))
         rule_named(self.prefix_cache, self.pager)
         check_weights(self.weights, self.runner, self.native_layers)
+        check_deterministic(self.deterministic, self.runner, self.native_layers)
+        self._check_blocks()
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))
         budget_of(self.method, self.budget, policy)
@@ -126,6 +137,25 @@ class EngineConfig:
             OptionError, BudgetError: as of the class. TypeError: a name that is no field.
         """
         return cls(**options) if config is None else replace(config, **options) if options else config
+
+    def _check_blocks(self) -> None:
+        if not self.deterministic:
+            return
+        if self.max_step_tokens < PROMPT_BLOCK:
+            raise OptionError(
+                f"max_step_tokens={self.max_step_tokens} must be at least {PROMPT_BLOCK} with deterministic=True, "
+                "which reads prompts in blocks of as many tokens"
+            )
+        if self.chunk_store is not None:
+            raise OptionError(
+                "chunk_store= takes over keys and values that depend on what stood before a chunk when it was read; "
+                "leave it out with deterministic=True"
+            )
+
+    @property
+    def prompt_block(self) -> int | None:
+        """Tokens at whose multiples alone prompts are cut; None: they are cut anywhere."""
+        return PROMPT_BLOCK if self.deterministic else None
 
     @property
     def kv_limit(self) -> int | None:

@@ -95,18 +95,20 @@ class Engine:
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
-            limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit
-        )
+            limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit,
+            prompt_block=config.prompt_block,
+        )  # fmt: skip
         self._model_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
         self._model = PackedModel(
-            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights
-        )
+            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights,
+            deterministic=config.deterministic,
+        )  # fmt: skip
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
         self._sharing = PrefixSharing(
-            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager)
+            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager), config.prompt_block or 1
         )
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
@@ -270,8 +272,14 @@ class Engine:
             levels: see `millpond.engine.batch.plan.plan_batch`.
 
         Raises:
-            OptionError, BudgetError, UnsupportedModelError: a request is refused; none was taken in.
+            OptionError, BudgetError, UnsupportedModelError: a request is refused; none was taken in. OptionError: the
+            engine is deterministic.
         """
+        if self.config.deterministic:
+            raise OptionError(
+                "a planned batch cuts prompts where they part, which moves bits; add requests one by one, or leave out "
+                "deterministic=True"
+            )
         names = [request.request_id for request in requests]
         for name, times in Counter(names).items():
             if times > 1:

@@ -27,15 +27,19 @@ class PrefixSharing:
 
     Args:
         layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
+        unit: prompts take over multiples of as many tokens; a multiple of the entries of a page, or 1.
     """
 
-    def __init__(self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None) -> None:
+    def __init__(
+        self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None, unit: int = 1
+    ) -> None:
         self.tree = PrefixTree(rule)
         self._rule = rule
         self._hits = self._misses = 0
         self._account = account
         self._layers = layers
         self._enabled = rule is not None
+        self._unit = unit
         self._secret = secrets.token_bytes(32)
 
     def begin(self, live: RequestState) -> int:
@@ -51,11 +55,11 @@ class PrefixSharing:
         return len(path) * live.group.slots
 
     def waits(self, live: RequestState, reading: Iterable[RequestState]) -> bool:
-        """Whether the block behind what is known of a prompt that begins is being read for another one."""
+        """Whether the blocks behind what is known of a prompt that begins are being read for another one."""
         if not self._shares(live):
             return False
         slots, kind = live.group.slots, self._kind(live)
-        end = (len(self._known(live)) + 1) * slots
+        end = (len(self._known(live)) + self._blocks_of_unit(slots)) * slots
         if end > self._most(live):
             return False
         return any(
@@ -128,7 +132,11 @@ class PrefixSharing:
         most = self._most(live)
         if not self._shares(live) or most <= 0:
             return []
-        return self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+        path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+        return path[: len(path) - len(path) % self._blocks_of_unit(live.group.slots)]
+
+    def _blocks_of_unit(self, slots: int) -> int:
+        return -(-self._unit // slots)
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""

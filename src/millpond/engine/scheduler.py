@@ -162,10 +162,17 @@ class Scheduler:
         most_running: sequences that run at a time.
         overcommit: how often the limit may be promised; more than 1 counts on answers that end early, and carries
             out the newest when they do not.
+        prompt_block: a prompt is cut at multiples of as many tokens, and nowhere else; None: wherever a step is full.
     """
 
     def __init__(
-        self, limit_bytes: int | None, *, step_tokens: int = 512, most_running: int = 256, overcommit: float = 1.0
+        self,
+        limit_bytes: int | None,
+        *,
+        step_tokens: int = 512,
+        most_running: int = 256,
+        overcommit: float = 1.0,
+        prompt_block: int | None = None,
     ) -> None:
         for name, value in (("step_tokens", step_tokens), ("most_running", most_running), ("overcommit", overcommit)):
             if not value >= 1:
@@ -173,6 +180,7 @@ class Scheduler:
         self.limit_bytes = limit_bytes
         self.step_tokens = step_tokens
         self.most_running = most_running
+        self._prompt_block = prompt_block
         self._promised = None if limit_bytes is None else int(limit_bytes * overcommit)
         self._jobs: dict[str, Job] = {}
         self._clients = FairQueue()
@@ -267,15 +275,23 @@ class Scheduler:
             pieces = GUEST_PIECES if job in guests and step.decodes else MOST_PIECES
             if least is not None and job.account.served - least >= self.step_tokens:
                 left = min(left, few - sum(n for _, n in step.chunks))
-            rest = job.prompt - job.read
-            if left <= 0 or len(step.chunks) >= pieces or (job.whole and rest > left and step.chunks):
+            n = self._next_part(job)
+            if left <= 0 or len(step.chunks) >= pieces or (n is not None and n > left and step.chunks):
                 break
-            n = rest if job.whole else min(rest, left)
+            n = min(job.prompt - job.read, left) if n is None else n
             step.chunks.append((job, n))
             left -= n
         for job in step.decodes:
             job.account.served += job.width
         return step
+
+    def _next_part(self, job: Job) -> int | None:
+        """Tokens of a prompt that are read in one pass; None where it may be cut anywhere."""
+        rest = job.prompt - job.read
+        if job.whole:
+            return rest
+        block = self._prompt_block
+        return None if block is None else min(rest, block - job.read % block)
 
     def took_seconds(self, step: Step, seconds: float) -> None:
         """How long a step took."""

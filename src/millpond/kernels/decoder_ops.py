@@ -210,21 +210,67 @@ class NativeDense(DecoderOps):
         native.rotate_(q, k, cos, sin)
 
 
+class FixedOrder(DecoderOps):
+    """Any number of rows through the native kernels for a few: a row has the same bits whatever the others are."""
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return _FEW.norm(x, norm)
+
+    def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
+        return [torch.cat(parts) for parts in zip(*(projection.few(part) for part in _pieces(x)), strict=True)]
+
+    def activated(self, x: Tensor, projection: Projection) -> Tensor:
+        return torch.cat([projection.few(part)[0] for part in _pieces(x)])
+
+    def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
+        pieces = zip(_pieces(x), _pieces(residual), strict=True)
+        return torch.cat([projection.few(part, rest)[0] for part, rest in pieces])
+
+    def heads(
+        self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pieces = zip(_pieces(x), _pieces(cos), _pieces(sin), strict=True)
+        found = [projection.few.heads(part, dim, *angles) for part, *angles in pieces]
+        q, k, v = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return q, k, v
+
+    def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
+        return torch.cat([rest.few(*parts) for parts in zip(_pieces(seen), _pieces(x), strict=True)])
+
+    def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        native.rotate_(q, k, cos, sin)
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x.contiguous(), FEW_ROWS)
+
+
 def _gemm_serves(weight: Weight, x: Tensor) -> TypeGuard[Tensor]:
     return isinstance(weight, Tensor) and native.gemm_serves(x, weight)
 
 
-_TORCH, _FEW, _MANY = DecoderOps(), NativeDense(few=True), NativeDense(few=False)
+_TORCH, _FEW, _MANY, _FIXED = DecoderOps(), NativeDense(few=True), NativeDense(few=False), FixedOrder()
 
 
-def choose(x: Tensor, few: bool | None = None) -> DecoderOps:
-    """The implementation for rows like x (N, width) without gradients; `few`: as if they were, or not."""
-    if not (
+def choose(x: Tensor, few: bool | None = None, *, fixed_order: bool = False) -> DecoderOps:
+    """The implementation for rows like x (N, width) without gradients.
+
+    Args:
+        few: as if they were few, or not. fixed_order: each row gets the bits that it has alone.
+    """
+    if not serves(x):
+        return _TORCH
+    if len(x) <= FEW_ROWS if few is None else few:
+        return _FEW
+    return _FIXED if fixed_order else _MANY
+
+
+def serves(x: Tensor) -> bool:
+    """Whether native kernels compute rows like x (N, width)."""
+    return (
         x.is_cpu
         and x.dtype in NATIVE_DTYPES
         and os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
         and not torch.is_autocast_enabled("cpu")
         and native.is_available()
-    ):
-        return _TORCH
-    return _FEW if (len(x) <= FEW_ROWS if few is None else few) else _MANY
+    )

@@ -110,6 +110,7 @@ class CacheFactory(CacheLayout):
         cores = self._cores(timeline, prompt)
         for core, pattern in zip(cores, self._pattern, strict=True):
             core.attention.rope, core.attention.outputs = pattern.attention.rope, pattern.attention.outputs
+            core.attention.shares_runs = not self._model.deterministic
 
         def before_plan() -> None:
             self._budgets.cores = cores

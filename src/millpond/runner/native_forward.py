@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
-from millpond.kernels.decoder_ops import TOLERANCE, NativeDense, choose
+from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import StreamedBlocks
@@ -33,10 +34,12 @@ class NativeForward:
     Args:
         shapes: what the attention of each layer does. run: a pass of the modules, run(ids, positions, attend) -> logits
             of all tokens. streamed: the layers where their weights come and go.
+        deterministic: each row gets the bits that it has alone, see `Decoder.fixed_order`.
         bits: 4 or 8: once tried out, the matrices become codes of as many bits, and those of the modules are emptied.
 
     Raises:
-        UnsupportedModelError: the model is of another family, or a part of it gives something else than ours.
+        UnsupportedModelError: the model is of another family, or a part of it gives something else than ours; or its
+            rows cannot have a fixed order.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class NativeForward:
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
         streamed: StreamedBlocks | None = None,
         bits: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         if any(own_forward(module) is not None for module in model.modules()):
             raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
@@ -62,6 +66,13 @@ class NativeForward:
         if bits is not None:
             self._decoder, self._watch = quantized(self._decoder, bits), None
             release(model, self._decoder)
+        if deterministic:
+            self._decoder = replace(self._decoder, fixed_order=True)
+            if not isinstance(self._decoder.ops(1), NativeDense):
+                raise UnsupportedModelError(
+                    f"deterministic=True needs the native kernels: {self._name} is in {model.dtype} on {model.device}, "
+                    "they compute in float32, bfloat16 and float16 on a CPU, and not with MILLPOND_KERNELS=reference"
+                )
 
     @property
     def code_bytes(self) -> int:
@@ -80,7 +91,7 @@ class NativeForward:
 
         Where native kernels compute, torch's small loops between them run on this thread alone.
         """
-        natively = isinstance(self._decoder.ops(len(ids)), NativeDense)
+        natively = isinstance(self._decoder.ops(len(ids)), NativeDense | FixedOrder)
         with torch_on_one_thread() if natively else nullcontext():
             return self._forward(ids, positions, split, rows)
 

@@ -69,6 +69,7 @@ class PackedModel:
         streamed: the layers of `model` where their weights are read while it runs; it is closed with this.
         weights: "int8" or "int4": the model's matrices become codes, and the model itself cannot run any more; those
             of `streamed` are in codes already.
+        deterministic: a row has the same bits, whatever else is in its pass; then it runs lean or not at all.
 
     Attributes:
         context_length: most tokens of one sequence; None where the model sets no limit.
@@ -76,7 +77,7 @@ class PackedModel:
             read their keys and store nothing. states: what the others hold of a sequence, in a hybrid.
         end_tokens: ids that end a text, as the model's configuration has them.
         weight_bytes: of the weights in memory, with the slots of `streamed`.
-        runner: which of the two runs.
+        runner: which of the two runs. deterministic: as given.
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
@@ -91,8 +92,10 @@ class PackedModel:
         native_layers: bool = True,
         streamed: StreamedLayers | None = None,
         weights: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         check_weights(weights, runner, native_layers)
+        check_deterministic(deterministic, runner, native_layers)
         if runner not in get_args(Runner):
             raise unknown("runner", runner, get_args(Runner))
         if not native_layers and runner == "lean":
@@ -109,6 +112,7 @@ class PackedModel:
         profile = supported(model)
         _check_packable(profile)
         self._streamed = streamed
+        self.deterministic = deterministic
         self.model = model
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -156,10 +160,18 @@ class PackedModel:
 
         Returns:
             (n, vocabulary): the logits of these rows.
+
+        Raises:
+            UnsupportedModelError: deterministic, and the modules may not be bypassed any more.
         """
         split = SegmentedAttention(segments)
         if self._lean is not None and self._lean.ready():
             return self._lean.forward(ids, positions, split, rows)
+        if self.deterministic:
+            raise UnsupportedModelError(
+                "deterministic=True bypasses the model's modules, and they have hooks now or train; remove the hooks, "
+                "or call model.eval()"
+            )
         return self._run(ids, positions, split, rows)
 
     def check_second_layer(self) -> None:
@@ -222,8 +234,11 @@ class PackedModel:
             return self._run(ids, positions, FunctionAttention(attend), torch.arange(len(ids), device=ids.device))
 
         try:
-            return NativeForward(self.model, shapes, run, self._streamed, bits)
+            return NativeForward(self.model, shapes, run, self._streamed, bits, self.deterministic)
         except UnsupportedModelError as error:
+            if self.deterministic:
+                message = f"deterministic=True needs a model that runs without its modules: {error}"
+                raise UnsupportedModelError(message) from error
             if bits is not None or self._streamed is not None:
                 named = "memory= and weights= need" if bits is None else "weights= needs"
                 raise UnsupportedModelError(f"{named} a model that runs without its modules: {error}") from error
@@ -250,6 +265,18 @@ def check_weights(weights: str | None, runner: Runner, native_layers: bool) -> N
     if weights is not None and (runner == "modules" or not native_layers):
         raise OptionError(
             f"weights={weights!r} runs in our own layers, which runner='modules' and native_layers=False leave out; "
+            "leave one of the two out"
+        )
+
+
+def check_deterministic(deterministic: bool, runner: Runner, native_layers: bool) -> None:
+    """
+    Raises:
+        OptionError: the model's own modules should run, whose bits depend on what else is in a pass.
+    """
+    if deterministic and (runner == "modules" or not native_layers):
+        raise OptionError(
+            "deterministic=True runs in our own layers, which runner='modules' and native_layers=False leave out; "
             "leave one of the two out"
         )
 

@@ -27,6 +27,7 @@ class PagedAttention:
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
         rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
         outputs: see `View.outputs`. Set by the model integration.
+        shares_runs: a step may read what several sequences begin with once for all, which adds in another order.
     """
 
     def __init__(self, index: int, companions: SequenceState) -> None:
@@ -34,6 +35,7 @@ class PagedAttention:
         self.shape = AttentionShape(1.0)
         self.rope: RotaryEmbedding | None = None
         self.outputs: Callable[[], Tensor] | None = None
+        self.shares_runs = True
         self._companions = companions
 
     def value_dim(self, v: Tensor) -> int:
@@ -67,10 +69,10 @@ class PagedAttention:
         out, lse, _ = ops.decode(DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos)))
         return out, lse
 
-    @staticmethod
-    def runs(table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
+    def runs(self, table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
         """What sequences begin with together, where a step reads it once for all of them."""
-        return table.shared_runs() if table.sealed is None and rule == KEEP_ALL and not shape.window else None
+        may = self.shares_runs and table.sealed is None and rule == KEEP_ALL and not shape.window
+        return table.shared_runs() if may else None
 
     def _two_phases(
         self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor

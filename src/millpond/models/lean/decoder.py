@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from millpond.kernels.args import StepRegions
 from millpond.kernels.decoder_ops import DecoderOps, Norm, choose, in_one_call
-from millpond.kernels.linear import linear
+from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Attend, Block
@@ -55,6 +56,7 @@ class Decoder:
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
         project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
         head: weight (vocabulary, width) and bias.
+        fixed_order: a row has the same bits, however many others a pass has.
     """
 
     tokens: Weight
@@ -66,6 +68,7 @@ class Decoder:
     offset: int = 0
     project_in: Tensor | None = None
     project_out: Tensor | None = None
+    fixed_order: bool = False
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
         """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts.
@@ -73,7 +76,7 @@ class Decoder:
         The rows ascend.
         """
         x = self.embed(ids, positions)
-        rotary, dense = self.angles(x, positions), choose(x)
+        rotary, dense = self.angles(x, positions), self._ops(x)
         some = rows if len(rows) < len(ids) else None
         last = len(self.blocks) - 1
         for n, block in enumerate(self.blocks):
@@ -88,8 +91,16 @@ class Decoder:
         """Who computes n rows."""
         tokens = self.tokens
         if isinstance(tokens, QuantizedWeight):
-            return choose(tokens.codes.new_empty((n, 1), dtype=tokens.dtype))
-        return choose(tokens[:1].expand(n, -1))
+            return self._ops(tokens.codes.new_empty((n, 1), dtype=tokens.dtype))
+        return self._ops(tokens[:1].expand(n, -1))
+
+    def _ops(self, x: Tensor) -> DecoderOps:
+        return choose(x, fixed_order=self.fixed_order)
+
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not self.fixed_order or len(x) <= FEW_ROWS:
+            return linear(x, weight, bias)
+        return torch.cat([linear(part, weight, bias) for part in torch.split(x, FEW_ROWS)])
 
     @cached_property
     def _in_one_call(self) -> Layers | None:
@@ -123,7 +134,7 @@ class Decoder:
         tokens = self.tokens
         x = tokens.take(ids) if isinstance(tokens, QuantizedWeight) else functional.embedding(ids, tokens)
         if self.project_in is not None:
-            x = linear(x, self.project_in)
+            x = self._linear(x, self.project_in)
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -135,7 +146,7 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """(n, vocabulary) of rows (n, width) after the last layer."""
-        x = x if self.norm is None else choose(x).norm(x, self.norm)
+        x = x if self.norm is None else self._ops(x).norm(x, self.norm)
         if self.project_out is not None:
-            x = linear(x, self.project_out)
-        return linear(x, *self.head)
+            x = self._linear(x, self.project_out)
+        return self._linear(x, *self.head)
