@@ -6,6 +6,9 @@ RESULTS are what `real_text.py` wrote; the folders hold answers that `real.sh re
 least mean loss on the choosing half among the settings that hold at most the share. Texts are chosen on WikiText-2's
 validation text and judged on the others; answers are chosen on the first half of the contexts and judged on the rest.
 
+The presets `light` and `balanced` are chosen likewise from what `real.sh presets` made, with --presets. What is not
+given stays as it is in the file.
+
 The preset of the smallest cache is chosen among the methods that keep 512 of 1,024 tokens in 4 bits, from the results
 of `budget_bytes.sh choice short`: the least perplexity among those that keep nine tenths of the answers to known
 questions.
@@ -24,6 +27,8 @@ from millpond.bench.common.report import markdown_table
 
 #: Most bytes of the full cache's, when the first token is predicted.
 SHARES = (0.34, 0.23, 0.135)
+#: Of `light` and `balanced`.
+PRESET_SHARES = (0.6, 0.34)
 #: The text on which is chosen; all others judge.
 CHOOSING = "wikitext2_valid"
 #: Entries of 1,024 tokens and their format in the preset of the smallest cache, and the least share of full's answers.
@@ -43,10 +48,10 @@ def best(rows: list[dict[str, Any]], most: float, loss: str) -> dict[str, Any] |
     return min(usable, key=lambda row: (row[loss], row["bytes"]), default=None)
 
 
-def texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def texts(rows: list[dict[str, Any]], shares: tuple[float, ...] = SHARES) -> list[dict[str, Any]]:
     """One record per share and judging text: what was chosen, and its loss there."""
     found = []
-    for most in SHARES:
+    for most in shares:
         chosen = best(
             [row for row in rows if CHOOSING in row["task"] and "context_len=1024" in row["task"]], most, "more"
         )
@@ -109,12 +114,14 @@ def page(data: dict[str, Any]) -> str:
         method, budget, codec = record["setting"]
         return f"`{method}` {budget}, {codec}"
 
-    lost = [
-        (r["share"], named(r), f"{r['chosen_with']:+.1%}", r["task"].split(":")[1].removeprefix("path="),
-         r["task"].split("context_len=")[1].split(":")[0], str(r["windows"]), f"{r['bytes']:.1%}", f"{r['more']:+.1%}",
-         f"{r['low']:+.1%} to {r['high']:+.1%}")
-        for r in data["texts"]
-    ]  # fmt: skip
+    def losses(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+        return [
+            (r["share"], named(r), f"{r['chosen_with']:+.1%}", r["task"].split(":")[1].removeprefix("path="),
+             r["task"].split("context_len=")[1].split(":")[0], str(r["windows"]), f"{r['bytes']:.1%}",
+             f"{r['more']:+.1%}", f"{r['low']:+.1%} to {r['high']:+.1%}")
+            for r in records
+        ]  # fmt: skip
+
     kept = [
         (r["share"], "known" if r["protocol"] == "aware" else "unknown", named(r), f"{r['chosen_with']:.2f}",
          f"{r['questions']} on {r['contexts']}", f"{r['bytes']:.1%}", f"{r['of_full']:.2f}",
@@ -139,10 +146,12 @@ def page(data: dict[str, Any]) -> str:
         for r in data["smallest"]
     ]  # fmt: skip
     first = ("setting", "bytes", "lost where chosen", "answers of full where chosen", "lost", "95 %", "answers of full")
-    perplexity, asked = markdown_table(head, lost), markdown_table(recall, kept)
+    perplexity, asked = markdown_table(head, losses(data["texts"])), markdown_table(recall, kept)
+    named_ones = markdown_table(head, losses(data["presets"]))
     preset = markdown_table((*first, "score, 95 %"), small)
     return (
         f"# What to use\n\n## Perplexity\n\n{perplexity}\n\n## Answers\n\n{asked}\n\n"
+        f"## The presets light and balanced\n\n{named_ones}\n\n"
         f"## The preset of the smallest cache\n\nThe first row is chosen.\n\n{preset}\n"
     )
 
@@ -151,14 +160,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", nargs="+", type=Path, default=[])
     parser.add_argument("--recall", nargs="+", type=Path, default=[])
+    parser.add_argument("--presets", nargs="+", type=Path, default=[])
     parser.add_argument("--preset", nargs="+", type=Path, default=[])
     parser.add_argument("--out", type=Path, required=True, help="as .json; the tables lie next to it, as .md")
     args = parser.parse_args()
-    rows, preset = (
+    rows, presets, preset = (
         [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
-        for paths in (args.texts, args.preset)
+        for paths in (args.texts, args.presets, args.preset)
     )
-    data = {"texts": texts(rows), "answers": answers(args.recall), "smallest": smallest(preset, args.recall)}
+    data: dict[str, Any] = {"texts": [], "presets": [], "answers": [], "smallest": []}
+    if args.out.exists():
+        data |= json.loads(args.out.read_text(encoding="utf-8"))
+    found = {
+        "texts": texts(rows), "presets": texts(presets, PRESET_SHARES), "answers": answers(args.recall),
+        "smallest": smallest(preset, args.recall),
+    }  # fmt: skip
+    data |= {name: part for name, part in found.items() if part}
     args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(page(data), encoding="utf-8")
     print(page(data))

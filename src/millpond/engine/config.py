@@ -80,8 +80,8 @@ class EngineConfig:
         chunk_store: keys and values of chunks that prompts hold, see `Prompt`; None: prompts hold none.
         deterministic: on one CPU an answer and its log probabilities have the same bits whatever runs with it, however
             steps are filled, whether its beginning is shared or its cache swapped out, and whatever the threads. Needs
-            a model that runs without its modules. Prompts are cut at multiples of 256 tokens, of which `max_step_tokens`
-            holds one at least, share beginnings in such units, and are read more slowly.
+            a model that runs without its modules. Prompts are cut at multiples of 256 tokens, of which
+            `max_step_tokens` holds one at least, share beginnings in such units, and are read more slowly.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not

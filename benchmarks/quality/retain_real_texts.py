@@ -1,0 +1,87 @@
+"""Texts to train retaining heads of a real model on: cuts of books, half of them with facts and questions about them.
+
+    python benchmarks/quality/retain_real_texts.py --books FOLDER --out texts.jsonl
+
+Subjects, sentences and questions are others than those of the task `prose_facts`, and the books that the evaluation
+reads are left out, so that what is measured there was not seen in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from millpond.evals.data.haystack import depths, from_book, place, read_sentences
+from millpond.evals.data.random_streams import number, stream
+from millpond.evals.data.synthetic_english import keys
+
+#: Books of the evaluation.
+LEFT_OUT = {"bleak_house", "great_expectations"}
+#: Words of a text: about 800 to 1,000 tokens of most tokenizers.
+WORDS = (560, 720)
+NUMBERED = (
+    "room of the ambassador", "price of the grey mare", "code of the post office", "size of the garrison",
+    "number of rings of the oak", "weight of the great bell", "ticket of the old admiral",
+    "page of the missing chapter", "distance to the lighthouse", "reward for the stolen brooch",
+)  # fmt: skip
+WORDED = (
+    "name of the inn", "favourite dish of the curate", "gift from the uncle", "motto of the school",
+    "treasure in the cellar", "subject of the lecture", "last wish of the duchess", "cause of the quarrel",
+    "device on the banner", "cure for the fever",
+)  # fmt: skip
+SAID = (
+    "The {name} was {value}.", "Everyone knew that the {name} was {value}.", "As for the {name}, it was {value}.",
+    "He wrote down {value}, which was the {name}.", "{value} - such was the {name}.",
+)  # fmt: skip
+ASKED = (
+    "Tell me the {name}.", "What was the {name}?", "Do you remember the {name}?", "Say the {name}:", "And the {name}?",
+)  # fmt: skip
+
+
+def phrase(rng: random.Random) -> str:
+    """A thing with two adjectives, for example "a rusty silent piano"."""
+    first, second = (key.split("-") for key in keys(rng, 2))
+    return f"a {first[0]} {' '.join(second)}"
+
+
+def with_questions(sentences: Iterator[str], rng: random.Random) -> dict[str, str]:
+    """A cut of a book with one to four facts in it, and questions about all of them."""
+    numbered = rng.random() < 0.5
+    names = rng.sample(NUMBERED if numbered else WORDED, rng.randint(1, 4))
+    facts = [(name, number(rng, rng.randint(4, 8)) if numbered else phrase(rng)) for name in names]
+    said = [rng.choice(SAID).format(name=name, value=value) for name, value in facts]
+    context = " ".join(place(cut(sentences, rng), list(zip(depths(rng, len(facts)), said, strict=True))))
+    rng.shuffle(facts)
+    asked = [f"{rng.choice(ASKED).format(name=name)} The {name} was {value}." for name, value in facts]
+    return {"context": context, "question": "\n".join(asked[:-1]), "answer": asked[-1]}
+
+
+def cut(sentences: Iterator[str], rng: random.Random) -> list[str]:
+    """Whole sentences of a book."""
+    words, found = rng.randint(*WORDS), []
+    while words > 0:
+        found.append(next(sentences))
+        words -= len(found[-1].split())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", type=Path, required=True, help="a folder with .txt files")
+    parser.add_argument("--texts", type=int, default=1200)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    books = [read_sentences(str(file)) for file in sorted(args.books.glob("*.txt")) if file.stem not in LEFT_OUT]
+    with args.out.open("w", encoding="utf-8") as out:
+        for index in range(args.texts):
+            rng = stream("retain texts", index)
+            sentences = from_book(rng.choice(books), rng)
+            row = {"text": " ".join(cut(sentences, rng))} if index % 2 else with_questions(sentences, rng)
+            out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
