@@ -133,7 +133,7 @@ class Engine:
         )
         self._intake = RequestValidator(
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
-            self._chunks,
+            self._chunks, bool(config.prefix_cache),
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
