@@ -182,6 +182,13 @@ class Engine:
         self._check_name(request.request_id)
         self._intake.validate(request)
 
+    def require_breakpoints(self, request: Request) -> None:
+        """
+        Raises:
+            OptionError: the request has breakpoints, and no later prompt could go on from them; the message says why.
+        """
+        self._intake.require_breakpoints(request)
+
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.
 

@@ -160,8 +160,11 @@ class PrefixSharing:
         if stack is None or not self._enabled:
             return
         path: list[PrefixNode] = []
-        if self._shares(live) and not live.group.recipe.policy.sums_prompt:
-            path = self._keep(live, stack, len(live.ids))
+        if self._shares(live):
+            if live.group.recipe.policy.sums_prompt:  # it was kept at its breakpoints
+                path = self.tree.find(self._kind(live), live.numbers, live.group.slots)
+            else:
+                path = self._keep(live, stack, len(live.ids))
 
         def need() -> Pages:
             return together(self.pages_to_settle(live), later)
@@ -178,7 +181,9 @@ class PrefixSharing:
         """Blocks held, found and evicted; None where nothing is shared."""
         if self._rule is None:
             return None
-        return PrefixStats(self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted)
+        return PrefixStats(
+            self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted, self.tree.sum_memory.nbytes
+        )
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""

@@ -67,7 +67,7 @@ class Request:
             how much of them is not held any more, see `Completion.forgotten`.
         breakpoints: with `prefix_cache`, numbers of tokens of the prompt behind which others may go on, at most
             `MOST_BREAKPOINTS`: methods that sum over all queries keep their sums there, at the last end of a block
-            before. Other methods share every block and need none.
+            before. Other methods share every block and need none; where nothing is shared they change nothing.
     """
 
     request_id: str

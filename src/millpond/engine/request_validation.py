@@ -9,7 +9,7 @@ from typing import Any
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.engine.breakpoints import block_ends, check_breakpoints
 from millpond.engine.chunk_reuse import ChunkReuse
-from millpond.engine.chunked_prompt import Prompt, PromptSpan, tokenized
+from millpond.engine.chunked_prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.forgotten import check_spans
@@ -96,24 +96,39 @@ class RequestValidator:
         """The ends of blocks at which sums over a prompt's queries are kept.
 
         Raises:
-            OptionError: breakpoints where they would do nothing; the message says why.
+            OptionError: see `check_breakpoints`.
+        """
+        check_breakpoints(request.breakpoints, n_tokens)
+        if not group.recipe.policy.sums_prompt or self._no_use_of_breakpoints(request, chunks, group) is not None:
+            return []
+        return block_ends(request.breakpoints, n_tokens, group.slots)
+
+    def require_breakpoints(self, request: Request) -> None:
+        """
+        Raises:
+            OptionError: breakpoints where no later prompt could go on from them; the message says why.
         """
         if not request.breakpoints:
-            return []
-        check_breakpoints(request.breakpoints, n_tokens)
-        reason = None
+            return
+        chunks = isinstance(request.prompt, Prompt) and any(isinstance(p, Chunk) for p in request.prompt.parts)
+        reason = self._no_use_of_breakpoints(request, chunks, self._recipes.group(request.cache))
+        if reason is not None:
+            raise OptionError(f"breakpoints={request.breakpoints}: {reason}; or leave breakpoints out")
+
+    def _no_use_of_breakpoints(self, request: Request, chunks: bool, group: DecodeGroup) -> str | None:
+        """Why no other prompt can go on from a prompt, and what to do; None: others can."""
         if not self._prefix_cache:
-            reason = "this engine keeps no prompts: give it prefix_cache=True"
-        elif chunks or request.params.prompt_logprobs is not None:
-            reason = "a prompt with chunks, or whose log probabilities are wanted, is not shared"
-        elif not can_share(group.recipe):
-            reason = (
+            return "this engine keeps no prompts: give it prefix_cache=True"
+        if chunks:
+            return "a prompt with chunks is not shared: give its text in one piece"
+        if request.params.prompt_logprobs is not None:
+            return "a prompt whose log probabilities are wanted is not shared: leave out prompt_logprobs"
+        if not can_share(group.recipe):
+            return (
                 f"{group.recipe.described} shares no beginnings of prompts, see docs/explanation/engine.md: use another "
                 "method or number format"
             )
-        if reason is not None:
-            raise OptionError(f"breakpoints={request.breakpoints}: {reason}; or leave breakpoints out")
-        return block_ends(request.breakpoints, n_tokens, group.slots) if group.recipe.policy.sums_prompt else []
+        return None
 
     def _uses_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> bool:
         """See `ChunkReuse.check`.

@@ -85,7 +85,7 @@ class RequestTransfer:
         now, request, times = time.monotonic(), live.request, live.times
         begun, prompt = bool(caches), request.prompt
         moving = replace(
-            request, prompt=live.ids, known=(), breakpoints=(), cache_salt=None if begun else request.cache_salt,
+            request, prompt=live.ids, known=(), cache_salt=None if begun else request.cache_salt,
             deadline=None if live.job.deadline is None else max(live.job.deadline - now, _NO_TIME),
         )  # fmt: skip
         return RequestSnapshot(
