@@ -276,7 +276,7 @@ def test_an_llm_takes_breakpoints_of_all_prompts_or_of_each() -> None:
     with LLM(shared_model("llama"), method="h2o", budget="30%", page_slots=4, prefix_cache=True) as llm:
         llm.generate([FIRST], greedy(2), breakpoints=(50,))
         found = llm.generate([SECOND, THIRD], greedy(2), breakpoints=[(), (70,)])
-        assert [shared(output) for output in found] == [48, 48]
+        assert [shared(output) for output in found] == [48, 80], "the second prompt begins the third"
         assert [answers(output)[0] for output in found] == [fresh("h2o", one)[0][:2] for one in (SECOND, THIRD)]
         with pytest.raises(OptionError, match="3 breakpoints for 2 prompts"):
             llm.generate([SECOND, THIRD], greedy(2), breakpoints=[(1,), (2,), (3,)])
