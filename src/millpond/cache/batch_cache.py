@@ -15,6 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.cache.swap.files import SwapFile, SwapFiles
 from millpond.cache.swap.pages import Content, SwappedPages, copy_out, release_all, restore
@@ -89,12 +90,25 @@ class BatchCache:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
 
-    def begin_with(self, tables: Sequence[PageTable]) -> None:
-        """Begin one sequence with the tokens of a prompt that these tables hold, one per layer."""
+    def begin_with(
+        self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None
+    ) -> None:
+        """Begin one sequence with the tokens of a prompt that these tables hold, one per layer.
+
+        Args:
+            ids: (n,) the tokens, which a policy may need. sums: over their queries, see `sums`; None: none are needed.
+        """
         columns = int(tables[0].lengths()[0, 0])
-        for core, table in zip(self.layers, tables, strict=True):
-            core.begin_with(table, columns)
-        self.timeline.begin_with(columns)
+        for core, table, own in zip(self.layers, tables, sums or [None] * len(tables), strict=True):
+            core.begin_with(table, columns, own)
+        if self.timeline.tokens is not None and ids is not None:
+            self.timeline.adopt(ids[None, :columns])
+        else:
+            self.timeline.begin_with(columns)
+
+    def sums(self, begin: int) -> list[LayerSums]:
+        """What the policy has summed over the queries of the only sequence so far, see `LayerCache.sums`."""
+        return [core.sums(begin) for core in self.layers]
 
     # ------------------------------------------------------------------ the batch
 

@@ -18,8 +18,10 @@ import numpy.typing as npt
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
+from millpond.cache.pages.sum_memory import SumMemory
 from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts, PagingRule
+from millpond.cache.state.prompt_sums import PromptSums, SumKind
 
 Ids = npt.NDArray[np.int64]
 
@@ -32,6 +34,7 @@ class PrefixNode:
         number: under which the paging rule knows it; used again once the block is gone.
         hash: of its tokens and all before them, 64 bits.
         request: the last one that used it.
+        sums: over the queries of all tokens up to its end, by what is summed, where a prompt had a breakpoint.
     """
 
     key: tuple[Hashable, ...]
@@ -42,6 +45,7 @@ class PrefixNode:
     hash: int
     n_children: int = 0
     request: int = -1
+    sums: dict[SumKind, PromptSums] = field(default_factory=dict, repr=False)
 
 
 class PrefixTree:
@@ -49,13 +53,15 @@ class PrefixTree:
 
     Args:
         rule: which block is evicted of those that none follows and no request holds; None: the longest unused.
+        sum_memory: what counts the bytes of sums; None: one of its own.
 
     Attributes:
-        evicted: blocks that were evicted by the rule so far.
+        evicted: blocks that were evicted by the rule so far. sum_memory: counts the bytes of sums.
     """
 
-    def __init__(self, rule: PagingRule | None = None) -> None:
+    def __init__(self, rule: PagingRule | None = None, sum_memory: SumMemory | None = None) -> None:
         self._rule = rule or LeastRecentlyUsed()
+        self.sum_memory = sum_memory or SumMemory()
         self._blocks: dict[tuple[Hashable, ...], PrefixNode] = {}
         self._numbered: list[PrefixNode | None] = []
         self._unused: list[int] = []  # numbers
@@ -106,6 +112,12 @@ class PrefixTree:
         self._use(path, known, self.new_request() if request is None else request)
         return path
 
+    def keep_sums(self, block: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
+        """Keep sums at the end of a block, until it is evicted; those that are there already stay."""
+        if kind not in block.sums:
+            block.sums[kind] = sums
+            self.sum_memory.take(sums.nbytes)
+
     def evict(self, enough: Callable[[], bool]) -> bool:
         """Release blocks in the order of the rule, none before those after it, until there is `enough`.
 
@@ -152,6 +164,12 @@ class PrefixTree:
             if owner is pool
         ]
 
+    def check_sums(self) -> None:
+        """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
+        held = {id(sums): sums for block in self._blocks.values() for sums in block.sums.values()}
+        self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
+        assert all(sums.before is None or id(sums.before) in held for sums in held.values()), "sums without a beginning"
+
     def _add(
         self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
     ) -> PrefixNode:
@@ -173,6 +191,7 @@ class PrefixTree:
     def _drop(self, block: PrefixNode) -> None:
         for pool, ids in zip(block.pools, block.pages, strict=True):
             pool.release(ids)
+        self.sum_memory.release(sum(sums.nbytes for sums in block.sums.values()))
         self._rule.drop(block.number)
         self._numbered[block.number] = None
         self._unused.append(block.number)
@@ -210,8 +229,8 @@ class PrefixTree:
 
 
 def _alone(block: PrefixNode) -> bool:
-    """Whether some page of a block has no other holder."""
-    return any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True))
+    """Whether memory is free without a block: some page has no other holder, or there are sums."""
+    return bool(block.sums) or any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True))
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:

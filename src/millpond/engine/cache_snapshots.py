@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.entries.side_numbers import gather
 from millpond.cache.pages.page_table import PageTable
 from millpond.engine.decode_group import figures_of
 from millpond.engine.outputs import CacheSnapshot, KVStats
@@ -70,19 +71,10 @@ def _marks(table: PageTable, sequence: int) -> list[tuple[Tensor, Tensor]]:
 def _plain_marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
     """Those of entries that are stored as they are."""
     rows, arrays = table.rows(sequence), table.page_lists.pool.arrays
-    pages, lens = table.pages[rows].long().cpu(), table.lens[rows].cpu()  # (H, n), (H,)
-    arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
-
-    def gathered(arenas: list[Tensor]) -> Tensor:
-        found = torch.empty(*pages.shape, arrays.slots, dtype=arenas[0].dtype)
-        for number, memory in enumerate(arenas):
-            chosen = arena == number
-            found[chosen] = memory[row[chosen].to(memory.device)].cpu()
-        return found.flatten(1)
-
-    positions = gathered(arrays.positions)
+    pages, lens = table.pages[rows], table.lens[rows].cpu()  # (H, n), (H,)
+    positions = gather(arrays, pages, arrays.positions).cpu()
     empty = torch.arange(positions.shape[1]) >= lens[:, None]
-    return positions.masked_fill(empty, -1), gathered(arrays.scores)
+    return positions.masked_fill(empty, -1), gather(arrays, pages, arrays.scores).cpu()
 
 
 class SnapshotStore:

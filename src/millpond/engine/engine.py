@@ -135,7 +135,7 @@ class Engine:
         )
         self._intake = RequestValidator(
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
-            self._chunks,
+            self._chunks, bool(config.prefix_cache),
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
@@ -183,6 +183,13 @@ class Engine:
         """Raises what `add` would raise of a request, and takes nothing in."""
         self._check_name(request.request_id)
         self._intake.validate(request)
+
+    def require_breakpoints(self, request: Request) -> None:
+        """
+        Raises:
+            OptionError: the request has breakpoints, and no later prompt could go on from them; the message says why.
+        """
+        self._intake.require_breakpoints(request)
 
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.

@@ -24,10 +24,13 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
         if isinstance(pool, StateSlots):
             pool.check_integrity(sum(stack.n_seq for stack in stacks if not stack.is_swapped_out))
             continue
+        if pool is shared.sum_memory:
+            continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]
         held += [away.staying for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
         pool.check_integrity(held + shared.held(pool))
+    shared.check_sums()
     limit = account.limit_bytes
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"
 

@@ -107,6 +107,7 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         schedule: Schedule = "arrival",
+        breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts.
@@ -117,6 +118,7 @@ class LLM:
             cache: method, budget and codec of these requests; None: those of the LLM.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
+            breakpoints: see `Request.breakpoints`: of all prompts, or a list for each of them.
             progress: show a bar (needs rich).
 
         Returns:
@@ -125,7 +127,7 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        found = self.stream(prompts, params, cache=cache, schedule=schedule, progress=progress)
+        found = self.stream(prompts, params, cache=cache, schedule=schedule, breakpoints=breakpoints, progress=progress)
         return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
@@ -135,12 +137,15 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         schedule: Schedule = "arrival",
+        breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names)
+        asked = requests_of(prompts, params, cache, self._names, breakpoints)
+        for request in asked:
+            self.engine.require_breakpoints(request)
         try:
             if schedule == "batch":
                 self.engine.add_batch(asked)
@@ -287,21 +292,36 @@ def load(
 
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
-    names: Iterator[int],
+    names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
     Raises:
-        OptionError: neither texts nor token ids, or another number of params.
+        OptionError: neither texts nor token ids, or another number of params, or of lists of breakpoints.
     """
     each = _prompts(prompts)
     chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
     if len(chosen) != len(each):
         raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
+    places = _places(breakpoints, len(each))
     return [
-        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions())
-        for prompt, own in zip(each, chosen, strict=True)
+        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at)
+        for prompt, own, at in zip(each, chosen, places, strict=True)
     ]
+
+
+def _places(breakpoints: Sequence[int] | Sequence[Sequence[int]], n: int) -> list[tuple[int, ...]]:
+    """The breakpoints of each of `n` prompts.
+
+    Raises:
+        OptionError: neither numbers nor a list of them for each prompt.
+    """
+    given: list[Any] = list(breakpoints)
+    if all(isinstance(one, int) for one in given):
+        return [tuple(given)] * n
+    if len(given) != n or any(isinstance(one, int) for one in given):
+        raise OptionError(f"{len(given)} breakpoints for {n} prompts: give numbers for all, or a list for each")
+    return [tuple(one) for one in given]
 
 
 def _prompts(prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:

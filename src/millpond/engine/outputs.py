@@ -171,6 +171,7 @@ class PrefixStats:
         hits: counter of blocks of prompts that were taken from it.
         misses: counter of other full blocks of the prompts that share.
         evicted: counter of blocks that the rule chose, because their memory was needed.
+        sums_bytes: bytes of the sums that are kept at breakpoints.
     """
 
     rule: str
@@ -178,6 +179,7 @@ class PrefixStats:
     hits: int
     misses: int
     evicted: int
+    sums_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

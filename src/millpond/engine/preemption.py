@@ -123,7 +123,7 @@ class Preemptor:
         """Whether what runs in the step has room, or will have without prompts that only others might want."""
         if self._sharing.has(self._pages(step)):
             return True
-        ending = self._ending(step)
+        ending = list(dict.fromkeys([*self._ending(step), *self._with_sums(step)]))
         for live in ending:  # unshared pages are freed before its plan writes; it is kept again by then
             self._sharing.let_go(live)
         return bool(ending) and self._sharing.has(self._pages(step))
@@ -135,6 +135,11 @@ class Preemptor:
             for job, n in step.chunks
             if job.running and not job.trunk and job.read + n == job.prompt
         ]
+
+    def _with_sums(self, step: Step) -> list[RequestState]:
+        """Requests that read parts of their prompts with sums: they hold copies of blocks that the tree holds too."""
+        lives = [self._live[job.key] for job, _ in step.chunks if job.running]
+        return [live for live in lives if live.group.recipe.policy.sums_prompt]
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""

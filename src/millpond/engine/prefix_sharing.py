@@ -7,23 +7,32 @@ import secrets
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from millpond.cache.batch_cache import Pages
+import torch
+
+from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.sum_memory import SumMemory
 from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
+from millpond.cache.state.prompt_sums import PromptSums, SumKind
+from millpond.engine.breakpoints import common_ends
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
+#: Blocks that are evicted at most to keep the sums of one breakpoint: pages of other blocks may hold their memory back.
+MOST_EVICTED = 64
+
 
 class PrefixSharing:
     """Which prompts share pages, and when.
 
     What is shared are the pages of a prompt before anything was planned; the plan of each request makes its own
-    copies. So methods share whose plan can be made of entries and of the queries of the prompt's end.
+    copies. Methods whose plan can be made of entries and of the queries of the prompt's end share every block. Those
+    that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
 
     Args:
         layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
@@ -33,7 +42,7 @@ class PrefixSharing:
     def __init__(
         self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None, unit: int = 1
     ) -> None:
-        self.tree = PrefixTree(rule)
+        self.tree = PrefixTree(rule, None if rule is None else SumMemory(account))
         self._rule = rule
         self._hits = self._misses = 0
         self._account = account
@@ -51,31 +60,100 @@ class PrefixSharing:
         self._misses += len(live.ids) // live.group.slots - len(path)
         if path:
             live.stack = live.group.recipe.stack(len(live.ids))
-            live.stack.begin_with(tables_of(path))
+            sums = SumKind.of(live.group.recipe.policy)
+            live.stack.begin_with(
+                tables_of(path), torch.from_numpy(live.numbers).to(path[0].pools[0].arrays.device),
+                None if sums is None else path[-1].sums[sums].whole(),
+            )  # fmt: skip
         return len(path) * live.group.slots
 
-    def waits(self, live: RequestState, reading: Iterable[RequestState]) -> bool:
-        """Whether the blocks behind what is known of a prompt that begins are being read for another one."""
+    def reader(self, live: RequestState, reading: Iterable[RequestState]) -> RequestState | None:
+        """The request for which is being read what comes behind what is known of a prompt that begins; None: none."""
         if not self._shares(live):
-            return False
-        slots, kind = live.group.slots, self._kind(live)
-        end = (len(self._known(live)) + self._blocks_of_unit(slots)) * slots
-        if end > self._most(live):
-            return False
-        return any(
-            other.group.slots == slots
-            and len(other.ids) >= end
-            and bool((other.numbers[:end] == live.numbers[:end]).all())
+            return None
+        known, most = len(self._known(live)) * live.group.slots, self._most(live)
+        return next((other for other in reading if self._will_help(live, other, known, most)), None)
+
+    def _will_help(self, live: RequestState, other: RequestState, known: int, most: int) -> bool:
+        """Whether the part that is read of another prompt brings more than `known` tokens, at most `most`, of one."""
+        slots = live.group.slots
+        if live.group.recipe.policy.sums_prompt:
+            ends = [stop for stop in self._stops(other) if max(known, other.job.read) < stop <= most]
+        else:
+            end = known + self._tokens_of_unit(slots)
+            ends = [end] if end <= min(most, len(other.ids)) else []
+        return (
+            bool(ends)
+            and other.group.slots == slots
+            and bool((other.numbers[: ends[0]] == live.numbers[: ends[0]]).all())
             and self._shares(other)
-            and self._kind(other) == kind
-            for other in reading
+            and self._alike(live, other)
         )
+
+    def meet(self, live: RequestState, others: Iterable[RequestState]) -> None:
+        """Before a prompt begins: let it stop where others that have not begun would go on from it."""
+        if live.spans or not live.group.recipe.policy.sums_prompt or not self._shares(live):
+            return
+        alike = [
+            other.numbers[: max(self._most(other), 0)]
+            for other in others
+            if other is not live
+            and other.stack is None
+            and not other.job.read
+            and other.trunk is None
+            and not other.spans
+            and self._shares(other)
+            and self._alike(live, other)
+        ]
+        if alike:
+            unit = self._tokens_of_unit(live.group.slots)
+            live.stops = sorted({*live.stops, *common_ends(live.numbers, alike, unit)})
+
+    def next_stop(self, live: RequestState) -> int:
+        """Tokens of a prompt up to which a part of it may be read in one pass."""
+        return next((stop for stop in self._stops(live) if stop > live.job.read), len(live.ids))
 
     def keep_blocks(self, live: RequestState) -> None:
         """Keep the full blocks of a prompt that is still being read, so that others can begin with them."""
-        if live.stack is not None and self._shares(live):
-            tables = [core.table for core in live.stack.layers if core.table is not None]
-            self.tree.keep(self._kind(live), live.numbers[: live.job.read], tables, self._access(live))
+        if live.stack is None or not self._shares(live):
+            return
+        if live.group.recipe.policy.sums_prompt:
+            if live.job.read in self._stops(live):
+                self._keep_sums(live, live.stack)
+        else:
+            self._keep(live, live.stack, live.job.read)
+
+    def _keep(self, live: RequestState, stack: BatchCache, n_tokens: int) -> list[PrefixNode]:
+        tables = [core.table for core in stack.layers if core.table is not None]
+        return self.tree.keep(self._kind(live), live.numbers[:n_tokens], tables, self._access(live))
+
+    def _keep_sums(self, live: RequestState, stack: BatchCache) -> None:
+        """Keep what was read of a prompt and its sums, if there is room or blocks can be evicted for them."""
+        kind, read = SumKind.of(live.group.recipe.policy), live.job.read
+        assert kind is not None, "a policy with sums"
+        path = self.tree.find(self._kind(live), live.numbers[:read], live.group.slots)
+        if len(path) * live.group.slots == read and kind in path[-1].sums:
+            self._keep(live, stack, read)
+            return
+        before = self._before(path, kind) if kind.queries else None
+        sums = PromptSums(read, stack.sums(0 if before is None else before.length), before)
+        if not self._room_for(sums.nbytes):
+            return
+        path = self._keep(live, stack, read)
+        if before is None or any(block.sums.get(kind) is before for block in path):  # it was not evicted for these
+            self.tree.keep_sums(path[-1], kind, sums)
+
+    @staticmethod
+    def _before(path: list[PrefixNode], kind: SumKind) -> PromptSums | None:
+        """The last sums on a path."""
+        return next((block.sums[kind] for block in reversed(path) if kind in block.sums), None)
+
+    def _room_for(self, n_bytes: int) -> bool:
+        """Whether sums fit, or do once about as many bytes of blocks were evicted."""
+        wanted: Pages = {self.tree.sum_memory: n_bytes}
+        until = self.tree.evicted + MOST_EVICTED
+        self.tree.evict(lambda: self._account.can_take(wanted) or self.tree.evicted >= until)
+        return self._account.can_take(wanted)
 
     def keep(self, live: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
@@ -88,8 +166,10 @@ class PrefixSharing:
             return
         path: list[PrefixNode] = []
         if self._shares(live):
-            tables = [core.table for core in stack.layers if core.table is not None]
-            path = self.tree.keep(self._kind(live), live.numbers, tables, self._access(live))
+            if live.group.recipe.policy.sums_prompt:  # it was kept at its breakpoints
+                path = self.tree.find(self._kind(live), live.numbers, live.group.slots)
+            else:
+                path = self._keep(live, stack, len(live.ids))
 
         def need() -> Pages:
             return together(self.pages_to_settle(live), later)
@@ -106,7 +186,9 @@ class PrefixSharing:
         """Blocks held, found and evicted; None where nothing is shared."""
         if self._rule is None:
             return None
-        return PrefixStats(self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted)
+        return PrefixStats(
+            self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted, self.tree.sum_memory.nbytes
+        )
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
@@ -133,10 +215,19 @@ class PrefixSharing:
         if not self._shares(live) or most <= 0:
             return []
         path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
-        return path[: len(path) - len(path) % self._blocks_of_unit(live.group.slots)]
+        kind = SumKind.of(live.group.recipe.policy)
+        if kind is None:
+            whole = self._tokens_of_unit(live.group.slots) // live.group.slots
+            return path[: len(path) - len(path) % whole]
+        return path[: next((n for n in range(len(path), 0, -1) if kind in path[n - 1].sums), 0)]
 
-    def _blocks_of_unit(self, slots: int) -> int:
-        return -(-self._unit // slots)
+    def _tokens_of_unit(self, slots: int) -> int:
+        """The least tokens that a prompt takes over: whole pages."""
+        return max(self._unit, slots)
+
+    def _stops(self, live: RequestState) -> list[int]:
+        """The breakpoints of a prompt at which it may be cut."""
+        return [stop for stop in live.stops if stop % self._unit == 0]
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""
@@ -146,25 +237,33 @@ class PrefixSharing:
         exact = live.prompt_logprobs is None and not live.tainted
         return self._enabled and exact and can_share(live.group.recipe)
 
+    def _alike(self, live: RequestState, other: RequestState) -> bool:
+        """Whether what was read of one prompt can be taken over for another."""
+        sums = (SumKind.of(one.group.recipe.policy) for one in (live, other))
+        return next(sums) == next(sums) and self._kind(live) == self._kind(other)
+
     def _kind(self, live: RequestState) -> Hashable:
-        """Equal where pages hold the same before a plan and requests have the same salt."""
+        """Equal where pages hold the same before a plan, but for sums, and requests have the same salt."""
         recipe, salt = live.group.recipe, live.request.cache_salt
         hashed = None
         if salt is not None:
             hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).digest()
-        scorer = recipe.policy.entry_scores
-        return recipe.pools.format, recipe.policy.mass_bias, None if scorer is None else scorer.digest, hashed
+        policy = recipe.policy
+        scorer = policy.entry_scores
+        scores = policy.sums_prompt, None if scorer is None else scorer.digest
+        return recipe.pools.format, policy.mass_bias, scores, hashed
 
 
 def can_share(recipe: CacheFactory) -> bool:
-    """Whether a plan needs nothing of a prompt's beginning but its keys and values."""
+    """Whether a plan needs nothing of a prompt's beginning but its keys and values, and sums over its queries."""
     policy = recipe.policy
-    sums = policy.observes_all or policy.sums_queries or policy.needs.head_rules is not None
     moves = policy.prefill != "once" or policy.positions != "absolute"
     observes = any(codec.balanced or codec.prune > 0 for codec in recipe.pools.codecs)
     if recipe.slots is not None or policy.gates is not None:  # the states at the end of what is shared are not kept
         return False
-    return not (sums or moves or observes or recipe.whole_prompt)
+    if policy.sums_prompt and policy.scores_entries:  # both are kept in one place
+        return False
+    return not (moves or observes or recipe.whole_prompt)
 
 
 def together(*parts: Pages) -> Pages:

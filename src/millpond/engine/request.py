@@ -17,6 +17,8 @@ from millpond.policy.reuse import Pick, Recompute
 MOST_SALT = 256
 #: Most spans of `Request.tell_forgotten`.
 MOST_SPANS = 4096
+#: Most breakpoints of one request.
+MOST_BREAKPOINTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class Request:
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
         tell_forgotten: spans [begin, end) of the prompt, in tokens, at most `MOST_SPANS`: each answer tells in the end
             how much of them is not held any more, see `Completion.forgotten`.
+        breakpoints: with `prefix_cache`, numbers of tokens of the prompt behind which others may go on, at most
+            `MOST_BREAKPOINTS`: methods that sum over all queries keep their sums there, at the last end of a block
+            before. Other methods share every block and need none; where nothing is shared they change nothing.
     """
 
     request_id: str
@@ -76,3 +81,4 @@ class Request:
     watch: bool = False
     known: tuple[tuple[int, ...], ...] = ()
     tell_forgotten: tuple[tuple[int, int], ...] = ()
+    breakpoints: tuple[int, ...] = ()

@@ -29,6 +29,8 @@ class RequestState:
             trunk. whole_need: what it holds at most without one.
         waited: steps in which it waited for others to read what it begins with. access: by which the prefix tree knows
             its prompt; None: it has kept nothing yet.
+        stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
+        reader_read: tokens that another had read of what this one waits for, when it last waited.
     """
 
     request: Request
@@ -46,6 +48,8 @@ class RequestState:
     users: set[RequestState] = field(default_factory=set, repr=False)
     waited: int = 0
     access: int | None = None
+    stops: list[int] = field(default_factory=list)
+    reader_read: int = 0
     whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.breakpoints import block_ends, check_breakpoints
 from millpond.engine.chunk_reuse import ChunkReuse
-from millpond.engine.chunked_prompt import Prompt, PromptSpan, tokenized
+from millpond.engine.chunked_prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.forgotten import check_spans
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
+from millpond.engine.prefix_sharing import can_share
 from millpond.engine.request import MOST_SALT, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler
@@ -36,8 +38,9 @@ class RequestValidator:
         sampler: Sampler,
         tokenizer: Any,
         chunks: ChunkReuse | None = None,
+        prefix_cache: bool = False,
     ) -> None:
-        self._chunks = chunks
+        self._chunks, self._prefix_cache = chunks, prefix_cache
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
@@ -84,7 +87,48 @@ class RequestValidator:
             for index in range(params.n)
         ]
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
-        return RequestState(request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans)
+        return RequestState(
+            request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans,
+            stops=self._stops(request, len(ids), bool(spans), group),
+        )  # fmt: skip
+
+    def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
+        """The ends of blocks at which sums over a prompt's queries are kept.
+
+        Raises:
+            OptionError: see `check_breakpoints`.
+        """
+        check_breakpoints(request.breakpoints, n_tokens)
+        if not group.recipe.policy.sums_prompt or self._no_use_of_breakpoints(request, chunks, group) is not None:
+            return []
+        return block_ends(request.breakpoints, n_tokens, group.slots)
+
+    def require_breakpoints(self, request: Request) -> None:
+        """
+        Raises:
+            OptionError: breakpoints where no later prompt could go on from them; the message says why.
+        """
+        if not request.breakpoints:
+            return
+        chunks = isinstance(request.prompt, Prompt) and any(isinstance(p, Chunk) for p in request.prompt.parts)
+        reason = self._no_use_of_breakpoints(request, chunks, self._recipes.group(request.cache))
+        if reason is not None:
+            raise OptionError(f"breakpoints={request.breakpoints}: {reason}; or leave breakpoints out")
+
+    def _no_use_of_breakpoints(self, request: Request, chunks: bool, group: DecodeGroup) -> str | None:
+        """Why no other prompt can go on from a prompt, and what to do; None: others can."""
+        if not self._prefix_cache:
+            return "this engine keeps no prompts: give it prefix_cache=True"
+        if chunks:
+            return "a prompt with chunks is not shared: give its text in one piece"
+        if request.params.prompt_logprobs is not None:
+            return "a prompt whose log probabilities are wanted is not shared: leave out prompt_logprobs"
+        if not can_share(group.recipe):
+            return (
+                f"{group.recipe.described} shares no beginnings of prompts, see docs/explanation/engine.md: use another "
+                "method or number format"
+            )
+        return None
 
     def _uses_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> bool:
         """See `ChunkReuse.check`.

@@ -65,12 +65,28 @@ class StepExecutor:
         for job, n in step.chunks:
             live = self._live[job.key]
             if live.stack is None and live.trunk is None:
-                if live.waited < MOST_WAITED and self._sharing.waits(live, begun):
-                    live.waited += 1
+                if self._waits(live, begun):
                     continue
+                self._sharing.meet(live, self._live.values())
                 begun.append(live)
             chunks.append((job, self._share(live, n)))
         step.chunks = chunks
+
+    def _waits(self, live: RequestState, reading: list[RequestState]) -> bool:
+        """Whether a prompt lets this step pass, because another is read that it begins with.
+
+        A prompt that can only begin where sums are kept waits as long as the other comes nearer to that place.
+        """
+        if live.waited >= MOST_WAITED:
+            return False
+        reader = self._sharing.reader(live, reading)
+        if reader is None:
+            return False
+        if live.group.recipe.policy.sums_prompt and reader.job.read > live.reader_read:
+            live.waited, live.reader_read = 0, reader.job.read
+        else:
+            live.waited += 1
+        return True
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
@@ -88,13 +104,14 @@ class StepExecutor:
             answers += [group.answers[place] for place in stay]
             rows.append(found if len(stay) == len(found) else found[stay])
         read: list[RequestState] = []
+        partly: list[RequestState] = []
         for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
             self._mark_read(live, n, len(part.computed))
             if live.error is not None:
                 continue
             self._score_prompt(live, part, found)
             if not part.ends:
-                self._sharing.keep_blocks(live)
+                partly.append(live)
             else:
                 if live.blend is not None and self._chunks is not None:
                     live.blend.finish(self._chunks.store)
@@ -105,6 +122,8 @@ class StepExecutor:
             self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
         for live, later in zip(read, self._needs_behind(read), strict=True):
             self._settle(live, later)
+        for live in partly:
+            self._sharing.keep_blocks(live)
         for group in dict.fromkeys([*groups, *(live.group for live in read)]):
             group.update_stats()
         return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
@@ -133,13 +152,13 @@ class StepExecutor:
         if live.blend is not None:
             return live.blend.reach(live.job.read, n)
         if live.job.read or live.stack is not None:
-            return n
+            return min(n, self._sharing.next_stop(live) - live.job.read)
         shared = self._trunks.begin(live) or self._sharing.begin(live)
         self._scheduler.mark_read(live.job, shared, served=False)
         self.counts["shared_tokens"] += shared if live.answers else 0
         for answer in live.answers:
             answer.shared = shared
-        return min(n, live.job.prompt - live.job.read)
+        return min(n, self._sharing.next_stop(live) - live.job.read)
 
     def _blend(self, live: RequestState) -> None:
         """Before a prompt with chunks begins: choose what is computed of it."""

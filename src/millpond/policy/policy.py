@@ -232,6 +232,11 @@ class Policy:
         return self.needs_unrotated_queries or self.scores_entries
 
     @property
+    def sums_prompt(self) -> bool:
+        """A plan needs something of all queries of a prompt: column sums, moments, or the queries themselves."""
+        return self.observes_all or self.sums_queries or self.needs.head_rules is not None
+
+    @property
     def needs_unrotated_queries(self) -> bool:
         """The queries are summed as they were before RoPE."""
         return self.score is not None and self.score.queries == "unrotated"

@@ -41,12 +41,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+class CacheControl(Body):
+    """A mark of Anthropic's API: later chats go on from here."""
+
+    type: Literal["ephemeral"]
+
+
 class TextPart(Body):
     """A piece of a message; a chunk is a text of its own, whose keys and values the chunk store keeps."""
 
     type: Literal["text"]
     text: str
     chunk: StrictBool = False
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
 
 class CalledFunction(Body):
@@ -99,8 +106,15 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
     parsed: Echo = None
     provider_specific_fields: Echo = None
+
+    @property
+    def ends_with_breakpoint(self) -> bool:
+        """Whether it, or a part of it, is marked with `cache_control`."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self.cache_control is not None or any(part.cache_control is not None for part in parts)
 
     @property
     def length(self) -> int:

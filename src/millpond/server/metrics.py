@@ -87,9 +87,14 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
 
 def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
     """Blocks of the prefix cache, each number under the name of its paging rule."""
-    held = GaugeMetricFamily("millpond_prefix_blocks", "Blocks that the prefix cache holds.", labels=["rule"])
-    held.add_metric([prefix.rule], prefix.blocks)
-    yield held
+    gauges = {
+        "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
+        "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
+    }
+    for name, (text, value) in gauges.items():
+        gauge = GaugeMetricFamily(f"millpond_{name}", text, labels=["rule"])
+        gauge.add_metric([prefix.rule], value)
+        yield gauge
     counters = {
         "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),

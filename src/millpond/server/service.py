@@ -17,6 +17,7 @@ from millpond.errors import MillpondError
 from millpond.option_files import listed_files
 from millpond.server.admission import AdmissionControl
 from millpond.server.body_parsing import JsonBodies
+from millpond.server.chat_breakpoints import ChatBreakpoints
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import FrontPace
 from millpond.server.generation_job import GenerationJob
@@ -40,7 +41,7 @@ class Service:
     """The engine, and what stands in front of it.
 
     Attributes:
-        llm, settings, tokens, clients, gate, pace, metrics, bodies: see their classes.
+        llm, settings, tokens, clients, gate, pace, metrics, bodies, breakpoints: see their classes.
         calls: how calls of tools are written; None: they are not read.
 
     Raises:
@@ -58,6 +59,7 @@ class Service:
         self.metrics = Metrics(llm, self.gate)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)
+        self.breakpoints = ChatBreakpoints(llm, self._files)
 
     def check_model(self, name: str | None) -> None:
         """Raises:

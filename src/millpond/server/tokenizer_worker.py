@@ -122,6 +122,11 @@ class TokenizerWorker:
             ApiError: the template refuses these messages, there are tools and no template that shows them, or there is
                 no tokenizer.
         """
+        text = await self._chat_text(said, body, use_tools)
+        return text, await self.encode(text, special=not self.has_template)
+
+    async def _chat_text(self, said: Sequence[Message], body: ChatFields, use_tools: bool) -> str:
+        """A chat as the model reads it; see `chat`."""
         self.need("a chat", "messages")
         shown = (body.tools or []) if use_tools else []
         size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
@@ -134,10 +139,8 @@ class TokenizerWorker:
             if extra:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
-            text = plain_chat(messages, body.add_generation_prompt)
-        else:
-            text = await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
-        return text, await self.encode(text, special=not self.has_template)
+            return plain_chat(messages, body.add_generation_prompt)
+        return await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
 
     async def chunked(self, prompt: Prompt) -> Prompt:
         """The same prompt with token ids in place of texts.
@@ -161,7 +164,7 @@ class TokenizerWorker:
         """
         self._check_length(sum(message.length for message in said), "messages")
         marked = MarkedChunks(said)
-        text, _ = await self.chat(marked.messages, body, use_tools)
+        text = await self._chat_text(marked.messages, body, use_tools)
         parts = marked.split(text)
         # what a template writes has its special tokens already
         return await self.chunked(Prompt([(), *parts] if self.has_template else parts))
@@ -175,14 +178,34 @@ class TokenizerWorker:
             ApiError: as `chat`; or the template changes messages; or the tokenizer tells no characters of tokens.
         """
         text, ids = await self.chat(said, body, use_tools)
+        return ids, await self._spans(text, ids, said, body, use_tools)
+
+    async def chat_ends(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Span, ...] | None]:
+        """As `chat_spans`; None in place of the spans where they cannot be found.
+
+        Raises:
+            ApiError: as `chat`.
+        """
+        text, ids = await self.chat(said, body, use_tools)
+        try:
+            return ids, await self._spans(text, ids, said, body, use_tools)
+        except ApiError:
+            return ids, None
+
+    async def _spans(
+        self, text: str, ids: tuple[int, ...], said: Sequence[Message], body: ChatFields, use_tools: bool
+    ) -> tuple[Span, ...]:
+        """Where each message lies among the ids of the text of a chat; see `chat_spans`."""
         enclosed = EnclosedMessages(said)
-        marked, _ = await self.chat(enclosed.messages, body, use_tools)
+        marked = await self._chat_text(enclosed.messages, body, use_tools)
         spans, special = enclosed.spans(marked, text), not self.has_template
         read, found = await self._run(lambda own: token_spans(own, text, special, spans), len(text))
         if tuple(read) != ids:
             message = "this model's tokenizer does not tell which characters a token stands for"
             raise ApiError(400, message, "unsupported_parameter", "millpond.forgotten")
-        return ids, tuple(found)
+        return tuple(found)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""

@@ -7,8 +7,11 @@ from typing import Self
 import numpy as np
 
 from millpond.cache.entries import quantize, read_write
+from millpond.cache.entries.side_numbers import gather
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.head_rules import PromptQueries
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError, DataError
@@ -68,11 +71,38 @@ class LayerStorage:
 
     # ------------------------------------------------------------------ batches
 
-    def begin_with(self, table: PageTable, columns: int) -> None:
-        """Begin with `columns` tokens of a prompt that were read before, which `table` holds; its plan comes later."""
+    def begin_with(self, table: PageTable, columns: int, sums: LayerSums | None = None) -> None:
+        """Begin with `columns` tokens of a prompt that were read before, which `table` holds; its plan comes later.
+
+        sums: over their queries, from `sums`; None for a policy that needs none.
+        """
         self._table, self.columns = table, columns
+        state = self.companions
         if not self.policy.keeps_all:
-            self.companions.pending[0] = columns
+            state.pending[0] = columns
+        if sums is None:
+            return
+        if sums.columns is not None:
+            state.columns[0] = sums.columns
+        if sums.moments is not None:
+            state.queries.adopt(0, sums.moments)
+        if sums.queries is not None and state.headwise is not None:
+            state.headwise.adopt(0, sums.queries)
+
+    def sums(self, begin: int) -> LayerSums:
+        """What the policy has summed over the queries of the only sequence, whose prompt is still being read.
+
+        begin: tokens whose queries are left out, where queries are kept.
+        """
+        table, state = self._require_table(), self.companions
+        columns = None
+        if self.policy.observes_all:
+            n, arrays = int(table.lengths().max()), table.pool.arrays
+            columns = gather(arrays, table.pages[:, : -(-n // arrays.slots)], arrays.scores)[:, :n].clone()
+        asked = None if state.headwise is None else state.headwise.asked(0)
+        if asked is not None:
+            asked = PromptQueries(asked.q[:, begin:].clone(), asked.lse[:, begin:].clone(), asked.q_pos[begin:].clone())
+        return LayerSums(columns, state.queries.moments(0), asked)
 
     def join(self, other: Self) -> None:
         """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.

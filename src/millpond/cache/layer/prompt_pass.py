@@ -150,7 +150,11 @@ class PromptPass:
             q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
         if table.sealed is not None and peek is None:
             table.sealed.collect_statistics(sequence, q, k)
-        found = read_write.join(read_write.read(table, sequence), k, v, q_pos, scores)
+        past = read_write.read(table, sequence)
+        columns = None if peek is not None else self.companions.columns.pop(sequence, None)
+        if columns is not None:  # the pages are others', and so are the scores in them
+            past = past._replace(scores=columns)
+        found = read_write.join(past, k, v, q_pos, scores)
         chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)

@@ -60,6 +60,14 @@ class HeadRuleState:
             q, lse, q_pos = torch.cat([old.q, q], 1), torch.cat([old.lse, lse], 1), torch.cat([old.q_pos, q_pos])
         self._asked[sequence] = PromptQueries(q, lse, q_pos)
 
+    def asked(self, sequence: int) -> PromptQueries | None:
+        """The queries of a sequence since its last plan; None: none are kept."""
+        return self._asked.get(sequence)
+
+    def adopt(self, sequence: int, found: PromptQueries) -> None:
+        """Remember of a sequence what `asked` of another state gave."""
+        self._asked[sequence] = found
+
     def received(
         self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, begin: int,
         end: int,

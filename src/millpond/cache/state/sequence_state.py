@@ -44,6 +44,8 @@ class SequenceState:
         turns: position at which the newest turn of a sequence begins.
         contexts: what trained gates have read of a sequence.
         ceilings: entries per KV head on average that plans while decoding may keep, where heads hold fewer.
+        columns: column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
+            next pass, which writes them.
         rolling: the frames of cache-relative positions.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
@@ -55,6 +57,7 @@ class SequenceState:
     turns: PerSequence[int]
     contexts: PerSequence[GateContext]
     ceilings: PerSequence[int]
+    columns: PerSequence[Tensor]
     rolling: CacheRelativePositions | None
     headwise: HeadRuleState | None
     focus: SelectiveAttention | None
@@ -65,6 +68,7 @@ class SequenceState:
         needs = policy.needs
         return cls(
             QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(), PerSequence(), PerSequence(),
+            PerSequence(),
             None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),

@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
+from millpond.server.chat_breakpoints import breakpoints_of, check_marks
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
 from millpond.server.message_spans import Span
-from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
@@ -55,7 +56,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt, spans = await _prompt(service, body)
+    prompt, spans, breakpoints = await _prompt(service, body)
     check_room([prompt], asked, service.llm.context_length)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -64,27 +65,35 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans)
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
-async def _prompt(service: Service, body: ChatBody) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...]]:
-    """What the model reads of a chat; and where each message lies in it, if `millpond.forgotten` is set.
+async def _prompt(
+    service: Service, body: ChatBody
+) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...]]:
+    """What the model reads of a chat; where each message lies in it, if `millpond.forgotten` is set; and breakpoints.
 
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and `millpond.forgotten` is set.
+            are chunks, and `millpond.forgotten` is set; or too many marks.
     """
     refuse_spans(body.millpond.chunks)
+    check_marks(body.messages)
     use_tools = body.tool_choice != "none"
     if has_chunks(body.messages):
         if body.millpond.forgotten:
             message = "messages with chunks do not tell what was forgotten; leave out one of the two"
             raise ApiError(400, message, "invalid_value", "millpond.forgotten")
-        return await service.tokens.chunked_chat(body.messages, body, use_tools), ()
+        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), ()
+    stops = service.breakpoints.needed(cache_options(body.millpond))
     if body.millpond.forgotten:
-        return await service.tokens.chat_spans(body.messages, body, use_tools)
+        prompt, spans = await service.tokens.chat_spans(body.messages, body, use_tools)
+        return prompt, spans, breakpoints_of(body.messages, spans) if stops else ()
+    if stops:
+        prompt, found = await service.tokens.chat_ends(body.messages, body, use_tools)
+        return prompt, (), () if found is None else breakpoints_of(body.messages, found)
     _, prompt = await service.tokens.chat(body.messages, body, use_tools)
-    return prompt, ()
+    return prompt, (), ()

@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
+from millpond.server.chat_breakpoints import breakpoints_of
 from millpond.server.chunk_parts import refuse_spans
 from millpond.server.message_spans import refuse_forgotten
 from millpond.server.messages import Message
-from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses_format import ResponseJob
 from millpond.server.responses_schemas import NamedSchema, ResponseBody
 from millpond.server.schemas import ChatFields
@@ -46,7 +47,12 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     fields = ChatFields(chat_template_kwargs=body.chat_template_kwargs)
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
-    _, prompt = await service.tokens.chat(_messages(body), fields, use_tools=False)
+    said, breakpoints = _messages(body), ()
+    if service.breakpoints.needed(cache_options(body.millpond)):
+        prompt, spans = await service.tokens.chat_ends(said, fields, use_tools=False)
+        breakpoints = () if spans is None else breakpoints_of(said, spans)
+    else:
+        _, prompt = await service.tokens.chat(said, fields, use_tools=False)
     check_room([prompt], body.max_output_tokens, service.llm.context_length)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
     wanted = None if body.text is None else body.text.format
@@ -56,7 +62,9 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"resp_{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    made = requests(
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, breakpoints=breakpoints
+    )
     return ResponseJob(name, made, _echo(body, params), bool(body.stream), logprobs)
 
 
