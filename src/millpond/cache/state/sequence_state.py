@@ -45,6 +45,7 @@ class SequenceState:
         contexts: what trained gates have read of a sequence.
         ceilings: entries per KV head on average that plans while decoding may keep, where heads hold fewer.
         rolling: the frames of cache-relative positions.
+        origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
     """
@@ -55,6 +56,7 @@ class SequenceState:
     turns: PerSequence[int]
     contexts: PerSequence[GateContext]
     ceilings: PerSequence[int]
+    origins: PerSequence[Tensor]
     rolling: CacheRelativePositions | None
     headwise: HeadRuleState | None
     focus: SelectiveAttention | None
@@ -65,7 +67,7 @@ class SequenceState:
         needs = policy.needs
         return cls(
             QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(), PerSequence(), PerSequence(),
-            None if rotation is None else _cache_relative(policy, rotation),
+            PerSequence(), None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
         )  # fmt: skip

@@ -47,7 +47,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
     _, prompt = await service.tokens.chat(_messages(body), fields, use_tools=False)
-    check_room([prompt], body.max_output_tokens, service.llm.context_length)
+    check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
     wanted = None if body.text is None else body.text.format
     params = sampling(
