@@ -22,15 +22,21 @@ needs_native = pytest.mark.skipif(not library.runnable(), reason="installed with
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 KEYS = [Format.NUQ2, Format.NUQ3, Format.NUQ4, Format.INT4, Format.INT3]
+#: Formats whose scales lie in the page.
+OF_PAGES = [Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> PackedCase:
     n_seq, n_kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     n, dim = n_seq * n_kv_heads, draw(st.sampled_from([32, 64, 80, 128]))
-    key = side(draw(st.sampled_from(KEYS)), True, fixed=True, n_extra=draw(st.sampled_from([0, 7])))
+    if draw(st.booleans()):
+        key, slots = side(draw(st.sampled_from(KEYS)), True, fixed=True, n_extra=draw(st.sampled_from([0, 7]))), 32
+    else:
+        slots = draw(st.sampled_from([32, 64]))
+        key = side(draw(st.sampled_from(OF_PAGES)), True, draw(st.sampled_from([32, slots])))
     lens = [
-        m // 32 * 32 for m in draw(st.lists(st.integers(0, draw(st.sampled_from([64, 900]))), min_size=n, max_size=n))
+        m // slots * slots for m in draw(st.lists(st.integers(0, draw(st.sampled_from([64, 900]))), min_size=n, max_size=n))
     ]
     plain = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
     dead = draw(st.sampled_from([0, 5]))
@@ -50,7 +56,7 @@ def cases(draw: st.DrawFn) -> PackedCase:
         interleaved=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 0.8])),
     )
-    return PackedCase(case, lens, key, side(Format.NUQ4), 32, dead, rope=rope, in_order=draw(st.booleans()))
+    return PackedCase(case, lens, key, side(Format.NUQ4), slots, dead, rope=rope, in_order=draw(st.booleans()))
 
 
 @needs_native
@@ -98,8 +104,8 @@ def test_turning_back_undoes_turning_and_dots_tell_distances(interleaved: bool, 
     assert torch.equal(rope.turn(k, t)[:, 16:], k[:, 16:])
 
 
-def test_scales_of_a_page_cannot_hold_keys_before_rope() -> None:
-    call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4, True, 32), side(Format.INT4), 64).build()
+def test_scales_of_slots_cannot_hold_keys_before_rope() -> None:
+    call = PackedCase(Case([3], 1, 1, 1, 32, 32, 16), [64], side(Format.INT4), side(Format.INT4), 64).build()
     call.packed = replace(call.packed, rope=rope_for(32, 99, 32))
-    with pytest.raises(OptionError, match="before RoPE with calibrated scales"):
+    with pytest.raises(OptionError, match="before RoPE with scales per channel"):
         call.run(ops)

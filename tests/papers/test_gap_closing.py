@@ -85,6 +85,30 @@ def test_a_later_pass_of_many_tokens_meets_closed_gaps(monkeypatch: pytest.Monke
     assert torch.allclose(closing, expected, atol=1e-10)
 
 
+@pytest.mark.parametrize(("budget", "reach"), [(8, 24), (8, 10), (8, 1000)])
+def test_positions_that_go_on_inside_the_cache_equal_the_same_definition(budget: int, reach: int) -> None:
+    """As an engine with overflow="rolling" does it: keys come after RoPE at positions of the cache, not of the text."""
+    q, k, v = text(100)
+    expected, closings = reference(q, k, v, budget, reach, 1)
+    policy = METHODS.get("h2o")(sinks=SINKS, recent=RECENT, prefill="greedy")
+    pool, timeline = PagePool(DIM, DIM, torch.float64, slots=4), PositionTracker()
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, timeline)
+    found, closed = [], []
+    for t in range(q.shape[2]):
+        if timeline.n_seq and timeline.seen[0] == reach:
+            closed.append(t)
+            end = cache.least_end(0)
+            cache.close_gaps(0, end, Rope())
+            timeline.close(0, end)
+        at = torch.tensor([[int(timeline.seen[0]) if timeline.n_seq else 0]])
+        one = slice(t, t + 1)
+        qr, kr = Rope().rotate(q[:, :, one], at), Rope().rotate(k[:, :, one], at)
+        found.append(cache.attend(qr, kr, v[:, :, one], None, AttentionShape(scale=1.0)))
+    assert closed == closings
+    assert torch.allclose(torch.cat(found, 2), expected, atol=1e-10)
+    assert int(timeline.seen[0] + timeline.closed[0]) == q.shape[2]
+
+
 def test_sequences_of_a_batch_keep_their_frames() -> None:
     rope, n = Reaching(24), 3
     ours = gap_closing.GapClosing(rope, 24)

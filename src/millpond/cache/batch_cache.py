@@ -14,6 +14,7 @@ from torch import Tensor
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
@@ -32,7 +33,8 @@ class BatchCache:
     Args:
         layers: one per layer with attention, new ones. timeline: theirs. before_plan: called when the prompt is about
             to be planned. states: of the layers that hold some, in a hybrid. tier: of the layers whose pages lie on a
-            disk between passes; None: all stay.
+            disk between passes; None: all stay. rotations: how each layer's keys turn, None for one whose keys have no
+            rotary position; empty where gaps never close.
 
     Attributes:
         reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
@@ -45,7 +47,9 @@ class BatchCache:
         before_plan: Callable[[], None] = lambda: None,
         states: RecurrentStates | None = None,
         tier: DiskTier | None = None,
+        rotations: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
+        self._rotations = rotations
         self.layers = list(cores)
         self.tier = tier
         self.timeline = timeline
@@ -162,6 +166,21 @@ class BatchCache:
             self.states.reset()
         self.timeline.reset()
         self._forget_swapped()
+
+    # ------------------------------------------------------------------ positions
+
+    def close_gaps(self, sequence: int) -> None:
+        """Give what a sequence holds consecutive positions, so that its text goes on right behind it.
+
+        All layers have planned. A key keeps its order in its head; heads with fewer entries end at the same position.
+
+        Raises:
+            PoolFullError: no room for copies of pages that others hold.
+        """
+        end = max(core.least_end(sequence) for core in self.layers)
+        for core, rotation in zip(self.layers, self._rotations, strict=True):
+            core.close_gaps(sequence, end, rotation)
+        self.timeline.close(sequence, end)
 
     # ------------------------------------------------------------------ room
 

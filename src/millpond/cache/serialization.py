@@ -52,6 +52,8 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
     if moments is not None and queries_follow:
         out["moments.total"], out["moments.outer"] = moments.total, moments.outer
         out["moments.count"] = torch.tensor(moments.count)
+    if 0 in companions.origins:
+        out["origins"] = companions.origins[0]
     if 0 in companions.memories:
         out["memory"] = companions.memories[0]
     if companions.rolling is not None:
@@ -136,6 +138,9 @@ def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int
     """Of positions inside the cache, and of blocks that are looked up, where there are any."""
     if (base := stored.get("rolling.base")) is not None:
         need(base.numel() == 1 and 0 <= int(base) <= n_tokens, f"a frame begins at 0 to {n_tokens}")
+    if (origins := stored.get("origins")) is not None:
+        need(origins.ndim == 2 and len(origins) == heads, "entries of each head have places in the text")
+        need(origins.dtype == torch.int32 and bool((origins >= -1).all()), "these places are -1 or more")
     if (sinks := stored.get("rolling.keys")) is not None:
         need(sinks.ndim == 3 and len(sinks) == heads and sinks.shape[2] == dim, "sinks are (heads, n, channels)")
         need(sinks.is_floating_point(), "sinks are numbers with a point")
@@ -189,6 +194,8 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     if "moments.count" in stored:
         count, total, outer = (stored[f"moments.{name}"] for name in ("count", "total", "outer"))
         queries.adopt(0, QueryMoments(int(count), total, outer))
+    if "origins" in stored:
+        core.companions.origins[0] = stored["origins"]
     if "memory" in stored:
         core.companions.memories[0] = stored["memory"]
     for name, part in (("rolling.", core.companions.rolling), ("focus.", core.companions.focus)):

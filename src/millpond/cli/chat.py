@@ -16,7 +16,7 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Disk, DtypeName, Memory, Temperature, TopP, TypicalP, Weights, optional
+from millpond.cli.options import Disk, DtypeName, Memory, OverflowRule, Temperature, TopP, TypicalP, Weights, optional
 from millpond.errors import MillpondError, OptionError
 
 HELP = {
@@ -46,6 +46,7 @@ def chat(
     memory: Memory = None,
     disk: Disk = None,
     weights: Weights = None,
+    overflow: OverflowRule = "refuse",
     dtype: DtypeName = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
     temperature: Temperature = 0.7,
@@ -65,13 +66,14 @@ def chat(
     kept = cache.for_request()
     if url is None:
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
+        config |= {"overflow": overflow}
         who: AbstractContextManager[ChatBackend] = _here(
             model or "pond-recall", None if dtype == "auto" else dtype, memory, disk, config, drawn
         )
-    elif kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration:
+    elif kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration or overflow != "refuse":
         raise OptionError(
-            "--kv-memory, --memory, --disk, --weights, --dtype and --calibration are the server's; leave them out "
-            "with --url"
+            "--kv-memory, --memory, --disk, --weights, --dtype, --calibration and --overflow are the server's; leave "
+            "them out with --url"
         )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})

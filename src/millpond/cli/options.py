@@ -40,6 +40,14 @@ Disk = Annotated[
     Path | None,
     optional(help="Folder for packed --weights and other files of a model that runs with --memory. Default: none."),
 ]
+OverflowRule = Annotated[
+    str,
+    typer.Option(
+        "--overflow",
+        help="Texts longer than the model's context: refuse them, or rolling: what the cache keeps moves to its "
+        "beginning, and the text goes on.",
+    ),
+]
 Weights = Annotated[
     str | None,
     optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),

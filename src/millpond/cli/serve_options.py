@@ -11,7 +11,7 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import Weights, optional, parse_options
+from millpond.cli.options import OverflowRule, Weights, optional, parse_options
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class EngineChoice(OptionGroup):
     swap_to: Annotated[
         Path | None, optional(help="Folder for the caches of preempted requests. Default: the host's memory.")
     ] = None
+    overflow: OverflowRule = "refuse"
     runner: Annotated[
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
     ] = "auto"  # fmt: skip
@@ -73,7 +74,7 @@ class EngineChoice(OptionGroup):
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
             "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
-            "chunk_store": self._chunks(), "deterministic": self.deterministic,
+            "chunk_store": self._chunks(), "deterministic": self.deterministic, "overflow": self.overflow,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

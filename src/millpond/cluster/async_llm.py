@@ -75,8 +75,13 @@ class AsyncClusterLLM:
 
     @property
     def context_length(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Tokens that the model sees at a time."""
         return self._context or sys.maxsize
+
+    @property
+    def text_limit(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return sys.maxsize if self._cluster.config.overflow == "rolling" else self.context_length
 
     @property
     def vocab_size(self) -> int:

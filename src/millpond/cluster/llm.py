@@ -43,6 +43,7 @@ class Cluster:
     ) -> None:  # fmt: skip
         if not isinstance(model, str | PathLike):
             raise OptionError("a cluster's workers load the model themselves: give its name or folder")
+        self.config = config
         if config.chunk_store is not None:
             raise OptionError("chunk_store= is that of one engine, workers share none: leave it out, or use mp.LLM")
         self._session: RaySession | None = None

@@ -9,12 +9,12 @@ import torch
 
 from millpond.codec.by_layer import JOINT, CodecSpec, Format, LayerCodecs, codec_text, codecs_of, parse_layers
 from millpond.codec.presets import PRESETS, codec_named
-from millpond.codec.spec import Codec, is_plain
+from millpond.codec.spec import Codec, before_rope, is_plain
 from millpond.errors import OptionError, unknown
 
 __all__ = [
-    "DTYPES", "Codec", "CodecSpec", "Format", "LayerCodecs", "codec_named", "codec_text", "codecs_of", "list_codecs",
-    "resolve",
+    "DTYPES", "Codec", "CodecSpec", "Format", "LayerCodecs", "before_rope", "codec_named", "codec_text", "codecs_of",
+    "list_codecs", "resolve",
 ]  # fmt: skip
 
 #: Formats that store a number as it is.

@@ -119,6 +119,24 @@ class Codec:
         return Tables(*(tuple(map(float, range(1 << s.format.bits))) for s in (self.key, self.value)))
 
 
+def before_rope(codec: Codec) -> Codec:
+    """The same format with keys that are stored before RoPE, so that their positions may change.
+
+    Raises:
+        OptionError: its keys are stored in a way that a rotation does not go through.
+    """
+    if codec.pre_rope:
+        return codec
+    changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0
+    if changed or not codec.key.per_channel:
+        raise OptionError(
+            f"codec {codec.name!r} cannot store keys before RoPE, which texts longer than the model's context need "
+            "(overflow='rolling'): it changes keys otherwise too, or has scales per token; use int8, int4, int3, int2, "
+            "kivi4, kivi2, fp8, kvquant4, kvquant3, kvquant2 or bf16"
+        )
+    return replace(codec, pre_rope=True)
+
+
 def joined(key: Codec, value: Codec) -> Codec:
     """The keys of one format with the values of another, as ("bf16", "int4").
 

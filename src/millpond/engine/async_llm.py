@@ -110,8 +110,13 @@ class AsyncLLM:
 
     @property
     def context_length(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Tokens that the model sees at a time."""
         return self._engine.context_length or sys.maxsize
+
+    @property
+    def text_limit(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._engine.text_limit or sys.maxsize
 
     @property
     def cache(self) -> CacheOptions:

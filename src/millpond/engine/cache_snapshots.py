@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.entries.side_numbers import gather
+from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.engine.decode_group import figures_of
 from millpond.engine.outputs import CacheSnapshot, KVStats
@@ -29,12 +30,13 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     """
     if not 0 <= layer < len(stack.layers):
         raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.layers) - 1}")
-    seen = int(stack.timeline.seen[sequence])
-    table = stack.layers[layer].table
+    seen = int(stack.timeline.seen[sequence] + stack.timeline.closed[sequence])
+    core = stack.layers[layer]
+    table = core.table
     n_heads = 0 if table is None else table.n_kv_heads
     holders, sums = torch.zeros(seen), torch.zeros(seen)
     if table is not None:
-        for positions, scores in _marks(table, sequence):
+        for positions, scores in _marks(core, sequence):
             held = (positions >= 0) & (positions < seen)
             places = positions[held].long()
             holders.index_add_(0, places, torch.ones(len(places)))
@@ -47,24 +49,31 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     )  # fmt: skip
 
 
-def held_positions(table: PageTable, sequence: int) -> list[Tensor]:
-    """Positions (H, T) of what one sequence holds, on the host, -1 where there is nothing: of entries as they are, and
-    of codes.
+def held_positions(core: LayerCache, sequence: int) -> list[Tensor]:
+    """Positions in the text (H, T) of what one sequence holds, on the host, -1 where there is nothing: of entries as
+    they are, and of codes.
     """
+    table = core.table
+    if table is None:
+        return []
     if not table.page_lists.pool.arrays.n_arenas and table.sealed is None:
         return []
-    return [positions for positions, _ in _marks(table, sequence)]
+    return [positions for positions, _ in _marks(core, sequence)]
 
 
-def _marks(table: PageTable, sequence: int) -> list[tuple[Tensor, Tensor]]:
-    """Positions (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
+def _marks(core: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
+    """Positions in the text (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
 
     Keys and values stay where they are. Entries that are stored as they are come first, then those that are codes.
     """
+    table = core.table
+    assert table is not None, "a layer that holds something"
     found = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
     if (sealed := table.sealed) is not None:
         rows = sealed.rows(sequence)
         found.append((sealed.positions(rows).cpu(), sealed.scores(rows).cpu()))
+    if core.timeline.closed[sequence]:
+        found = [(core.text_positions(sequence, at), scores) for at, scores in found]
     return found
 
 

@@ -6,22 +6,25 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from typing import Any, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from millpond.budget import Budget, parse_bytes
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.paging.choose import rule_named
-from millpond.codec import CodecSpec, codec_text, codecs_of, resolve
+from millpond.codec import Codec, CodecSpec, before_rope, codec_text, codecs_of, resolve
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
 from millpond.methods import METHODS
+from millpond.policy.rolling import rolling_policy
 from millpond.runner.packed_model import Runner, check_deterministic, check_weights
 from millpond.scalar import number
 
 #: Tokens at whose multiples a deterministic engine cuts prompts.
 PROMPT_BLOCK = 256
+#: What becomes of a text that is longer than the model's context.
+Overflow = Literal["refuse", "rolling"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -47,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     weights: str | None
     chunk_store: ChunkStore | None
     deterministic: bool
+    overflow: Overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,9 @@ class EngineConfig:
             steps are filled, whether its beginning is shared or its cache swapped out, and whatever the threads. Needs
             a model that runs without its modules. Prompts are cut at multiples of 256 tokens, of which
             `max_step_tokens` holds one at least, share beginnings in such units, and are read more slowly.
+        overflow: what becomes of a text that is longer than the model's context: "refuse" it, or let positions inside
+            the cache go on ("rolling"): at the end of the context what is kept moves to its beginning, and the text
+            goes on behind it.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
@@ -106,6 +113,7 @@ class EngineConfig:
     weights: str | None = None
     chunk_store: ChunkStore | None = None
     deterministic: bool = False
+    overflow: Overflow = "refuse"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))
@@ -124,10 +132,17 @@ class EngineConfig:
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))
         budget_of(self.method, self.budget, policy)
+        if self.overflow not in get_args(Overflow):
+            raise unknown("overflow", self.overflow, get_args(Overflow))
+        codecs: list[Codec] = []
         if self.codec is not None:
             object.__setattr__(self, "codec", codec_text(self.codec))
-            for one in codecs_of(resolve(self.codec)):
-                policy.check_codec(one)
+            codecs = codecs_of(resolve(self.codec))
+        if self.overflow == "rolling":
+            codecs = [before_rope(one) for one in codecs]
+            policy = rolling_policy(policy, self.method, bool(codecs))
+        for one in codecs:
+            policy.check_codec(one)
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: EngineOptions) -> EngineConfig:

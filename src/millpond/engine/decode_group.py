@@ -69,6 +69,15 @@ class DecodeGroup:
         self.answers = [answer for answer in self.answers if answer not in answers]
         return own
 
+    def close_gaps(self, reach: int) -> None:
+        """Before a step: let texts go on whose next token would stand at `reach` positions.
+
+        Raises:
+            PoolFullError: no room for copies of pages that answers share.
+        """
+        for sequence in (self.stack.timeline.seen >= reach).nonzero()[0].tolist():
+            self.stack.close_gaps(sequence)
+
     def leave(self) -> None:
         """Forget the answers that are finished, and give their pages back."""
         stay = [place for place, answer in enumerate(self.answers) if not answer.finished]
@@ -89,7 +98,7 @@ class DecodeGroup:
 
 def figures_of(stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
     """What each sequence of a stack holds."""
-    held, seen = stack.held(), stack.timeline.seen
+    held, seen = stack.held(), stack.timeline.seen + stack.timeline.closed
     heads = sum(layer.n_kv_heads for layer in layers)
     kv_bytes, used = stack.kv_bytes(held).tolist(), stack.used_bytes(held).tolist()
     entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)

@@ -92,6 +92,10 @@ class Engine:
             raise OptionError(
                 "chunk_store= needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
             )
+        if config.overflow == "rolling" and tier is not None:
+            raise OptionError(
+                "overflow='rolling' writes all entries of a sequence at once; leave it out where KV lies on a disk"
+            )
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
@@ -121,7 +125,7 @@ class Engine:
             )
             self._recipes = GroupRegistry(
                 self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier,
+                tier, self._reach(),
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
@@ -160,6 +164,11 @@ class Engine:
     def context_length(self) -> int | None:
         """Tokens of a prompt and its answer together; None where the model sets no limit."""
         return self._model.context_length
+
+    @property
+    def text_limit(self) -> int | None:
+        """The same, or None where texts go on beyond the context (`overflow="rolling"`)."""
+        return None if self.config.overflow == "rolling" else self.context_length
 
     @property
     def vocab_size(self) -> int:
@@ -493,6 +502,18 @@ class Engine:
         if self._model_mark is None:
             self._model_mark = fingerprint(self._model.model)
         return self._model_mark
+
+    def _reach(self) -> int | None:
+        """Positions after which gaps close and a text goes on; None: it ends there.
+
+        Raises:
+            OptionError: the model sets no limit.
+        """
+        if self.config.overflow == "refuse":
+            return None
+        if self.context_length is None:
+            raise OptionError("overflow='rolling': this model sets no limit to a text; leave it out")
+        return self.context_length
 
     def _let_go(self) -> None:
         self._model.close()

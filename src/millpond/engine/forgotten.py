@@ -55,13 +55,13 @@ def note_forgotten(live: RequestState) -> None:
 
 def _holders(stack: BatchCache, sequence: int) -> tuple[Tensor, int]:
     """(seen,) how many heads of all layers hold each token, and how many heads there are."""
-    seen, heads = int(stack.timeline.seen[sequence]), 0
+    seen, heads = int(stack.timeline.seen[sequence] + stack.timeline.closed[sequence]), 0
     holders = torch.zeros(seen, dtype=torch.int32)
     for layer in stack.layers:
         if layer.table is None:
             continue
         heads += layer.table.n_kv_heads
-        for positions in held_positions(layer.table, sequence):
+        for positions in held_positions(layer, sequence):
             found = positions[(positions >= 0) & (positions < seen)].long()
             holders.index_add_(0, found, torch.ones_like(found, dtype=torch.int32))
     return holders, heads

@@ -34,6 +34,9 @@ class GroupRegistry:
     Args:
         defaults: what holds where a request says nothing. account: what all pools share.
         calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
+
+    Attributes:
+        reach: positions after which gaps close and a text goes on; None: it ends there.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class GroupRegistry:
         tokenizer: Any,
         calibration: CalibrationSource = None,
         tier: DiskTier | None = None,
+        reach: int | None = None,
     ) -> None:
+        self.reach = reach
         self.defaults = defaults
         self._model = model
         self._account = account
@@ -89,6 +94,7 @@ class GroupRegistry:
                 recipe = CacheFactory(
                     self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
                     self._calibration if needs_calibration(codec) else None, self._slots, self._tier,
+                    self.reach,
                 )  # fmt: skip
                 self._groups[key] = DecodeGroup(recipe, self._model.layers)
         return self._groups[key]

@@ -128,7 +128,7 @@ def _layer_need(
 
 def held_while_reading(recipe: CacheLayout, index: int, layer: LayerShape, prompt: int) -> int:
     """Entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
-    policy = recipe.policy
+    policy, prompt = recipe.policy, recipe.within_reach(prompt)
     if policy.prefill == "once":
         return prompt
     table = PageTable(recipe.pool(layer), 1, layer.n_kv_heads)
@@ -171,6 +171,7 @@ def pages_to_settle(
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
         pool, packed = recipe.pool(layer), recipe.packed_pool(layer)
+        prompt = recipe.within_reach(prompt)
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         if packed is not None:
             need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes

@@ -21,7 +21,7 @@ class PromptSegment:
     """Some tokens of a prompt.
 
     Attributes:
-        stack: its cache. ids: (n,) int64, the tokens. start: position of the first.
+        stack: its cache. ids: (n,) int64, the tokens. start: place of the first in the prompt.
         span: of a prompt with chunks, which of these tokens are computed; None: all.
         every_row: the logits of all tokens are needed; else of none, or of the last where it `ends` the prompt.
     """
@@ -68,13 +68,16 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
         begin += len(tokens)
 
     for group in groups:
+        if group.recipe.reach is not None:
+            group.close_gaps(group.recipe.reach)
         newest = np.array([answer.tokens[-1] for answer in group.answers], dtype=np.int64)
         group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
         put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), None, True)
     for reading in readings:
         reading.stack.begin(torch.from_numpy(reading.ids[None]).to(model.device))
         rows = reading.computed
-        put(reading.stack, reading.ids[rows], reading.start + rows, reading.rows, reading.span, False)
+        begin_at = reading.start - int(reading.stack.timeline.closed.sum())  # of its only sequence, if it has begun
+        put(reading.stack, reading.ids[rows], begin_at + rows, reading.rows, reading.span, False)
     chosen = np.concatenate(asked)
     dummy = not len(chosen)  # a part of a prompt alone: the model still wants a row
     wanted = torch.from_numpy(np.array([begin - 1]) if dummy else chosen).to(model.device)

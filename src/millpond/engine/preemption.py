@@ -129,11 +129,11 @@ class Preemptor:
         return bool(ending) and self._sharing.has(self._pages(step))
 
     def _ending(self, step: Step) -> list[RequestState]:
-        """Requests whose prompts will have been read."""
+        """Requests whose prompts will have been read, or as much of them as the context holds: a plan follows."""
         return [
-            self._live[job.key]
+            live
             for job, n in step.chunks
-            if job.running and not job.trunk and job.read + n == job.prompt
+            if job.running and not job.trunk and ((live := self._live[job.key]).rolls(n) or job.read + n == job.prompt)
         ]
 
     def _with_sums(self, step: Step) -> list[RequestState]:

@@ -231,10 +231,10 @@ class PrefixSharing:
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""
-        return len(live.ids) - max(1, live.group.recipe.policy.window)
+        return live.group.recipe.within_reach(len(live.ids)) - max(1, live.group.recipe.policy.window)
 
     def _shares(self, live: RequestState) -> bool:
-        exact = live.prompt_logprobs is None and not live.tainted
+        exact = live.prompt_logprobs is None and not live.tainted and not live.rolled
         return self._enabled and exact and can_share(live.group.recipe)
 
     def _alike(self, live: RequestState, other: RequestState) -> bool:

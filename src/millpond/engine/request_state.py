@@ -67,6 +67,21 @@ class RequestState:
         """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
         return self.blend is not None and self.blend.tainted
 
+    @property
+    def rolled(self) -> bool:
+        """Whether gaps of its own cache have closed, so that positions there are not those of its text."""
+        return self.stack is not None and bool(self.stack.timeline.closed.any())
+
+    @property
+    def place(self) -> int:
+        """Position of the next token of its prompt, in its own cache."""
+        return self.job.read - (int(self.stack.timeline.closed[0]) if self.rolled and self.stack else 0)
+
+    def rolls(self, n: int) -> bool:
+        """Whether gaps close when the next `n` tokens of its prompt were read, and more follow."""
+        reach = self.group.recipe.reach
+        return reach is not None and self.place + n == reach and self.job.read + n < self.job.prompt
+
     def regroup(self) -> None:
         """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""
         if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:

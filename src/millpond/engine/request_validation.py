@@ -70,7 +70,13 @@ class RequestValidator:
         group = self._recipes.group(request.cache)
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
-        need = estimate(group.recipe, self._model.layers, len(ids), most, params.n)
+        reach = group.recipe.reach
+        if spans and reach is not None and len(ids) > reach:
+            raise OptionError(
+                f"a prompt with chunks has {len(ids)} tokens, and the model's context holds {reach}: with "
+                "overflow='rolling' only prompts without chunks may be longer"
+            )
+        need = estimate(group.recipe, self._model.layers, group.recipe.within_reach(len(ids)), most, params.n)
         limit = self._account.limit_bytes
         if limit is not None and need.most(params.n) > limit:
             raise BudgetError(
@@ -186,6 +192,8 @@ class RequestValidator:
             if asked is None:
                 raise OptionError("the model sets no limit to a text: give max_tokens")
             return asked
+        if self._recipes.reach is not None:
+            return context if asked is None else asked
         if prompt >= context:
             raise OptionError(
                 f"the prompt has {prompt} tokens, and the model's context holds {context} with the answer"

@@ -69,7 +69,7 @@ class StepExecutor:
                     continue
                 self._sharing.meet(live, self._live.values())
                 begun.append(live)
-            chunks.append((job, self._share(live, n)))
+            chunks.append((job, _within_reach(live, self._share(live, n))))
         step.chunks = chunks
 
     def _waits(self, live: RequestState, reading: list[RequestState]) -> bool:
@@ -111,7 +111,12 @@ class StepExecutor:
                 continue
             self._score_prompt(live, part, found)
             if not part.ends:
-                partly.append(live)
+                if live.rolls(0):
+                    self._sharing.keep_blocks(live)
+                    self._roll(live)
+                    ended += [live] if live.error is not None else []
+                else:
+                    partly.append(live)
             else:
                 if live.blend is not None and self._chunks is not None:
                     live.blend.finish(self._chunks.store)
@@ -215,6 +220,17 @@ class StepExecutor:
             answer.take(one)
         self.counts["generated_tokens"] += len(answers)
 
+    def _roll(self, live: RequestState) -> None:
+        """The context is full and the prompt goes on: plan what was read, and close gaps."""
+        stack = live.stack
+        assert stack is not None, "a prompt that is being read has a cache"
+        try:
+            stack.settle()
+            stack.close_gaps(0)
+        except MillpondError as error:
+            live.fail(error)
+        stack.reading = True
+
     def _needs_behind(self, read: list[RequestState]) -> list[Pages]:
         """For each prompt that was read, the pages that the plans of those after it may take."""
         needs: list[Pages] = [{}]
@@ -249,3 +265,9 @@ class StepExecutor:
             live.group = live.group.with_room(len(going))
             live.group.join(stack, going)
             live.stack = None
+
+
+def _within_reach(live: RequestState, n: int) -> int:
+    """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
+    reach = live.group.recipe.reach
+    return n if reach is None else min(n, reach - live.place)

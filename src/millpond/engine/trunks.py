@@ -81,6 +81,8 @@ class Trunks:
         Args:
             ids: (n,) its tokens. group: of the requests behind it. parent: the trunk that it continues.
         """
+        if group.recipe.within_reach(len(ids)) != len(ids) or len(ids) == group.recipe.reach:
+            return None  # gaps close before its end
         alone = estimate_trunk(group.recipe, self._layers, len(ids), 0)
         if not can_begin(group.recipe) or not self._fits_behind(None, alone.reading):
             return None

@@ -268,9 +268,14 @@ class Policy:
         return not self.keeps_all and (heads_grow or not self.every_step)
 
     @property
+    def heads_are_uniform(self) -> bool:
+        """All KV heads of a layer hold the same number of entries."""
+        return isinstance(self.heads, Uniform)
+
+    @property
     def heads_alike(self) -> bool:
         """All KV heads of all layers hold the same number of entries."""
-        return isinstance(self.heads, Uniform) and isinstance(self.layers, EvenLayers)
+        return self.heads_are_uniform and isinstance(self.layers, EvenLayers)
 
     @property
     def heads_may_keep_all(self) -> bool:

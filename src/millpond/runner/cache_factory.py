@@ -29,13 +29,15 @@ from millpond.hf.model_profile import ModelProfile
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
-from millpond.hf.signals.rotary import ModelRotation, attach_rotations
+from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.kernels.decode_rules import Evict
 from millpond.option_files import OptionFile
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
+from millpond.policy.rolling import rolling_policy
 from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import PackedModel
+from millpond.runner.rolling import check_room_to_roll, formats_before_rope
 
 #: Finds the pools of a number format, of entries with masses or without.
 FindPools = Callable[[torch.dtype | Codec, bool], PoolSet]
@@ -46,7 +48,8 @@ class CacheFactory(CacheLayout):
 
     Args:
         find_pools: where their pages come from. slots: what counts the states of a hybrid. tier: of the layers whose
-            pages lie on a disk between passes; None: all stay. The rest: as of `compress`; a budget in bytes is that of
+            pages lie on a disk between passes; None: all stay. reach: positions after which gaps close and a text goes
+            on; None: it ends there. The rest: as of `compress`; a budget in bytes is that of
             one sequence.
 
     Attributes:
@@ -71,6 +74,7 @@ class CacheFactory(CacheLayout):
         calibration: CalibrationSource = None,
         slots: StateSlots | None = None,
         tier: DiskTier | None = None,
+        reach: int | None = None,
     ) -> None:
         policy = policy_of(method, dict(options))
         check_packable(method, policy.needs)
@@ -87,6 +91,10 @@ class CacheFactory(CacheLayout):
                 "'h2o' or 'snapkv'"
             )
         stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
+        rotations: list[ModelRotation | None] = []
+        if reach is not None:
+            stored, rotations = formats_before_rope(stored), rolling_rotations(profile)
+            policy = rolling_policy(policy, method, bool(codecs_of(stored)))
         for one in codecs_of(stored):
             policy.check_codec(one)
         check_bytes_by_layer(stored, policy, kept)
@@ -94,11 +102,14 @@ class CacheFactory(CacheLayout):
         super().__init__(policy, kept, pools, model.layers, model.dtype, model.device)
         self.whole_prompt = policy.needs.whole_prompt or (model.states is not None and model.states.restarts)
         self.slots, self.tier = slots, tier
-        self.described = described(method, options, kept, stored or model.dtype)
+        self.described = described(method, options, kept, stored or model.dtype, reach)
+        self.reach, self._rotations = reach, rotations
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
         self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._pattern = self._cores(PositionTracker(), 0)
+        if reach is not None:
+            check_room_to_roll(self, model.layers, reach)
         attach_rotations(profile, self._pattern)
         attach_output_projections(profile, self._pattern)
 
@@ -116,7 +127,7 @@ class CacheFactory(CacheLayout):
             self._budgets.cores = cores
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(cores, timeline, before_plan, states, self.tier)
+        stack = BatchCache(cores, timeline, before_plan, states, self.tier, self._rotations)
         stack.reading = prompt > 0
         return stack
 
@@ -126,7 +137,7 @@ class CacheFactory(CacheLayout):
 
     def _cores(self, timeline: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
-            return self._budgets.entries(layer, table, sequence, max(seen, prompt))
+            return self._budgets.entries(layer, table, sequence, self.within_reach(max(seen, prompt)))
 
         cores = [
             LayerCache(
@@ -144,14 +155,16 @@ class CacheFactory(CacheLayout):
 
 
 def described(
-    method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec | LayerCodecs
-) -> str:
+    method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec | LayerCodecs,
+    reach: int | None = None,
+) -> str:  # fmt: skip
     """Words that are equal where caches are kept alike; what files hold stands in them as a digest."""
     chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
     calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)
     name = str(stored).removeprefix("torch.") if isinstance(stored, torch.dtype) else stored.name
     tables = "" if calibration is None else f" calibrated {calibration.digest()}"
-    return f"{method}({chosen}) budget {budget} {name}{tables}"
+    rolls = "" if reach is None else f" rolling at {reach}"
+    return f"{method}({chosen}) budget {budget} {name}{tables}{rolls}"
 
 
 def _shown(value: object) -> str:

@@ -25,9 +25,11 @@ class CacheLayout:
     Attributes:
         policy, budget: what is kept. pools: where entries lie.
         on_disk: layers whose pages lie on a disk between passes.
+        reach: positions after which gaps close and a text goes on; None: it ends there.
     """
 
     on_disk: frozenset[int] = frozenset()
+    reach: int | None = None
 
     def __init__(
         self,
@@ -44,7 +46,11 @@ class CacheLayout:
 
     def entries(self, layer: int, seen: int, table: PageTable) -> int:
         """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
-        return self._budgets.expected(layer, table, seen)
+        return self._budgets.expected(layer, table, self.within_reach(seen))
+
+    def within_reach(self, seen: int) -> int:
+        """Of `seen` tokens of a text those that may be held at a time, before any is evicted."""
+        return seen if self.reach is None else min(seen, self.reach)
 
     def pool(self, layer: LayerShape) -> PagePool:
         """The pool of a layer's plain entries."""

@@ -14,7 +14,8 @@ class ServedLLM(Protocol):
 
     Attributes:
         tokenizer: of transformers. model_name: as clients name it. vocab_size: ids below it are tokens.
-        context_length: tokens of prompt and answer together. cache: how caches are kept where a request does not say.
+        context_length: tokens that the model sees at a time. text_limit: tokens of prompt and answer together: as many,
+            or any number where texts go on beyond the context. cache: how caches are kept where a request does not say.
     """
 
     @property
@@ -25,6 +26,9 @@ class ServedLLM(Protocol):
 
     @property
     def context_length(self) -> int: ...
+
+    @property
+    def text_limit(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -47,7 +47,7 @@ class TokenizerWorker:
         self.shown = ask_template(llm.tokenizer)
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
-        self._most = max(_LONG, _PER_TOKEN * llm.context_length)
+        self._most = max(_LONG, _PER_TOKEN * llm.text_limit)
         self._threads = {long: ThreadPoolExecutor(1, "tokenizer") for long in (False, True)}
         self._tokenizers = {False: llm.tokenizer}  # two threads cannot share one
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from millpond.cache.entries import quantize, read_write
 from millpond.cache.entries.side_numbers import gather
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.head_rules import PromptQueries
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
+from millpond.cache.state.renumbering import consecutive, least_end, positions_of, renumber
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError, DataError
@@ -132,6 +136,45 @@ class LayerStorage:
         if self._table is not None:
             self._table.select(sequences)
             self.companions.become(self.companions.copy(sequences))
+
+    # ------------------------------------------------------------------ positions
+
+    def text_positions(self, sequence: int, at: Tensor) -> Tensor:
+        """(H, n) int64: positions in the text of entries at `at` (H, n), -1 for none; gaps may have closed between."""
+        at = at.long()
+        closed = int(self.timeline.closed[sequence])
+        if not closed:
+            return at
+        origins = self.companions.origins[sequence].to(at.device).long()
+        n = origins.shape[1]
+        older = origins.gather(1, at.clamp(min=0, max=n - 1)) if n else at
+        return torch.where((at >= 0) & (at < n), older, torch.where(at >= 0, at + closed, -1))
+
+    def least_end(self, sequence: int) -> int:
+        """The position behind the entries of a sequence when all gaps between them are closed."""
+        return least_end(positions_of(self._require_table(), sequence), self.policy.protect.sinks)
+
+    def close_gaps(self, sequence: int, end: int, rotation: RotaryEmbedding | None) -> None:
+        """Move the entries of a sequence to consecutive positions that end before `end`, with keys turned to them.
+
+        Sinks stay where they are. The timeline follows when all layers have moved.
+
+        Args:
+            rotation: of the layer's keys; None: they have no rotary position.
+
+        Raises:
+            PoolFullError: no room for copies of pages that others hold; nothing was changed.
+        """
+        table = self._require_table()
+        at = positions_of(table, sequence)
+        new = consecutive(at, self.policy.protect.sinks, end)
+        origins = torch.full((len(at), end), -1, dtype=torch.int32, device=at.device)
+        here = at >= 0
+        head = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
+        origins[head[here], new[here]] = self.text_positions(sequence, at)[here].int()
+        renumber(table, sequence, new, rotation, self.companions.rolling)
+        self.companions.origins[sequence] = origins
+        self.companions.turns[sequence] = end
 
     # ------------------------------------------------------------------ earlier states
 

@@ -20,6 +20,7 @@ from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eager.pages import gather, occupied
 
 Ints = npt.NDArray[np.int32]
 
@@ -96,6 +97,15 @@ class PageTable:
     def regions_of(self, rows: slice | Tensor) -> PageRegions:
         """What some regions hold in plain pages: see `regions`."""
         return PageRegions(self.pool.arrays, self.pages[rows], self.lens[rows])
+
+    def plain_positions(self, rows: slice) -> Tensor:
+        """(n, width) int32: what lies in each slot of the plain pages of some regions, -1 for nothing."""
+        width = int(self._lengths.host[rows].max(initial=0))
+        arrays = self.pool.arrays
+        if not width or not arrays.n_arenas:
+            return torch.full((rows.stop - rows.start, width), -1, dtype=torch.int32, device=arrays.device)
+        ids, valid = occupied(arrays, self.pages[rows], self.lens[rows], width)
+        return torch.where(valid, gather(arrays.positions, ids), -1)
 
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
         """All regions at a decoding step of tokens at q_pos (S,)."""

@@ -226,6 +226,13 @@ class QuantizedStore:
             ids = self.slot_ids(rows)[0][:, : where.shape[1]]
             scatter(self.pool.arrays.scores, ids[where], scores[where].float())
 
+    def renumber(self, rows: Rows, positions: Tensor) -> None:
+        """Give the entries of some regions, whose keys are stored before RoPE, positions (n, width); -1 for none."""
+        if self.lens[rows].any():
+            self.copy_on_write()
+            ids, used = self.slot_ids(rows)
+            scatter(self.pool.arrays.positions, ids[used], positions[used].int())
+
     def sparse(self, rows: slice, leaving: Tensor | None = None) -> npt.NDArray[np.bool_]:
         """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.
 

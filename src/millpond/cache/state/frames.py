@@ -50,6 +50,14 @@ class CacheRelativePositions(Protocol):
         """Before a pass of many tokens of one sequence: the same for queries and keys (heads, Q, D)."""
         ...
 
+    def places(self, sequence: int, at: Tensor) -> Tensor:
+        """(H, n) frame positions of entries at positions `at` (H, n); 0 where there is no entry."""
+        ...
+
+    def restart(self, table: PageTable, sequence: int) -> None:
+        """The stored entries of a sequence were given the frame positions that are their positions."""
+        ...
+
 
 def to_frame(rotation: RotaryEmbedding, x: Tensor, positions: np.ndarray, base: np.ndarray) -> Tensor:
     """Turn x (B, H, n, D) from `positions` (B, n) to positions - base, with base (B, n) or (B, 1)."""
@@ -90,11 +98,16 @@ def stored(table: PageTable, sequence: int) -> PaddedEntries:
 
 
 def turn(
-    rotation: RotaryEmbedding, table: PageTable, sequence: int, dense: PaddedEntries, old: Tensor, new: Tensor
+    rotation: RotaryEmbedding | None, table: PageTable, sequence: int, dense: PaddedEntries, old: Tensor, new: Tensor
 ) -> None:
-    """Write the stored entries of a sequence again, with keys turned from `old` (H, n) to `new` (H, n)."""
-    raw = rotation.rotate(dense.keys[:, None], old, inverse=True)  # each head is a batch row of its own
-    keys = rotation.rotate(raw, new)[:, 0]
+    """Write the stored entries of a sequence again, with keys turned from `old` (H, n) to `new` (H, n).
+
+    rotation: None for keys that have no rotary position.
+    """
+    keys = dense.keys
+    if rotation is not None:
+        raw = rotation.rotate(keys[:, None], old, inverse=True)  # each head is a batch row of its own
+        keys = rotation.rotate(raw, new)[:, 0]
     width = keys.shape[1]
     rows = table.rows(sequence)
     index = torch.arange(width, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()

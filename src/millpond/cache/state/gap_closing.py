@@ -91,6 +91,23 @@ class GapClosing:
             self._close(table, sequence, int(positions[0]))
         return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
 
+    def places(self, sequence: int, at: Tensor) -> Tensor:
+        """See `CacheRelativePositions`."""
+        base = int(self._base[sequence]) if sequence < len(self._base) else 0
+        places = (at - base).clamp(min=0)
+        if sequence not in self._closed:
+            return places
+        positions, given = self._closed[sequence]
+        found = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
+        older = (positions.gather(1, found) == at) & (at >= 0)
+        return torch.where(older, given.gather(1, found), places)
+
+    def restart(self, table: PageTable, sequence: int) -> None:
+        """See `CacheRelativePositions`."""
+        self._closed.pop(sequence, None)
+        if sequence < len(self._base):
+            self._base[sequence] = 0
+
     def _close(self, table: PageTable, sequence: int, position: int) -> None:
         """Move all entries of a sequence to consecutive places before the token at `position`."""
         dense = stored(table, sequence)
@@ -101,19 +118,9 @@ class GapClosing:
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=at.device).expand_as(order))
         held = (at >= 0).sum(1, keepdim=True)
         new = (width - held + ranks).masked_fill(at < 0, 0)
-        turn(self._rotation, table, sequence, dense, self._places(sequence, at), new)
+        turn(self._rotation, table, sequence, dense, self.places(sequence, at), new)
         self._closed[sequence] = behind.gather(1, order), new.gather(1, order)
         self._base[sequence] = position - width
-
-    def _places(self, sequence: int, at: Tensor) -> Tensor:
-        """(H, n) frame positions of entries at the positions `at` (H, n) of the text; 0 where there is no entry."""
-        places = (at - int(self._base[sequence])).clamp(min=0)
-        if sequence not in self._closed:
-            return places
-        positions, given = self._closed[sequence]
-        found = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
-        older = (positions.gather(1, found) == at) & (at >= 0)
-        return torch.where(older, given.gather(1, found), places)
 
 
 def _padded(base: np.ndarray, n_seq: int) -> np.ndarray:

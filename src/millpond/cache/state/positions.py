@@ -78,10 +78,16 @@ class ForwardSpan:
 
 
 class PositionTracker:
-    """Real tokens seen per sequence, and columns (pads included) seen by the whole batch."""
+    """Real tokens seen per sequence, and columns (pads included) seen by the whole batch.
+
+    Attributes:
+        seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
+            away: `seen + closed` tokens were read.
+    """
 
     def __init__(self) -> None:
         self.seen: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.closed: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
         self.tokens: TokenIds | None = None  # set where a policy reads them
@@ -120,7 +126,7 @@ class PositionTracker:
                 "interrupted, or the cache used by two models? Call reset() and run the prompt again"
             )
         if self.n_seq == 0:
-            self.seen = np.zeros(n_seq, dtype=np.int64)
+            self.seen, self.closed = np.zeros(n_seq, dtype=np.int64), np.zeros(n_seq, dtype=np.int64)
             self.origin = np.arange(n_seq)
         if self.n_seq != n_seq:
             raise CacheMismatchError(
@@ -179,6 +185,7 @@ class PositionTracker:
     def select(self, sequences: list[int]) -> None:
         """Follow a choice or re-ordering of sequences."""
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
+        self.closed = self.closed[sequences]
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         if self.tokens is not None:
             self.tokens.select(sequences)
@@ -187,12 +194,21 @@ class PositionTracker:
     def begin_with(self, columns: int) -> None:
         """One sequence, with the number of tokens seen before."""
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
+        self.closed = np.zeros(1, dtype=np.int64)
         self.columns = columns
+
+    def close(self, sequence: int, seen: int) -> None:
+        """Between two passes, closed gaps leave a sequence `seen` positions."""
+        self.seen, self.closed = self.seen.copy(), self.closed.copy()
+        self.closed[sequence] += self.seen[sequence] - seen
+        self.seen[sequence] = seen
+        self._spans.clear()
 
     def become(self, other: PositionTracker) -> None:
         """Take the position of `other`, between two passes."""
         self.rewind(0, other.seen)
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
+        self.closed = other.closed.copy()
         if other.tokens is not None:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
@@ -200,6 +216,7 @@ class PositionTracker:
         """A timeline of some sequences alone, without the pads of their passes."""
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
+        other.closed = self.closed[sequences]
         if self.tokens is not None:
             other.tokens = self.tokens.copy(sequences)
         return other
@@ -207,6 +224,7 @@ class PositionTracker:
     def join(self, other: PositionTracker) -> None:
         """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
+        self.closed = np.concatenate([self.closed, other.closed])
         if self.tokens is not None:
             assert other.tokens is not None, "batches that are joined keep the same things"
             self.tokens.join(other.tokens)
@@ -221,6 +239,7 @@ class PositionTracker:
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))
+        self.closed = self.seen.copy()
         if self.tokens is not None:
             self.tokens.reset()
 

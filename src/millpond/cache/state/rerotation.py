@@ -105,6 +105,21 @@ class Rerotation:
         self._place(table, np.where(np.arange(table.n_seq) == sequence, positions[0], -1))
         return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
 
+    def places(self, sequence: int, at: Tensor) -> Tensor:
+        """See `CacheRelativePositions`; of sinks, which `restart` makes of unrotated ones, this says nothing."""
+        base = int(self._base[sequence]) if sequence < len(self._base) else 0
+        return (at - base).clamp(min=0)
+
+    def restart(self, table: PageTable, sequence: int) -> None:
+        """See `CacheRelativePositions`."""
+        if len(self._base) != table.n_seq or self._keys is None:
+            return
+        self._base[sequence] = 0
+        if self._sinks and int(table.lengths()[sequence, 0]) > self._sinks:
+            places = torch.arange(self._sinks, device=self._keys.device)[None]
+            keys = self._rotation.rotate(self._keys[sequence][None], places)
+            self._places(table, [sequence]).put(table.pool.arrays.keys, keys.to(table.pool.arrays.dtype).flatten(0, 2))
+
     # ------------------------------------------------------------------ internal
 
     def _open(self, table: PageTable, k: Tensor) -> None:

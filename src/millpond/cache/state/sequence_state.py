@@ -47,6 +47,7 @@ class SequenceState:
         columns: column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
             next pass, which writes them.
         rolling: the frames of cache-relative positions.
+        origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
         headwise: the prompt's queries, where each head has a rule of its own.
         focus: how the layer attends where it stores everything and attends to less.
     """
@@ -58,6 +59,7 @@ class SequenceState:
     contexts: PerSequence[GateContext]
     ceilings: PerSequence[int]
     columns: PerSequence[Tensor]
+    origins: PerSequence[Tensor]
     rolling: CacheRelativePositions | None
     headwise: HeadRuleState | None
     focus: SelectiveAttention | None
@@ -68,8 +70,7 @@ class SequenceState:
         needs = policy.needs
         return cls(
             QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(), PerSequence(), PerSequence(),
-            PerSequence(),
-            None if rotation is None else _cache_relative(policy, rotation),
+            PerSequence(), PerSequence(), None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
         )  # fmt: skip

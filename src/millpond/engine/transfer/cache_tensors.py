@@ -28,6 +28,7 @@ def cache_tensors(stack: BatchCache) -> dict[str, Tensor]:
         for core in stack.layers
         for name, t in _dense(to_tensors(core, later_prompts=False)).items()
     }
+    found["closed"] = torch.tensor(int(stack.timeline.closed[0]))
     return found | (state_tensors(stack.states) if isinstance(stack.states, States) else {})
 
 
@@ -44,18 +45,37 @@ def fill_cache(
         DataError: tensors of other layers, or that do not fit together. PoolFullError: there is no room. In both
             cases the caller clears the stack.
     """
+    closed = _closed(stored, recipe, len(ids))
+    text, ids = ids, ids[closed:]
     for core, layer in zip(stack.layers, layers, strict=True):
         own = f"{core.index}."
         part = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own)}
         dtype = recipe.pool(layer).arrays.dtype
         part = _padded(core.index, layer, dtype, n_heads, part)
+        if closed and "origins" not in part:
+            raise DataError(f"layer {core.index}: the request's cache lacks where its entries stood in the text")
         from_tensors(core, part, len(ids), ids.device)
     states: Any = stack.states
     if isinstance(states, States):
         restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
     stack.timeline.adopt(ids[None])
+    stack.timeline.closed[0] = len(text) - len(ids)
     for core in stack.layers:
         core.columns = len(ids)
+
+
+def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -> int:
+    """Positions that closed gaps took away of a text of `n_tokens`.
+
+    Raises:
+        DataError: more than the text has, or where gaps do not close, or fewer than the context needs.
+    """
+    given = stored.get("closed", torch.tensor(0))
+    closed = int(given) if given.numel() == 1 and given.dtype == torch.int64 else -1
+    most = 0 if recipe.reach is None else n_tokens
+    if not 0 <= closed <= most or recipe.within_reach(n_tokens - closed) < n_tokens - closed:
+        raise DataError(f"the request's cache has lost {closed} positions of {n_tokens} tokens; send the request again")
+    return closed
 
 
 def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

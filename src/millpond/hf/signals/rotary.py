@@ -144,6 +144,20 @@ def changes_with_length(profile: ModelProfile) -> bool:
     return rotary is not None and any(_kind(rotary, kind) in CHANGING for kind in profile.layer_types)
 
 
+def rolling_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
+    """How the keys of each layer turn where positions go on inside the cache; None for one that turns none.
+
+    Raises:
+        UnsupportedModelError: positions of its keys cannot change; the message says why.
+    """
+    try:
+        ModelRotation.of(profile, profile.layer_types[0])
+        return layer_rotations(profile)
+    except UnsupportedModelError as error:
+        reason = str(error).partition("; use positions=")[0]
+        raise UnsupportedModelError(f"overflow='rolling': {reason}; leave overflow='refuse'") from None
+
+
 def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
     """How each layer turns its queries and keys; None for one that does not.
 

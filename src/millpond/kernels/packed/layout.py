@@ -75,6 +75,11 @@ class Side:
     table: tuple[float, ...] = ()
     cuts: tuple[float, ...] = ()
 
+    @property
+    def per_channel(self) -> bool:
+        """Whether neighbouring slots share the scale of a channel, or all numbers of a page have one."""
+        return self.format is Format.FP8 or (self.format.grouped and (self.by_channel or self.fixed))
+
 
 @dataclass(frozen=True, slots=True)
 class Offsets:

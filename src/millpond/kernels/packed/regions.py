@@ -37,7 +37,7 @@ class PackedRegions:
         key_scales, key_zeros: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
         rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
-            all positions.
+            all positions. Scales of such keys are one per channel: `fixed`, or of the slots of a group.
         known: what an implementation has found out about these regions, so that it need not at every step. Of an
             object whose tensors others put in place nothing is known.
     """
@@ -78,8 +78,8 @@ class PackedRegions:
         layout = self.pages.layout
         if self.table.shape[0] != n_regions:
             raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
-        if self.rope is not None and not (layout.key.fixed and self.channels is None and self.balance is None):
-            raise OptionError("keys are stored before RoPE with calibrated scales only, in all channels and unbalanced")
+        if self.rope is not None and not (layout.key.per_channel and self.channels is None and self.balance is None):
+            raise OptionError("keys are stored before RoPE with scales per channel only, in all channels and unbalanced")
         for given in (self.key_scales, self.key_zeros):
             if layout.key.fixed != (given is not None):
                 need = "needs" if layout.key.fixed else "takes no"

@@ -57,7 +57,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
     prompt, spans, breakpoints = await _prompt(service, body)
-    check_room([prompt], asked, service.llm.context_length)
+    check_room([prompt], asked, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=schema if tag is None else None, structural_tag=tag,

@@ -55,7 +55,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     read: Sequence[tuple[int, ...] | Prompt] = prompts
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
-    check_room(read, asked, service.llm.context_length)
+    check_room(read, asked, service.llm.text_limit)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
         body, max_tokens=max(asked or 0, 1), logprobs=body.logprobs,

@@ -53,7 +53,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         breakpoints = () if spans is None else breakpoints_of(said, spans)
     else:
         _, prompt = await service.tokens.chat(said, fields, use_tools=False)
-    check_room([prompt], body.max_output_tokens, service.llm.context_length)
+    check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
     wanted = None if body.text is None else body.text.format
     params = sampling(

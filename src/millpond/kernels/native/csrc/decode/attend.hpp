@@ -42,10 +42,10 @@ struct Scratch {
     if (c.packed == nullptr) return 0;
     return c.group * std::max<int64_t>(2 * (c.packed->pool.key_dim / LANES), W * (c.packed->pool.value_dim / LANES));
   }
-  // 32 keys as numbers, their cosines and sines, and the queries of a run.
+  // 32 keys as numbers, the scales and zeros of their group, their cosines and sines, and the queries of a run.
   static int64_t turned_floats(const Call& c) {
     if (c.packed == nullptr || c.packed->rope.pairs == nullptr) return 0;
-    return (32 + c.group) * round_up(c.packed->pool.key_dim, QUERY_PAD) + 2 * 32 * c.packed->rope.n_pairs;
+    return (34 + c.group) * round_up(c.packed->pool.key_dim, QUERY_PAD) + 2 * 32 * c.packed->rope.n_pairs;
   }
 };
 

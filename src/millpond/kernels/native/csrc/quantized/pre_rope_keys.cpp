@@ -54,6 +54,19 @@ void decode_run(const KeyRun& run, Later later, const float* scales, const float
   }
 }
 
+// The scales and zeros of the channels of the group that holds slot `slot` of a page, (dim,) floats each.
+template <int F>
+void load_factors(const SideArgs& a, const char* page, int slot, int dim, float* scales, float* zeros) {
+  const char* first = page + a.scales + (F == FP8 ? 0 : slot / a.group * dim * 2);
+  const char* zero = a.zeros >= 0 ? page + a.zeros + slot / a.group * dim * 2 : nullptr;
+  const Factors f{first, zero, F == FP8, F == FP8, half_of(a)};
+  for (int d = 0; d < dim; d += W) {
+    const vf scale = f.get(f.scales, d, dim - d);
+    store(scales + d, scale);
+    store(zeros + d, zero != nullptr ? f.get(f.zeros, d, dim - d) : scale * -f.half);
+  }
+}
+
 // What lies beside the codes of slots first .. first + RUN of a page.
 void add_extra(const SideArgs& a, const char* page, int first, float* to) {
   const uint16_t* where = reinterpret_cast<const uint16_t*>(page + a.extra);
@@ -141,13 +154,19 @@ void logits(const Call& c, int r, const Part& part, int at, int n, const Scratch
   const Table table = Table::of<F>(a.table);
   const int64_t row = int64_t(c.head(r)) * dim;
   float* keys = scratch.turned;
-  float* room = keys + dim * RUN;
+  float* own_scales = keys + dim * RUN;  // of the page, where none are fixed
+  float* own_zeros = own_scales + stride;
+  float* room = own_zeros + stride;
+  const bool fixed = a.fixed_scales != nullptr;
+  const float* scales = fixed ? a.fixed_scales + row : own_scales;
+  const float* zeros = fixed ? a.fixed_zeros + row : own_zeros;
   for (int i = 0; i < n; i += RUN) {
     const int slot = (at + i) & (slots - 1);
     const char* page = packed.page(part.pages, at + i);
     const KeyRun run = key_run<F>(packed, page, slot);
     const Later later(packed, part.pages, at + i, false, run.words);
-    decode_run<F>(run, later, a.fixed_scales + row, a.fixed_zeros + row, table, keys);
+    if (!fixed && (i == 0 || (at + i) % a.group == 0)) load_factors<F>(a, page, slot, dim, own_scales, own_zeros);
+    decode_run<F>(run, later, scales, zeros, table, keys);
     if (a.n_extra > 0) add_extra(a, page, slot, keys);
     const Turn turn = turn_of(rope, packed.pool.position(part.pages, at + i), scratch.packed_query, c.group, stride, room);
     turn_keys(rope, turn, keys);
