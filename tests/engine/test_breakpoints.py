@@ -1,4 +1,4 @@
-"""Breakpoints: methods that sum over all queries go on from what others have read, with the tokens of a fresh engine."""
+"""Breakpoints: methods that sum over all queries go on from what others have read, and no token changes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_bytes_of_sums_grow_by_each_breakpoint_and_are_freed_with_their_blocks(n
 @pytest.mark.parametrize("name", ["h2o", "fastgen", "expected_attention"])
 def test_prompts_that_arrive_together_on_a_cold_engine_read_their_beginning_once(name: str) -> None:
     """None has breakpoints: the first stops where the others go on, and they wait, however many steps that takes."""
-    prompts = [BASE[:53] + (n, n + 1, n + 2) + prompt(31)[: 4 * n] for n in range(2, 7)]
+    prompts = [(*BASE[:53], n, n + 1, n + 2, *prompt(31)[: 4 * n]) for n in range(2, 7)]
     engine = engine_of(name, max_step_tokens=4)
     done = finish(engine, *(asked(str(n), ids) for n, ids in enumerate(prompts)))
     assert [shared(done[str(n)]) for n in range(5)] == [0, 52, 52, 52, 52]
@@ -188,9 +188,7 @@ def test_methods_share_with_those_that_sum_alike_alone() -> None:
 def test_salts_and_formats_keep_breakpoints_apart() -> None:
     engine = engine_of("h2o")
     finish(engine, replace(asked("a", FIRST, 50), cache_salt="one"))
-    found = [
-        shared(finish(engine, replace(asked("b", SECOND), cache_salt=salt))["b"]) for salt in ("two", None, "one")
-    ]
+    found = [shared(finish(engine, replace(asked("b", SECOND), cache_salt=salt))["b"]) for salt in ("two", None, "one")]
     assert found == [0, 0, 48]
     half = replace(asked("c", SECOND), cache_salt="one", cache=CacheOptions(codec="bf16"))
     assert shared(finish(engine, half)["c"]) == 0
@@ -289,7 +287,10 @@ def test_an_llm_takes_breakpoints_of_all_prompts_or_of_each() -> None:
         with pytest.raises(OptionError, match="log probabilities are wanted"):
             llm.generate([SECOND], greedy(2, prompt_logprobs=1), breakpoints=(50,))
         assert not llm.engine.busy
-    with LLM(shared_model("llama"), method="h2o", budget="30%") as llm, pytest.raises(OptionError, match="prefix_cache"):
+    with (
+        LLM(shared_model("llama"), method="h2o", budget="30%") as llm,
+        pytest.raises(OptionError, match="prefix_cache"),
+    ):
         llm.generate([FIRST], greedy(2), breakpoints=(50,))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import httpx
@@ -34,11 +35,17 @@ def llm() -> Iterator[mp.AsyncLLM]:
     asyncio.run(made.close())
 
 
+@cache
+def app_of(llm: Any) -> Any:
+    """One server: each has a secret of its own, by which clients are kept apart."""
+    return create_app(llm, ServerSettings())
+
+
 def ask(llm: Any, *bodies: dict[str, Any], path: str = "chat/completions") -> list[httpx.Response]:
     """The answers to bodies that are sent together."""
 
     async def work() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(create_app(llm, ServerSettings()))
+        transport = httpx.ASGITransport(app_of(llm))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
             return await asyncio.gather(*(client.post(f"/v1/{path}", json=body) for body in bodies))
 
@@ -103,7 +110,7 @@ def test_a_marked_message_is_shared(llm: mp.AsyncLLM) -> None:
         ask(llm, body(first, salt))
         found.append(usage(ask(llm, body(behind, salt))[0]))
     assert found[0][1] == 0
-    assert found[1][1] > 2 * len(STORY.split())
+    assert found[1][1] >= 2 * len(STORY.split())
     assert found[0][2] == found[1][2]
 
 

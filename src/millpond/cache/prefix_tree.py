@@ -168,7 +168,8 @@ class PrefixTree:
         """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
         held = {id(sums): sums for block in self._blocks.values() for sums in block.sums.values()}
         self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
-        assert all(sums.before is None or id(sums.before) in held for sums in held.values()), "sums without a beginning"
+        befores = [id(sums.before) for sums in held.values() if sums.before is not None]
+        assert held.keys() >= set(befores), "sums without those before them"
 
     def _add(
         self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
@@ -230,7 +231,9 @@ class PrefixTree:
 
 def _alone(block: PrefixNode) -> bool:
     """Whether memory is free without a block: some page has no other holder, or there are sums."""
-    return bool(block.sums) or any(bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True))
+    return bool(block.sums) or any(
+        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True)
+    )
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:

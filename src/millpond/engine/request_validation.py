@@ -131,8 +131,8 @@ class RequestValidator:
             return "a prompt whose log probabilities are wanted is not shared: leave out prompt_logprobs"
         if not can_share(group.recipe):
             return (
-                f"{group.recipe.described} shares no beginnings of prompts, see docs/explanation/engine.md: use another "
-                "method or number format"
+                f"{group.recipe.described} shares no beginnings of prompts, see docs/explanation/engine.md: use "
+                "another method or number format"
             )
         return None
 

@@ -65,7 +65,9 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints)
+    made = requests(
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints
+    )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
