@@ -19,7 +19,7 @@ from millpond.cache.chunks.inspect import list_files
 from millpond.cache.chunks.key import ids_key
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
 from millpond.errors import OptionError
 
 SHAPE = StoredShape("m" * 8, torch.float32, ((1, 2, 2),))
@@ -43,12 +43,12 @@ def file_of(folder: Path) -> Path:
     return found
 
 
-def taken(store: ChunkStore, key: str) -> list[ChunkVariant]:
+def taken(store: ChunkStore, key: str) -> list[StoredVariant]:
     return [found for facts in store.find(key) if (found := store.take(facts, 0.5)) is not None]
 
 
-def same(one: ChunkVariant, other: ChunkVariant) -> bool:
-    pairs = zip((one.scores, *one.keys, *one.values), (other.scores, *other.keys, *other.values), strict=True)
+def same(one: StoredVariant, other: ChunkVariant) -> bool:
+    pairs = zip((one.scores, one.keys(0), one.values(0)), (other.scores, *other.keys, *other.values), strict=True)
     return one.facts == other.facts and all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -83,7 +83,7 @@ def test_every_byte_flipped_and_every_cut(tmp_path: Path) -> None:
 
 def test_files_of_others_are_removed_and_counted(tmp_path: Path) -> None:
     other = ChunkStore(tmp_path / "other", memory=1)
-    other.bind(replace(SHAPE, mark="another"))
+    other.bind(replace(SHAPE, model="another"))
     other.put(variant())
     store = opened(tmp_path / "own")
     store.put(variant())
@@ -184,11 +184,11 @@ def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
     opened(tmp_path)
     other = ChunkStore(tmp_path)
     with pytest.raises(OptionError, match="holds chunks of another model"):
-        other.bind(replace(SHAPE, mark="another"))
+        other.bind(replace(SHAPE, model="another"))
     store = ChunkStore(None)
     store.bind(SHAPE)
     with pytest.raises(OptionError, match="in use with another model"):
-        store.bind(replace(SHAPE, mark="another"))
+        store.bind(replace(SHAPE, model="another"))
 
 
 def test_a_torn_name_of_the_model_is_written_again(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_disk_limit_lets_the_longest_unused_go(tmp_path: Path) -> None:
 
 
 def test_the_memory_limit() -> None:
-    store = ChunkStore(None, memory=2 * variant().nbytes)
+    store = ChunkStore(None, memory=2 * variant().stored(SHAPE).nbytes)
     store.bind(SHAPE)
     for number in range(3):
         store.put(variant(number))
@@ -238,7 +238,7 @@ def test_the_memory_limit() -> None:
     held = [len(taken(store, variant(number).facts.chunk)) for number in range(3)]
     assert held == [1, 0, 1]
     assert store.stats().memory_evicted == 1
-    assert store.stats().memory_bytes == 2 * variant().nbytes
+    assert store.stats().memory_bytes == 2 * variant().stored(SHAPE).nbytes
 
 
 def test_the_least_useful_variant_goes() -> None:

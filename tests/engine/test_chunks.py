@@ -336,6 +336,21 @@ def test_methods_that_need_all_queries_are_refused_unless_all_is_computed(method
     of.close()
 
 
+@pytest.mark.parametrize(("rest", "rounding"), [("bf16", 0.02), ("int8", 0.05), ("int4", 0.5)])
+def test_narrow_numbers_at_rest_are_an_approximation_that_says_so(rest: str, rounding: float) -> None:
+    of = engine(store=ChunkStore(None, dtype=rest), prefix_cache=True)
+    plain = ask(of, ids_of(PROMPTS["ab"]), 1)
+    stored = ask(of, PROMPTS["ab"], 1)
+    assert stored.completions[0].kv.exact
+    again = ask(of, PROMPTS["ab"], 1)
+    kv = again.completions[0].kv
+    assert (kv.reused_tokens, kv.recomputed_tokens, kv.exact) == (len(A) + len(B), 0, False)
+    assert 0 < abs(first_logprob(again) - first_logprob(plain)) < rounding
+    assert close(ask(of, PROMPTS["ab"], 1, recompute=1), plain)
+    assert close(ask(of, ids_of(PROMPTS["ab"]), 1), plain), "plain prompts stay exact"
+    of.close()
+
+
 def test_too_little_room_changes_no_token() -> None:
     free = engine(max_step_tokens=8)
     names = ("ab", "ba", "cba", "a")

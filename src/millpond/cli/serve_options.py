@@ -11,7 +11,7 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import Weights, optional, parse_options
+from millpond.cli.options import ChunkDtype, Weights, optional, parse_options
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class EngineChoice(OptionGroup):
     ] = None
     chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
+    chunk_dtype: ChunkDtype = "auto"
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -81,8 +82,10 @@ class EngineChoice(OptionGroup):
         if self.chunk_store is not None:
             from millpond.cache.chunks.store import ChunkStore
 
-            return ChunkStore(self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk)
-        if given := self.given & {"chunk_memory", "chunk_disk"}:
+            return ChunkStore(
+                self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk, dtype=self.chunk_dtype
+            )
+        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype"}:
             raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
         return None
 

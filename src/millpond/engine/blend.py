@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, variant_of
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
@@ -28,7 +28,7 @@ class ReusedChunk:
     """A chunk that stands at `begin` of a prompt, and the variant that its tokens come from."""
 
     begin: int
-    variant: ChunkVariant
+    variant: StoredVariant
 
     @property
     def end(self) -> int:
@@ -139,8 +139,8 @@ class BlendedSpan:
             begin, end = max(one.begin, self.begin), min(one.end, self.begin + self.length)
             own = slice(begin - one.begin, end - one.begin)
             there = slice(begin - self.begin, end - self.begin)
-            keys[:, there] = self._turned(layer, one.variant.keys[layer][:, own].to(k.device), begin).to(k.dtype)
-            values[:, there] = one.variant.values[layer][:, own].to(v.device)
+            keys[:, there] = self._turned(layer, one.variant.keys(layer)[:, own].to(k.device), begin).to(k.dtype)
+            values[:, there] = one.variant.values(layer)[:, own].to(v.device, v.dtype)
         rows = self.rows.to(k.device)
         keys[:, rows], values[:, rows] = k, v
         for kept in self.kept:

@@ -13,7 +13,7 @@ from torch import Tensor
 from millpond.cache.chunks.key import ids_key, salted
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant
+from millpond.cache.chunks.variant import StoredVariant
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.engine.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunked_prompt import PromptSpan
@@ -28,7 +28,7 @@ from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
 #: deviation(begin, variant) -> (n,) how far the keys of a chunk are from those of this prompt.
-Deviation = Callable[[int, ChunkVariant], Tensor]
+Deviation = Callable[[int, StoredVariant], Tensor]
 
 
 def model_mark(model: Any, weights: str | None) -> str:
@@ -113,7 +113,7 @@ class ChunkReuse:
                         kept.append(_to_keep(ids, span, own, prefix, exact, before, spans))
                 else:
                     variant, share, same = found
-                    exact = exact and same
+                    exact = exact and same and self.store.exact
                     picked = _picked(pick, variant, span.begin, share, prefix, deviation)
                     computed[span.begin : span.end] = False
                     computed[span.begin + picked.numpy()] = True
@@ -126,7 +126,7 @@ class ChunkReuse:
 
     def _variant(
         self, keys: set[str], prefix: str, before: list[str], recompute: Recompute
-    ) -> tuple[tuple[ChunkVariant, float, bool] | None, bool]:
+    ) -> tuple[tuple[StoredVariant, float, bool] | None, bool]:
         """The variant with the least CFO under some keys, the share that is computed again, and whether it is exact.
 
         None: there is none, or all of it is computed; then whether the store shall have what is computed.
@@ -168,7 +168,7 @@ def _to_keep(
 
 
 def _picked(
-    pick: Pick, variant: ChunkVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
+    pick: Pick, variant: StoredVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
 ) -> Tensor:
     """(n,) int64: the tokens of a chunk that are computed again."""
     n = variant.facts.n_tokens
@@ -185,8 +185,8 @@ class _Deviation:
         self._rotation = rotations[1]
         self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
 
-    def __call__(self, begin: int, variant: ChunkVariant) -> Tensor:
-        old = variant.keys[1].to(self._keys.device)
+    def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
+        old = variant.keys(1).to(self._keys.device)
         places = torch.arange(begin, begin + old.shape[1], device=old.device)
         if self._rotation is not None:
             old = self._rotation.rotate(old[None], places[None])[0]

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.cache.chunks.shape import StoredShape
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
+from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 from millpond.errors import DataError, OptionError
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class ChunkFiles:
         """What the header of a file says; None for a file that is gone or bad, which is removed."""
         return self._guarded(chunk, name, lambda path: header(path, self._shape.mark, chunk))
 
-    def read(self, chunk: str, name: str) -> ChunkVariant | None:
+    def read(self, chunk: str, name: str) -> StoredVariant | None:
         """A variant; None for a file that is gone or bad, which is removed."""
         found = self._guarded(chunk, name, lambda path: self._variant(path, chunk))
         if found is not None:
@@ -107,27 +107,19 @@ class ChunkFiles:
         self.remove(chunk, name)
         return None
 
-    def _variant(self, path: Path, chunk: str) -> ChunkVariant:
+    def _variant(self, path: Path, chunk: str) -> StoredVariant:
         """
         Raises:
             TornFileError, ForeignFileError: see there. OSError: it cannot be read.
         """
         facts, tensors = content(path, self._shape.mark, chunk)
-        n = len(self._shape.layers)
-        try:
-            found = ChunkVariant(
-                facts, tensors["scores"], tuple(tensors[f"keys.{i}"] for i in range(n)),
-                tuple(tensors[f"values.{i}"] for i in range(n)),
-            )  # fmt: skip
-        except KeyError as error:
-            raise ForeignFileError(f"{path.name} lacks {error.args[0]}") from None
-        if not self._shape.fits(found):
-            raise ForeignFileError(f"{path.name} holds tensors of other shapes or another dtype than this model's")
-        return found
+        if not self._shape.fits(facts.n_tokens, tensors):
+            raise ForeignFileError(f"{path.name} holds tensors of other shapes or another dtype than this store's")
+        return StoredVariant(facts, self._shape, tensors)
 
     # ------------------------------------------------------------------ writing
 
-    def write(self, variant: ChunkVariant) -> bool:
+    def write(self, variant: StoredVariant) -> bool:
         """Write a variant; False where it cannot be written, and then nothing is left of it."""
         facts = variant.facts
         data = _serialized(variant, self._shape.mark)
@@ -239,17 +231,20 @@ def _claim(folder: Path, mark: str) -> None:
     except OSError as error:
         raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
     if found != mark:
+        own, _, kept = found.partition("-")
+        if own == mark.partition("-")[0]:
+            raise OptionError(
+                f"{str(folder)!r} holds chunks in another format; open it with dtype={kept or 'auto'!r}, "
+                "or name another folder"
+            )
         raise OptionError(
             f"{str(folder)!r} holds chunks of another model, dtype or format of weights; name another folder, or "
             "empty it with `millpond chunks rm`"
         )
 
 
-def _serialized(variant: ChunkVariant, mark: str) -> bytes:
-    tensors = {"scores": variant.scores}
-    for kind in ("keys", "values"):
-        tensors |= {f"{kind}.{i}": t for i, t in enumerate(getattr(variant, kind))}
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+def _serialized(variant: StoredVariant, mark: str) -> bytes:
+    tensors = {name: t.contiguous() for name, t in variant.tensors.items()}
     sums = {name: _checksum(name, t) for name, t in tensors.items()}
     about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})
     return save(tensors, {"about": about, "seal": _seal(about)})

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
+from millpond.cache.chunks.rest_format import check_rest
 from millpond.cache.chunks.shape import StoredShape
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
-from millpond.errors import OptionError
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
+from millpond.errors import NumericsError, OptionError
 
 #: Least CFO that a use counts with, so that an exact variant is not worth infinitely much.
 LEAST_SHARE = 0.05
@@ -31,6 +32,7 @@ class ChunkStoreStats:
         memory_evicted, disk_evicted: counters of variants that left, for room.
         torn, foreign: counters of files that were cut or changed, or of another model; they were removed.
         write_failures, read_failures: counters of files that the disk did not take or give.
+        not_finite: counter of variants with numbers that the format of the store cannot hold; they were not kept.
     """
 
     memory_bytes: int
@@ -45,6 +47,7 @@ class ChunkStoreStats:
     foreign: int
     write_failures: int
     read_failures: int
+    not_finite: int = 0
 
 
 class ChunkStore:
@@ -60,6 +63,8 @@ class ChunkStore:
         alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is close
             to 1 in the models that were measured, so that 0.17 gives about 15 % of a chunk whose old context has
             nothing in common with the new one; the value of the paper is not known.
+        dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
+            "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
 
     Raises:
         OptionError: a value out of range.
@@ -77,6 +82,7 @@ class ChunkStore:
         disk: str | int = "20GiB",
         variants: int = 4,
         alpha: float = 0.17,
+        dtype: str = "auto",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.memory, self.disk = parse_bytes(memory), parse_bytes(disk)
@@ -84,9 +90,9 @@ class ChunkStore:
             raise OptionError(f"variants={variants} of a chunk: must be at least 1")
         if not alpha > 0:
             raise OptionError(f"alpha={alpha} must be above 0")
-        self.variants, self.alpha = variants, alpha
+        self.variants, self.alpha, self.dtype = variants, alpha, check_rest(dtype)
         self._counts: Counter[str] = Counter()
-        self._held: OrderedDict[_Place, ChunkVariant] = OrderedDict()  # the longest unused first
+        self._held: OrderedDict[_Place, StoredVariant] = OrderedDict()  # the longest unused first
         self._held_bytes = 0
         self._worth: Counter[_Place] = Counter()
         self._shape: StoredShape | None = None
@@ -94,11 +100,12 @@ class ChunkStore:
         self._lock = RLock()
 
     def bind(self, shape: StoredShape) -> None:
-        """Be the store of a model.
+        """Be the store of a model, in the format of this store.
 
         Raises:
             OptionError: it is another model's.
         """
+        shape = replace(shape, rest=self.dtype)
         with self._lock:
             if self._shape is not None and self._shape != shape:
                 raise OptionError(
@@ -108,13 +115,19 @@ class ChunkStore:
                 self._files = None if self.folder is None else ChunkFiles(self.folder, self.disk, shape)
                 self._shape = shape
 
+    @property
+    def exact(self) -> bool:
+        """Whether chunks are kept bit for bit."""
+        assert self._shape is not None, "a store is bound before it is used"
+        return self._shape.format.exact
+
     def check_size(self, n_tokens: int) -> None:
         """
         Raises:
             OptionError: a chunk of `n_tokens` fits neither in memory nor in the files.
         """
         assert self._shape is not None, "a store is bound before it is used"
-        need, most = n_tokens * self._shape.token_bytes, max(self.memory, 0 if self._files is None else self.disk)
+        need, most = self._shape.nbytes(n_tokens), max(self.memory, 0 if self._files is None else self.disk)
         if need > most:
             raise OptionError(
                 f"a chunk of {n_tokens} tokens takes {need:,} bytes and the chunk store holds {most:,}; raise "
@@ -136,7 +149,7 @@ class ChunkStore:
         assert self._files is not None, "of a file"
         return self._files.facts(chunk, name)
 
-    def take(self, facts: VariantFacts, share: float) -> ChunkVariant | None:
+    def take(self, facts: VariantFacts, share: float) -> StoredVariant | None:
         """A variant for a prompt that computes `share` of it again; None where its file is gone or bad."""
         place = facts.chunk, facts.name
         with self._lock:
@@ -162,6 +175,13 @@ class ChunkStore:
         private: in memory alone.
         """
         facts = variant.facts
+        assert self._shape is not None, "a store is bound before it is used"
+        try:
+            stored = variant.stored(self._shape)
+        except NumericsError:
+            with self._lock:
+                self._counts["not_finite"] += 1
+            return
         with self._lock:
             known = self.find(facts.chunk)
             if any(one.prefix == facts.prefix and one.exact >= facts.exact for one in known):
@@ -171,11 +191,11 @@ class ChunkStore:
                 known.remove(least)
                 self._remove(least.chunk, least.name)
             self._counts["stored"] += 1
-            self._hold(variant)
+            self._hold(stored)
             if self._files is not None and not private:
-                self._files.write(variant)
+                self._files.write(stored)
 
-    def _hold(self, variant: ChunkVariant) -> None:
+    def _hold(self, variant: StoredVariant) -> None:
         """Hold a variant in memory, in place of the longest unused ones."""
         if variant.nbytes > self.memory:
             return
@@ -209,5 +229,5 @@ class ChunkStore:
                 memory_hits=counts["memory_hits"], disk_hits=counts["disk_hits"], misses=counts["misses"],
                 stored=counts["stored"], memory_evicted=counts["memory_evicted"], disk_evicted=files["evicted"],
                 torn=files["torn"], foreign=files["foreign"], write_failures=files["write_failures"],
-                read_failures=files["read_failures"],
+                read_failures=files["read_failures"], not_finite=counts["not_finite"],
             )  # fmt: skip
