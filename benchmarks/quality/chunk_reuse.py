@@ -74,7 +74,7 @@ class Reader:
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self._engine._model, [], [part])
-        blend.finish(reuse.store)
+        blend.finish()
         stack.clear()
         return torch.log_softmax(logits[-len(parts[-1]) :].float(), -1), share
 
@@ -153,7 +153,7 @@ def stored_behind(reader: Reader, reuse: ChunkReuse, context: np.ndarray, chunk:
     stack = reader._engine._recipes.group(CacheOptions(method="full")).recipe.stack(len(ids))
     with torch.no_grad():
         run(reader._engine._model, [], [PromptSegment(stack, ids, 0, True, False, blend.span(0, len(ids)))])
-    blend.finish(reuse.store)
+    blend.finish()
     stack.clear()
 
 

@@ -195,7 +195,7 @@ class Blender:
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self.engine._model, [], [part])
-        blend.finish(self.reuse.store)
+        blend.finish()
         stack.clear()
         return logits, torch.from_numpy(np.flatnonzero(blend.computed))
 

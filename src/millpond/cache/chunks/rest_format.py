@@ -85,7 +85,7 @@ class RestFormat:
         """
         if self.bits is None:
             return {"": x.to("cpu", self.dtype)}
-        heads, n, dim = x.shape
+        n, dim = x.shape[1:]
         groups = encode_affine(_by_channel(x) if is_key else x.unflatten(2, (-1, _group(dim))), self.bits)
         codes = (groups.codes.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else groups.codes.flatten(2)).byte()
         if self.bits == 4:

@@ -91,7 +91,7 @@ class StoredVariant:
         return self.tensors["scores"]
 
     def keys(self, layer: int) -> Tensor:
-        """(Hkv, n_tokens, key_dim) before RoPE, on the CPU, in the dtype of the format, float32 where that has codes."""
+        """(Hkv, n_tokens, key_dim) before RoPE, on the CPU, in the format's dtype, float32 for codes."""
         return self._side(f"keys.{layer}", self.shape.layers[layer][1], True)
 
     def values(self, layer: int) -> Tensor:
