@@ -58,6 +58,9 @@ class EngineChoice(OptionGroup):
     chunk_memory: Annotated[str, typer.Option(help="Chunks in memory, at most.")] = "1GiB"
     chunk_disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB"
     chunk_dtype: ChunkDtype = "auto"
+    chunk_rule: Annotated[
+        str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
+    ] = "lru"
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -83,9 +86,10 @@ class EngineChoice(OptionGroup):
             from millpond.cache.chunks.store import ChunkStore
 
             return ChunkStore(
-                self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk, dtype=self.chunk_dtype
-            )
-        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype"}:
+                self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk, dtype=self.chunk_dtype,
+                rule=self.chunk_rule,
+            )  # fmt: skip
+        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule"}:
             raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
         return None
 
@@ -104,9 +108,9 @@ class Workers(OptionGroup):
     address: Annotated[
         str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
     ] = None
-    handoff_memory: Annotated[
-        str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")
-    ] = "256MiB"
+    handoff_memory: Annotated[str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")] = (
+        "256MiB"
+    )
 
     @property
     def several(self) -> bool:
