@@ -176,7 +176,7 @@ def table(rows: dict[str, list[tuple[float, float]]]) -> tuple[str, list[dict[st
              "of_behind": against_behind, "windows": kl[name].tolist()}
         )  # fmt: skip
         lines.append(
-            (name, f"{kl[name].mean():.4f}", f"{share:.1%}",
+            (name, f"{max(kl[name].mean(), 0):.4f}", f"{share:.1%}",
              *(f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in (against_alone, against_behind)))
         )  # fmt: skip
     head = ("stored / computed again", "KL, nats", "of chunk tokens", "x naive, stored alone", "x naive, stored behind")
