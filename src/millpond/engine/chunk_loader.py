@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from millpond.cache.chunks.store import ChunkStore
 from millpond.engine.loaded_chunks import LoadedChunks
@@ -90,7 +91,7 @@ class ChunkLoader:
             loaded.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something was loaded, if something is being loaded, for so many seconds at most."""
+        """Wait until something was loaded, if something is being loaded; `seconds` at most."""
         with self._changed:
             known = len(self._loaded)
 
@@ -135,19 +136,22 @@ class ChunkLoader:
             name, order = found
             loaded = LoadedChunks(self._store)
             try:
-                order.load(loaded, lambda name=name: name in self._charged and not self._closing)  # type: ignore[misc]
+                order.load(loaded, partial(self._is_wanted, name))
             except Exception as error:  # the chunks are computed instead; no request fails
                 _log.error("chunks could not be loaded", exc_info=error)
                 self._store.load_failed()
             with self._changed:
-                wanted = name in self._charged and not self._closing
+                wanted = self._is_wanted(name)
                 if wanted:
                     self._charged[name] = loaded.nbytes
                     self._loaded[name] = loaded
-                    loaded.on_release = lambda name=name: self._released(name)  # type: ignore[misc]
+                    loaded.on_release = partial(self._released, name)
                 self._changed.notify_all()
             if not wanted:
                 loaded.release()
+
+    def _is_wanted(self, name: str) -> bool:
+        return name in self._charged and not self._closing
 
     def _released(self, name: str) -> None:
         with self._changed:

@@ -109,7 +109,7 @@ class ChunkReuse:
         before: dict[str, int] = {}
         exact = True
         deviation = _Deviation(self._model, self._rotations, ids) if options.pick == "deviation" else None
-        source = StoreSource(self.store) if loaded is None else loaded
+        source: ChunkSource = StoreSource(self.store) if loaded is None else loaded
         for span, choice in self._choices(ids, spans, options, salt, source):
             if choice is not None:
                 if choice.variant is None:

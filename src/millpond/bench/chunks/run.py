@@ -21,7 +21,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.policy.reuse import Recompute
 
 #: Where stored chunks lie, and the memory of the store then; files are in the system's cache.
-TIERS = {"memory": "16GiB", "disk": 1}
+TIERS: dict[str, str | int] = {"memory": "16GiB", "disk": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def run(plan: ChunkBench, tell: Callable[[str], None] = lambda _: None) -> dict[
     parameters = sum(weight.numel() for weight in model.parameters())
     return {
         **describe_machine().header("chunks"), "model": {**plan.shape.config(), "parameters": parameters},
-        "threads": torch.get_num_threads(), "plan": {**asdict(plan), "shape": None},
+        "plan": {**asdict(plan), "shape": None},
         "first_token": [asdict(one) for one in timings], "quarters": [asdict(one) for one in quarters],
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ def markdown(data: dict[str, Any]) -> str:
     plan = data["plan"]
     parts = [
         "# Prompts of stored chunks\n",
-        f"{data['hardware']}; {data['software']}; {data['threads']} threads.\n",
+        f"{data['hardware']}; {data['software']}.\n",
         f"`{data['command']}`\n" if "command" in data else "",
         f"{model_phrase(data['model'])}, {data['model']['parameters'] / 1e6:.3g}M parameters. Store: dtype "
         f"{plan['dtype']}, rule {plan['rule']}.\n",
