@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from millpond.bench.chunks.texts import Ids, queries, random_chunks, shuffled
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.generate.candidates import ModelShape

@@ -26,7 +26,7 @@ def chunks(
     pool: Annotated[int, typer.Option(min=1, help="Chunks that queries pick from; the store holds half.")] = 200,
     query_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these.")] = 32,
     chunk_dtype: ChunkDtype = "auto",
-    rule: Annotated[str, typer.Option(help="Rule by which a full store evicts: lru, lfu, marker, learned, ...")] = "lru",
+    rule: Annotated[str, typer.Option(help="Rule by which a full store evicts: lru, lfu, learned, ...")] = "lru",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions in turns.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of tokens, orders and weights.")] = 0,
     threads: Threads = None,
