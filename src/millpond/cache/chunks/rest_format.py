@@ -86,7 +86,7 @@ class RestFormat:
         if self.bits is None:
             return {"": x.to("cpu", self.dtype)}
         n, dim = x.shape[1:]
-        groups = encode_affine(_by_channel(x) if is_key else x.unflatten(2, (-1, _group(dim))), self.bits)
+        groups = encode_affine(_by_channel(x) if is_key else x.reshape(*x.shape[:2], -1, _group(dim)), self.bits)
         codes = (groups.codes.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else groups.codes.flatten(2)).byte()
         if self.bits == 4:
             codes = torch.nn.functional.pad(codes, (0, dim % 2))
@@ -102,7 +102,7 @@ class RestFormat:
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).flatten(2)[..., :dim]
         n = codes.shape[1]
-        grouped = _by_channel(codes) if is_key else codes.unflatten(2, (-1, _group(dim)))
+        grouped = _by_channel(codes) if is_key else codes.reshape(*codes.shape[:2], -1, _group(dim))
         found = decode_affine(Groups(grouped, parts[".scales"], parts[".zeros"]), self.bits)
         return found.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else found.flatten(2)
 
@@ -117,4 +117,4 @@ def _by_channel(x: Tensor) -> Tensor:
     missing = -x.shape[1] % GROUP
     if missing:
         x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], 1)
-    return x.unflatten(1, (-1, GROUP)).transpose(2, 3)
+    return x.reshape(len(x), -1, GROUP, x.shape[2]).transpose(2, 3)
