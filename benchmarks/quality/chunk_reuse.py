@@ -1,12 +1,15 @@
 """KL divergence of prompts that reuse stored chunks from the same prompts computed in full.
 
 Usage: python benchmarks/quality/chunk_reuse.py TEXT [--model smollm2-135m] [--windows 20] [--chunks 6] [--tokens 96]
-    [--suffix 32] [--context 192] [--threads 1] [--seed 0] [--out benchmarks/results/chunk-reuse]
+    [--suffix 32] [--context 192] [--threads 1] [--seed 0] [--rest FORMATS] [--out benchmarks/results/chunk-reuse]
 
 A window is `chunks` x `tokens` tokens of the text and the `suffix` tokens behind them, from evenly spaced places. Each
 chunk is stored once alone, and once behind `context` tokens from another place of the text. The prompt is the window
 with its chunks from the store; the number is KL(full || reused), in nats, the mean over the suffix. Ratios are of means
 over windows, with a bootstrap over windows that draws both sides together. float32, greedy of nothing: no sampling.
+
+With --rest (such as auto,bf16,int8,int4) number formats of the store are compared instead of picks: of chunks stored
+behind another text, and of the same prompt once more, where nothing but the format can differ.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ class Reader:
         self._engine = Engine(self._model, method="full")
         self._suffix = suffix
 
-    def store(self) -> ChunkReuse:
-        return ChunkReuse(ChunkStore(None, memory="4GiB", alpha=ALPHA), self._engine._model, self._mark)
+    def store(self, rest: str = "auto") -> ChunkReuse:
+        store = ChunkStore(None, memory="4GiB", alpha=ALPHA, dtype=rest)
+        return ChunkReuse(store, self._engine._model, self._mark)
 
     def read(
         self, reuse: ChunkReuse, parts: Sequence[np.ndarray], recompute: Any, pick: Pick = "attention"
@@ -70,7 +74,7 @@ class Reader:
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self._engine._model, [], [part])
-        blend.finish(reuse.store)
+        blend.finish()
         stack.clear()
         return torch.log_softmax(logits[-len(parts[-1]) :].float(), -1), share
 
@@ -116,6 +120,30 @@ def measure(reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray]) 
     return found
 
 
+def measure_formats(
+    reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray], formats: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """As `measure`, for number formats."""
+    full, _ = reader.read(reader.store(), parts, 1)
+    alone = reader.store()
+    for chunk in parts[:-1]:
+        reader.read(alone, [chunk, parts[-1][:1]], "auto")
+    found: dict[str, tuple[float, float]] = {}
+    settings: list[tuple[str, ChunkReuse, Any]] = [("alone / nothing", alone, 0)]
+    for rest in formats:
+        behind, same = reader.store(rest), reader.store(rest)
+        for chunk, context in zip(parts[:-1], foreign, strict=True):
+            stored_behind(reader, behind, context, chunk)
+        reader.read(same, parts, "auto")
+        name = f", {rest}" if rest != "auto" else ""
+        settings += [(f"behind / nothing{name}", behind, 0), (f"behind / auto{name}", behind, "auto")]
+        settings.append((f"the same prompt{', float32' if rest == 'auto' else name}", same, 0))
+    for name, reuse, recompute in settings:
+        got, share = reader.read(reuse, parts, recompute)
+        found[name] = float((full.exp() * (full - got)).sum(-1).mean()), share
+    return found
+
+
 def stored_behind(reader: Reader, reuse: ChunkReuse, context: np.ndarray, chunk: np.ndarray) -> None:
     """Store a chunk behind a context that is not stored."""
     ids = np.concatenate([context, chunk, chunk[:1]])
@@ -125,7 +153,7 @@ def stored_behind(reader: Reader, reuse: ChunkReuse, context: np.ndarray, chunk:
     stack = reader._engine._recipes.group(CacheOptions(method="full")).recipe.stack(len(ids))
     with torch.no_grad():
         run(reader._engine._model, [], [PromptSegment(stack, ids, 0, True, False, blend.span(0, len(ids)))])
-    blend.finish(reuse.store)
+    blend.finish()
     stack.clear()
 
 
@@ -148,7 +176,7 @@ def table(rows: dict[str, list[tuple[float, float]]]) -> tuple[str, list[dict[st
              "of_behind": against_behind, "windows": kl[name].tolist()}
         )  # fmt: skip
         lines.append(
-            (name, f"{kl[name].mean():.4f}", f"{share:.1%}",
+            (name, f"{max(kl[name].mean(), 0):.4f}", f"{share:.1%}",
              *(f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in (against_alone, against_behind)))
         )  # fmt: skip
     head = ("stored / computed again", "KL, nats", "of chunk tokens", "x naive, stored alone", "x naive, stored behind")
@@ -163,6 +191,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rest", type=lambda text: text.split(","), help="formats; the first must be auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -172,7 +201,8 @@ def main() -> None:
     reader, rows = Reader(args.model, args.suffix), {}
     began = time.perf_counter()
     for number, (parts, foreign) in enumerate(windows(ids, args)):
-        for name, found in measure(reader, parts, foreign).items():
+        formats = args.rest and measure_formats(reader, parts, foreign, args.rest)
+        for name, found in (formats or measure(reader, parts, foreign)).items():
             rows.setdefault(name, []).append(found)
         print(f"window {number + 1} of {args.windows}, {time.perf_counter() - began:.0f} s", flush=True)
         if args.out is not None and (number + 1) % 5 == 0:

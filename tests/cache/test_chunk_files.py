@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from millpond.cache.chunks.inspect import list_files
 from millpond.cache.chunks.key import ids_key
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
 from millpond.errors import OptionError
 
 SHAPE = StoredShape("m" * 8, torch.float32, ((1, 2, 2),))
@@ -43,12 +45,12 @@ def file_of(folder: Path) -> Path:
     return found
 
 
-def taken(store: ChunkStore, key: str) -> list[ChunkVariant]:
+def taken(store: ChunkStore, key: str) -> list[StoredVariant]:
     return [found for facts in store.find(key) if (found := store.take(facts, 0.5)) is not None]
 
 
-def same(one: ChunkVariant, other: ChunkVariant) -> bool:
-    pairs = zip((one.scores, *one.keys, *one.values), (other.scores, *other.keys, *other.values), strict=True)
+def same(one: StoredVariant, other: ChunkVariant) -> bool:
+    pairs = zip((one.scores, one.keys(0), one.values(0)), (other.scores, *other.keys, *other.values), strict=True)
     return one.facts == other.facts and all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -83,7 +85,7 @@ def test_every_byte_flipped_and_every_cut(tmp_path: Path) -> None:
 
 def test_files_of_others_are_removed_and_counted(tmp_path: Path) -> None:
     other = ChunkStore(tmp_path / "other", memory=1)
-    other.bind(replace(SHAPE, mark="another"))
+    other.bind(replace(SHAPE, model="another"))
     other.put(variant())
     store = opened(tmp_path / "own")
     store.put(variant())
@@ -184,11 +186,11 @@ def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
     opened(tmp_path)
     other = ChunkStore(tmp_path)
     with pytest.raises(OptionError, match="holds chunks of another model"):
-        other.bind(replace(SHAPE, mark="another"))
+        other.bind(replace(SHAPE, model="another"))
     store = ChunkStore(None)
     store.bind(SHAPE)
     with pytest.raises(OptionError, match="in use with another model"):
-        store.bind(replace(SHAPE, mark="another"))
+        store.bind(replace(SHAPE, model="another"))
 
 
 def test_a_torn_name_of_the_model_is_written_again(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_the_disk_limit_lets_the_longest_unused_go(tmp_path: Path) -> None:
 
 
 def test_the_memory_limit() -> None:
-    store = ChunkStore(None, memory=2 * variant().nbytes)
+    store = ChunkStore(None, memory=2 * variant().stored(SHAPE).nbytes)
     store.bind(SHAPE)
     for number in range(3):
         store.put(variant(number))
@@ -238,7 +240,7 @@ def test_the_memory_limit() -> None:
     held = [len(taken(store, variant(number).facts.chunk)) for number in range(3)]
     assert held == [1, 0, 1]
     assert store.stats().memory_evicted == 1
-    assert store.stats().memory_bytes == 2 * variant().nbytes
+    assert store.stats().memory_bytes == 2 * variant().stored(SHAPE).nbytes
 
 
 def test_the_least_useful_variant_goes() -> None:
@@ -270,3 +272,102 @@ def test_sizes_and_settings_out_of_range(tmp_path: Path) -> None:
         ChunkStore(None, variants=0)
     with pytest.raises(OptionError, match="alpha=0"):
         ChunkStore(None, alpha=0)
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The id of a process that does some work and ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_a_process_that_is_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    store.put(variant(1))
+    reached, tell = os.pipe()
+    real = files._write_bytes
+
+    def half(path: Path, data: bytes) -> None:
+        real(path, data[: len(data) // 2])
+        os.write(tell, b"x")
+        signal.pause()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_write_bytes", half)
+        child = in_child(lambda: store.put(variant(2)))
+    assert os.read(reached, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (part,) = tmp_path.rglob("*.part")
+    after = opened(tmp_path)
+    assert taken(after, variant(2).facts.chunk) == []
+    assert len(taken(after, variant(1).facts.chunk)) == 1
+    assert [one.facts is None for one in list_files(tmp_path, verify=True)] == [False], "a check does not see it"
+    after.put(variant(2))
+    assert len(taken(opened(tmp_path), variant(2).facts.chunk)) == 1
+    stats = after.stats()
+    assert (stats.torn, stats.foreign, stats.read_failures, stats.write_failures) == (0, 0, 0, 0)
+    old = time.time() - 2 * files.LEFT_OVER_S
+    os.utime(part, (old, old))
+    opened(tmp_path)
+    assert not part.exists()
+    for end in (reached, tell):
+        os.close(end)
+
+
+def test_two_processes_write_read_and_evict_in_one_folder(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.put(variant(0))
+    size = file_of(tmp_path).stat().st_size
+    stores = [opened(tmp_path, disk=5 * size) for _ in range(2)]
+
+    def work(store: ChunkStore) -> bool:
+        """Whether all that is found is as it was written."""
+        good = True
+        for number in [n % 9 for n in range(90)]:
+            found = taken(store, variant(number).facts.chunk)
+            good = good and all(same(one, variant(number)) for one in found)
+            if not found:
+                store.put(variant(number))
+        stats = store.stats()
+        return good and (stats.torn, stats.foreign, stats.write_failures) == (0, 0, 0)
+
+    def child_work() -> None:
+        os._exit(0 if work(stores[0]) else 3)
+
+    child = in_child(child_work)
+    assert work(stores[1])
+    assert os.waitpid(child, 0)[1] == 0
+    last = opened(tmp_path, disk=5 * size)
+    for number in (20, 21):
+        last.put(variant(number))
+    assert last.stats().disk_bytes <= 5 * size
+    assert sum(path.stat().st_size for path in tmp_path.glob("??/*/*.safetensors")) <= 5 * size
+    assert all(one.facts for one in list_files(tmp_path, verify=True))
+
+
+def test_check_names_each_kind_of_bad_file(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for number in range(5):
+        store.put(variant(number))
+    paths = sorted(tmp_path.glob("??/*/*.safetensors"))
+    data = paths[0].read_bytes()
+    paths[0].write_bytes(data[:40])  # cut
+    paths[1].write_bytes(paths[1].read_bytes()[:-1] + b"!")  # changed
+    paths[2].write_bytes(data)  # of another chunk
+    other = ChunkStore(tmp_path / "other", memory=1)
+    other.bind(replace(SHAPE, model="another"))
+    other.put(variant(7))
+    shutil.copy(file_of(tmp_path / "other"), paths[3])
+    shutil.rmtree(tmp_path / "other")
+    found = {one.path: one.why for one in list_files(tmp_path, verify=True) if one.facts is None}
+    assert set(found) == set(paths[:4])
+    words = ("is cut", "is not as it was written", "another chunk", "another model")
+    assert all(word in found[path] for path, word in zip(paths[:4], words, strict=True)), found

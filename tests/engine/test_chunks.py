@@ -195,7 +195,7 @@ class Blender:
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self.engine._model, [], [part])
-        blend.finish(self.reuse.store)
+        blend.finish()
         stack.clear()
         return logits, torch.from_numpy(np.flatnonzero(blend.computed))
 
@@ -333,6 +333,21 @@ def test_methods_that_need_all_queries_are_refused_unless_all_is_computed(method
     with pytest.raises(OptionError, match=f"method '{method}' needs every query"):
         of.add(Request(request_id="x", prompt=PROMPTS["ab"], params=greedy(2)))
     assert close(ask(of, PROMPTS["ab"], recompute=1), ask(of, ids_of(PROMPTS["ab"])))
+    of.close()
+
+
+@pytest.mark.parametrize(("rest", "rounding"), [("bf16", 0.02), ("int8", 0.05), ("int4", 0.5)])
+def test_narrow_numbers_at_rest_are_an_approximation_that_says_so(rest: str, rounding: float) -> None:
+    of = engine(store=ChunkStore(None, dtype=rest), prefix_cache=True)
+    plain = ask(of, ids_of(PROMPTS["ab"]), 1)
+    stored = ask(of, PROMPTS["ab"], 1)
+    assert stored.completions[0].kv.exact
+    again = ask(of, PROMPTS["ab"], 1)
+    kv = again.completions[0].kv
+    assert (kv.reused_tokens, kv.recomputed_tokens, kv.exact) == (len(A) + len(B), 0, False)
+    assert 0 < abs(first_logprob(again) - first_logprob(plain)) < rounding
+    assert close(ask(of, PROMPTS["ab"], 1, recompute=1), plain)
+    assert close(ask(of, ids_of(PROMPTS["ab"]), 1), plain), "plain prompts stay exact"
     of.close()
 
 

@@ -28,6 +28,7 @@ from millpond.cli import (
 from millpond.cli import eval as evaluation
 from millpond.cli.bench import app as bench
 from millpond.cli.bench import batch as bench_batch
+from millpond.cli.bench import chunks as bench_chunks
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
 from millpond.cli.bench import paging as bench_paging
@@ -98,6 +99,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 for name, command in COMMANDS.items():
     app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
 bench.app.command("batch")(bench_batch.batch)
+bench.app.command("chunks")(bench_chunks.chunks)
 bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
 bench.app.command("paging")(bench_paging.paging)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output, size, working
-from millpond.cli.options import DtypeName, ModelName, Threads
+from millpond.cli.options import ChunkDtype, DtypeName, ModelName, Threads
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add(
         bool, typer.Option("--alone", help="Compute each chunk by itself, not after the one before it.")
     ] = False,
     disk: Annotated[str, typer.Option(help="Chunks in the folder, at most.")] = "20GiB",
+    chunk_dtype: ChunkDtype = "auto",
     dtype: DtypeName = "auto",
     threads: Threads = None,
 ) -> None:
@@ -41,7 +42,7 @@ def add(
     from millpond.cache.chunks.store import ChunkStore
     from millpond.engine.llm import LLM
 
-    store = ChunkStore(folder, memory="256MiB", disk=disk)
+    store = ChunkStore(folder, memory="256MiB", disk=disk, dtype=chunk_dtype)
     chosen = None if dtype == "auto" else dtype
     with LLM(model, method="full", chunk_store=store, dtype=chosen, threads=threads) as llm:
         with working(f"reading {len(texts)} chunks"):

@@ -27,6 +27,9 @@ CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]
 DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
+ChunkDtype = Annotated[
+    str, typer.Option(help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8 or int4.")
+]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
 Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]
 Memory = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import OverflowRule, Weights, optional, parse_options
+from millpond.cli.options import ChunkDtype, OverflowRule, Weights, optional, parse_options
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class EngineChoice(OptionGroup):
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever runs with a request; prompts are slower.")
     ] = False
+    chunk_dtype: ChunkDtype = "auto"
+    chunk_rule: Annotated[
+        str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
+    ] = "lru"
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -85,8 +89,11 @@ class EngineChoice(OptionGroup):
         if self.chunk_store is not None:
             from millpond.cache.chunks.store import ChunkStore
 
-            return ChunkStore(self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk)
-        if given := self.given & {"chunk_memory", "chunk_disk"}:
+            return ChunkStore(
+                self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk, dtype=self.chunk_dtype,
+                rule=self.chunk_rule,
+            )  # fmt: skip
+        if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule"}:
             raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
         return None
 
@@ -105,9 +112,9 @@ class Workers(OptionGroup):
     address: Annotated[
         str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
     ] = None
-    handoff_memory: Annotated[
-        str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")
-    ] = "256MiB"
+    handoff_memory: Annotated[str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")] = (
+        "256MiB"
+    )
 
     @property
     def several(self) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, variant_of
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
 
@@ -28,7 +29,7 @@ class ReusedChunk:
     """A chunk that stands at `begin` of a prompt, and the variant that its tokens come from."""
 
     begin: int
-    variant: ChunkVariant
+    variant: StoredVariant
 
     @property
     def end(self) -> int:
@@ -69,8 +70,9 @@ class PromptBlend:
 
     Attributes:
         computed: (tokens,) bool. reused: chunks with a variant. kept: chunks that are computed for the store.
-        exact: all reused chunks are as a full computation would give them. private: what is stored is for the memory of
-            this process alone.
+        exact: all reused chunks are as a full computation would give them. store: that they are of, in which they stay
+            until `release`. private: what is stored is for the memory of this process alone.
+        loaded: what was read for the prompt before it began.
     """
 
     computed: np.ndarray
@@ -78,7 +80,13 @@ class PromptBlend:
     kept: list[ComputedChunk]
     exact: bool
     rotations: Rotations
+    store: ChunkStore
     private: bool = False
+    loaded: LoadedChunks | None = None
+
+    def __post_init__(self) -> None:
+        for one in self.reused:
+            self.store.pin(one.variant.facts)
 
     @property
     def n_reused(self) -> int:
@@ -109,12 +117,20 @@ class PromptBlend:
         rows = torch.from_numpy(np.flatnonzero(self.computed[begin:end]))
         return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations)
 
-    def finish(self, store: ChunkStore) -> None:
+    def finish(self) -> None:
         """The prompt is read: give the store what was computed for it."""
         for one in self.kept:
-            store.put(one.variant(), private=self.private)
-        self.kept = []
-        self.reused = []
+            self.store.put(one.variant(), private=self.private)
+        self.release()
+
+    def release(self) -> None:
+        """No more of the prompt will be read; a second call does nothing."""
+        for one in self.reused:
+            self.store.unpin(one.variant.facts)
+        self.kept, self.reused = [], []
+        if self.loaded is not None:
+            self.loaded.release()
+            self.loaded = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +155,8 @@ class BlendedSpan:
             begin, end = max(one.begin, self.begin), min(one.end, self.begin + self.length)
             own = slice(begin - one.begin, end - one.begin)
             there = slice(begin - self.begin, end - self.begin)
-            keys[:, there] = self._turned(layer, one.variant.keys[layer][:, own].to(k.device), begin).to(k.dtype)
-            values[:, there] = one.variant.values[layer][:, own].to(v.device)
+            keys[:, there] = self._turned(layer, one.variant.keys(layer)[:, own].to(k.device), begin).to(k.dtype)
+            values[:, there] = one.variant.values(layer)[:, own].to(v.device, v.dtype)
         rows = self.rows.to(k.device)
         keys[:, rows], values[:, rows] = k, v
         for kept in self.kept:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from millpond.cache.chunks.key import ids_key, salted
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant
+from millpond.cache.chunks.tier_rule import ChunkUse
+from millpond.cache.chunks.variant import StoredVariant
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.engine.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunked_prompt import PromptSpan
+from millpond.engine.loaded_chunks import ChunkSource, LoadedChunks, LoadingSource, StoreSource
 from millpond.engine.prefix_sharing import can_share
 from millpond.engine.request import CacheOptions
 from millpond.errors import OptionError, UnsupportedModelError
@@ -28,7 +30,7 @@ from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
 #: deviation(begin, variant) -> (n,) how far the keys of a chunk are from those of this prompt.
-Deviation = Callable[[int, ChunkVariant], Tensor]
+Deviation = Callable[[int, StoredVariant], Tensor]
 
 
 def model_mark(model: Any, weights: str | None) -> str:
@@ -83,7 +85,13 @@ class ChunkReuse:
         return True
 
     def begin(
-        self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, window: int, salt: str | None
+        self,
+        ids: np.ndarray,
+        spans: Sequence[PromptSpan],
+        options: CacheOptions,
+        window: int,
+        salt: str | None,
+        loaded: LoadedChunks | None = None,
     ) -> PromptBlend:
         """Choose a variant of each chunk of a prompt, and what is computed.
 
@@ -93,58 +101,112 @@ class ChunkReuse:
         Args:
             ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request. It takes chunks
                 that were stored without a salt or with its own; those that it gives are for its own salt alone, in
-                memory.
+                memory. loaded: what `load` found, besides which only memory is looked at; None: files are read here.
         """
-        recompute, pick = options.recompute, options.pick
         computed = np.ones(len(ids), dtype=bool)
         reused: list[ReusedChunk] = []
         kept: list[ComputedChunk] = []
         before: dict[str, int] = {}
         exact = True
-        deviation = _Deviation(self._model, self._rotations, ids) if pick == "deviation" else None
-        for span in spans:
-            key = ids_key(ids[span.begin : span.end])
-            if span.is_chunk:
-                prefix = ids_key(ids[: span.begin])
-                own = key if salt is None else salted(key, salt)
-                found, keep = self._variant({key, own}, prefix, list(before), recompute)
-                if found is None:
-                    if keep and all(one.chunk != own for one in kept):
-                        kept.append(_to_keep(ids, span, own, prefix, exact, before, spans))
+        deviation = _Deviation(self._model, self._rotations, ids) if options.pick == "deviation" else None
+        source: ChunkSource = StoreSource(self.store) if loaded is None else loaded
+        for span, choice in self._choices(ids, spans, options, salt, source):
+            if choice is not None:
+                if choice.variant is None:
+                    if choice.keep and all(one.chunk != choice.key for one in kept):
+                        kept.append(_to_keep(ids, span, choice.key, choice.prefix, exact, before, spans))
                 else:
-                    variant, share, same = found
-                    exact = exact and same
-                    picked = _picked(pick, variant, span.begin, share, prefix, deviation)
+                    exact = exact and choice.same and self.store.exact
+                    picked = _picked(options.pick, choice.variant, span.begin, choice.share, choice.prefix, deviation)
                     computed[span.begin : span.end] = False
                     computed[span.begin + picked.numpy()] = True
-                    reused.append(ReusedChunk(span.begin, variant))
-            before[key] = span.end - span.begin
+                    reused.append(ReusedChunk(span.begin, choice.variant))
+            before[ids_key(ids[span.begin : span.end])] = span.end - span.begin
         if reused and not (reused[0].begin == 0 and reused[0].variant.facts.prefix == ids_key(())):
             computed[0] = True
         computed[len(ids) - max(1, window) :] = True
-        return PromptBlend(computed, reused, kept, exact, self._rotations, private=salt is not None)
+        return PromptBlend(
+            computed, reused, kept, exact, self._rotations, self.store, private=salt is not None, loaded=loaded
+        )
 
-    def _variant(
-        self, keys: set[str], prefix: str, before: list[str], recompute: Recompute
-    ) -> tuple[tuple[ChunkVariant, float, bool] | None, bool]:
-        """The variant with the least CFO under some keys, the share that is computed again, and whether it is exact.
+    def load(
+        self,
+        ids: np.ndarray,
+        spans: Sequence[PromptSpan],
+        options: CacheOptions,
+        salt: str | None,
+        loaded: LoadedChunks,
+        going: Callable[[], bool],
+    ) -> None:
+        """Read the variants that `begin` would choose now, from any thread.
 
-        None: there is none, or all of it is computed; then whether the store shall have what is computed.
+        Args:
+            loaded: is filled. going: whether to go on, looked at after each chunk.
         """
-        known = [facts for key in sorted(keys) for facts in self.store.find(key)]
+        for _ in self._choices(ids, spans, options, salt, LoadingSource(self.store, loaded)):
+            if not going():
+                return
+
+    def _choices(
+        self,
+        ids: np.ndarray,
+        spans: Sequence[PromptSpan],
+        options: CacheOptions,
+        salt: str | None,
+        source: ChunkSource,
+    ) -> Iterator[tuple[PromptSpan, _Choice | None]]:
+        """The parts of a prompt, and of each chunk the variant that it takes."""
+        before: dict[str, None] = {}
+        n_chunks = sum(span.is_chunk for span in spans)
+        depth = 0
+        for span in spans:
+            key = ids_key(ids[span.begin : span.end])
+            choice = None
+            if span.is_chunk:
+                own = key if salt is None else salted(key, salt)
+                use = ChunkUse(source.request, depth, n_chunks)
+                prefix = ids_key(ids[: span.begin])
+                choice = self._choose(own, {key, own}, prefix, list(before), options.recompute, source, use)
+                depth += 1
+            before[key] = None
+            yield span, choice
+
+    def _choose(
+        self, own: str, keys: set[str], prefix: str, before: list[str], recompute: Recompute, source: ChunkSource,
+        use: ChunkUse,
+    ) -> _Choice:  # fmt: skip
+        """The variant with the least CFO under some keys."""
+        known = [facts for key in sorted(keys) for facts in source.find(key)]
         if recompute == 1 and known:
-            return None, False
+            return _Choice(own, prefix, None, keep=False)
         for facts in sorted(known, key=lambda one: one.share(prefix, before, self.store.alpha)):
             same = facts.exact and facts.prefix == prefix
             share = facts.share(prefix, before, self.store.alpha)
             share = share if recompute == "auto" or same else float(recompute)
             if share >= 1:
-                return None, True
-            variant = self.store.take(facts, share)
+                return _Choice(own, prefix, None, keep=True)
+            variant = source.take(facts, share, use)
             if variant is not None:
-                return (variant, share, same), False
-        self.store.missed()
-        return None, True
+                return _Choice(own, prefix, variant, share, same)
+        source.missed()
+        return _Choice(own, prefix, None, keep=True)
+
+
+class _Choice(NamedTuple):
+    """What becomes of a chunk.
+
+    Attributes:
+        key: under which this request stores it. prefix: key of all ids before it. variant: None: it is computed.
+        share: that is computed again. same: the variant was computed in just this context, in full.
+        keep: the store shall have what is computed.
+    """
+
+    key: str
+    prefix: str
+    variant: StoredVariant | None
+    share: float = 1.0
+    same: bool = False
+    keep: bool = False
 
 
 def _to_keep(
@@ -168,7 +230,7 @@ def _to_keep(
 
 
 def _picked(
-    pick: Pick, variant: ChunkVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
+    pick: Pick, variant: StoredVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
 ) -> Tensor:
     """(n,) int64: the tokens of a chunk that are computed again."""
     n = variant.facts.n_tokens
@@ -185,8 +247,8 @@ class _Deviation:
         self._rotation = rotations[1]
         self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
 
-    def __call__(self, begin: int, variant: ChunkVariant) -> Tensor:
-        old = variant.keys[1].to(self._keys.device)
+    def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
+        old = variant.keys(1).to(self._keys.device)
         places = torch.arange(begin, begin + old.shape[1], device=old.device)
         if self._rotation is not None:
             old = self._rotation.rotate(old[None], places[None])[0]

@@ -22,6 +22,7 @@ from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
+from millpond.engine.chunk_loads import ChunkLoads
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
@@ -116,9 +117,11 @@ class Engine:
         )
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
+        self._loads: ChunkLoads | None = None
         try:
             if config.chunk_store is not None and mark is not None:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
+                self._loads = None if config.chunk_store.folder is None else ChunkLoads(self._chunks)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             defaults = CacheOptions(
                 method=config.method, options=config.options, budget=config.budget, codec=config.codec
@@ -143,7 +146,7 @@ class Engine:
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
-            self._chunks,
+            self._chunks, self._loads,
         )  # fmt: skip
         self._transfer = RequestTransfer(
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
@@ -235,6 +238,7 @@ class Engine:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(live)
         self._trunks.leave(live)
+        self._release_chunks(live)
         if live.stack is not None:
             live.stack.clear()
         elif live.job.read == live.job.prompt:
@@ -316,6 +320,8 @@ class Engine:
             self._sampler.start(answer.key, live.request.params, live.ids, answer.index, grammar, bans, known=known)
         self._live[live.request.request_id] = live
         self._scheduler.add(live.job)
+        if live.spans and self._loads is not None:
+            self._loads.add(live)
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -402,6 +408,8 @@ class Engine:
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
+        if self._loads is not None:
+            self._loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
         for live in self._live.values():
@@ -420,6 +428,8 @@ class Engine:
                 self._scheduler.took_seconds(step, took)
                 if self.watch is not None:
                     self.watch(step, took)
+            elif self._loads is not None and not changed:
+                self._loads.wait()
         except Exception as error:
             changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):
@@ -461,6 +471,7 @@ class Engine:
             live.stack = None
         live.group.leave()
         self._trunks.leave(live)
+        self._release_chunks(live)
         if self._tier is not None:
             self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
@@ -468,6 +479,13 @@ class Engine:
         live.times = replace(live.times, finished=time.monotonic())
         self._finished += 1
         self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
+
+    def _release_chunks(self, live: RequestState) -> None:
+        """A request needs no more chunks of the store."""
+        if self._loads is not None:
+            self._loads.forget(live)
+        if live.blend is not None:
+            live.blend.release()
 
     def _end(self, live: RequestState, reason: FinishReason) -> None:
         """All answers of a request end as they are; a trunk is let go."""
@@ -516,6 +534,8 @@ class Engine:
         return self.context_length
 
     def _let_go(self) -> None:
+        if self._loads is not None:
+            self._loads.close()
         self._model.close()
         if self._files is not None:
             self._files.close()

@@ -81,7 +81,7 @@ class Job:
         passes: jobs of others that began before it while it did not fit. waited: steps in which it did not.
         apart: its answers decode in a batch of their own, which may pass a step.
         trunk: it is a common beginning of prompts, and is held once it is read. after: the trunk that it begins with,
-            and waits for.
+            and waits for. loading: what it needs is still read from files.
     """
 
     key: str
@@ -99,6 +99,7 @@ class Job:
     apart: bool = False
     trunk: bool = False
     after: Job | None = None
+    loading: bool = False
     account: ClientService = field(default_factory=lambda: ClientService(0))
     state: State = State.WAITING
 
@@ -332,7 +333,7 @@ class Scheduler:
         """Carry out running jobs in whose place a waiting one goes: the first of those whom that makes fit."""
         tried: dict[ClientService, Job] = {}
         for first in () if self._closed else self._queue():
-            if first.account in tried or first.waits:
+            if first.account in tried or first.waits or first.loading:
                 continue
             out: list[tuple[Job, State]] = []
             while not self._fits(first) and (worst := self._in_whose_place(first)) is not None:
@@ -376,7 +377,7 @@ class Scheduler:
         owed: dict[Job | None, int] = {}  # bytes for jobs that wait for their trunk, and for trunks that it waits for
         behind = 0  # the largest of those before this job
         for job in self._queue():
-            if job.account in passed:
+            if job.account in passed or job.loading:
                 continue
             if job.waits:
                 owed[job] = job.reserved + owed.get(job.after, 0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import Pages
+from millpond.engine.chunk_loads import ChunkLoads
 from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
 from millpond.engine.decode_group import DecodeGroup, figures_of
@@ -49,9 +50,10 @@ class StepExecutor:
         live: Mapping[str, RequestState],
         tokenizer: object,
         chunks: ChunkReuse | None = None,
+        loads: ChunkLoads | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0)
-        self._chunks = chunks
+        self._chunks, self._loads = chunks, loads
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
         self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
@@ -118,8 +120,8 @@ class StepExecutor:
                 else:
                     partly.append(live)
             else:
-                if live.blend is not None and self._chunks is not None:
-                    live.blend.finish(self._chunks.store)
+                if live.blend is not None:
+                    live.blend.finish()
                 read.append(live)
                 answers += live.answers
                 rows.append(found[-1:].expand(len(live.answers), -1))
@@ -169,7 +171,10 @@ class StepExecutor:
         """Before a prompt with chunks begins: choose what is computed of it."""
         assert self._chunks is not None, "chunks without a store are refused"
         request, window = live.request, live.group.recipe.policy.window
-        live.blend = blend = self._chunks.begin(live.numbers, live.spans, request.cache, window, request.cache_salt)
+        loaded = None if self._loads is None else self._loads.begin(live)
+        live.blend = blend = self._chunks.begin(
+            live.numbers, live.spans, request.cache, window, request.cache_salt, loaded
+        )
         for answer in live.answers:
             answer.reuse = ReuseCounts(blend.n_reused, blend.n_recomputed, blend.exact)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from millpond.cache.chunks.files import content, header, mark_of, variant_files
+from millpond.cache.chunks.file_format import content, header
+from millpond.cache.chunks.files import mark_of, variant_files
 from millpond.cache.chunks.variant import VariantFacts
 from millpond.errors import DataError, OptionError
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
+from millpond.cache.chunks.memory_tier import MemoryTier
+from millpond.cache.chunks.rest_format import check_rest
 from millpond.cache.chunks.shape import StoredShape
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
-from millpond.errors import OptionError
+from millpond.cache.chunks.tier_rule import ChunkUse, Place
+from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
+from millpond.cache.paging.choose import rule_named
+from millpond.cache.paging.rule import PagingRule
+from millpond.errors import NumericsError, OptionError
 
 #: Least CFO that a use counts with, so that an exact variant is not worth infinitely much.
 LEAST_SHARE = 0.05
-
-_Place = tuple[str, str]  # chunk and name of a variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class ChunkStoreStats:
         memory_evicted, disk_evicted: counters of variants that left, for room.
         torn, foreign: counters of files that were cut or changed, or of another model; they were removed.
         write_failures, read_failures: counters of files that the disk did not take or give.
+        load_failures: counter of requests whose chunks could not be loaded for another reason; they were computed.
+        not_finite: counter of variants with numbers that the format of the store cannot hold; they were not kept.
     """
 
     memory_bytes: int
@@ -45,6 +50,8 @@ class ChunkStoreStats:
     foreign: int
     write_failures: int
     read_failures: int
+    load_failures: int
+    not_finite: int
 
 
 class ChunkStore:
@@ -60,9 +67,15 @@ class ChunkStore:
         alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is close
             to 1 in the models that were measured, so that 0.17 gives about 15 % of a chunk whose old context has
             nothing in common with the new one; the value of the paper is not known.
+        dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
+            "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
+        rule: which variants leave a full tier: "lru", "lfu", "marker", "mark0", "mark_predict" or "learned", as of
+            `prefix_cache`. Those that prompts use stay. pager: file of the predictor of a rule that has one.
+        loading: most bytes of files that an engine holds for requests that wait or read their prompts. One request
+            whose chunks take more is loaded alone.
 
     Raises:
-        OptionError: a value out of range.
+        OptionError: a value out of range, or an unknown rule. DataError: a pager that cannot be read.
 
     Example:
         >>> ChunkStore(None, memory="64MiB").stats().stored
@@ -77,36 +90,58 @@ class ChunkStore:
         disk: str | int = "20GiB",
         variants: int = 4,
         alpha: float = 0.17,
+        dtype: str = "auto",
+        rule: str = "lru",
+        pager: str | os.PathLike[str] | None = None,
+        loading: str | int = "512MiB",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.memory, self.disk = parse_bytes(memory), parse_bytes(disk)
+        self.memory, self.disk, self.loading = parse_bytes(memory), parse_bytes(disk), parse_bytes(loading)
         if variants < 1:
             raise OptionError(f"variants={variants} of a chunk: must be at least 1")
         if not alpha > 0:
             raise OptionError(f"alpha={alpha} must be above 0")
-        self.variants, self.alpha = variants, alpha
+        self.variants, self.alpha, self.dtype = variants, alpha, check_rest(dtype)
+        self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
-        self._held: OrderedDict[_Place, ChunkVariant] = OrderedDict()  # the longest unused first
-        self._held_bytes = 0
-        self._worth: Counter[_Place] = Counter()
+        self._memory = MemoryTier(self.memory, self._new_rule())
+        self._worth: dict[Place, float] = {}
         self._shape: StoredShape | None = None
         self._files: ChunkFiles | None = None
+        self._requests = 0
         self._lock = RLock()
 
+    def _new_rule(self) -> PagingRule:
+        """
+        Raises:
+            OptionError, DataError: see `rule_named`.
+        """
+        found = rule_named(self.rule, self._pager)
+        assert found is not None, "a name is a rule"
+        return found
+
     def bind(self, shape: StoredShape) -> None:
-        """Be the store of a model.
+        """Be the store of a model, in the format of this store.
 
         Raises:
             OptionError: it is another model's.
         """
+        shape = replace(shape, rest=self.dtype)
         with self._lock:
             if self._shape is not None and self._shape != shape:
                 raise OptionError(
                     "this ChunkStore is in use with another model, dtype or format of weights; make one for each"
                 )
             if self._shape is None:
-                self._files = None if self.folder is None else ChunkFiles(self.folder, self.disk, shape)
+                if self.folder is not None:
+                    self._files = ChunkFiles(self.folder, self.disk, shape, self._new_rule(), self.new_request)
                 self._shape = shape
+
+    @property
+    def exact(self) -> bool:
+        """Whether chunks are kept bit for bit."""
+        assert self._shape is not None, "a store is bound before it is used"
+        return self._shape.format.exact
 
     def check_size(self, n_tokens: int) -> None:
         """
@@ -114,7 +149,7 @@ class ChunkStore:
             OptionError: a chunk of `n_tokens` fits neither in memory nor in the files.
         """
         assert self._shape is not None, "a store is bound before it is used"
-        need, most = n_tokens * self._shape.token_bytes, max(self.memory, 0 if self._files is None else self.disk)
+        need, most = self.size_of(n_tokens), max(self.memory, 0 if self._files is None else self.disk)
         if need > most:
             raise OptionError(
                 f"a chunk of {n_tokens} tokens takes {need:,} bytes and the chunk store holds {most:,}; raise "
@@ -123,33 +158,84 @@ class ChunkStore:
 
     # ------------------------------------------------------------------ prompts
 
+    def new_request(self) -> int:
+        """A number for a prompt that uses chunks."""
+        with self._lock:
+            self._requests += 1
+            return self._requests
+
     def find(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk, in memory and on the disk; nothing of them is read but what they are."""
-        with self._lock:
-            found = {name: held.facts for (key, name), held in self._held.items() if key == chunk}
-            for name in [] if self._files is None else self._files.names(chunk):
-                if name not in found and (facts := self._known(chunk, name)) is not None:
-                    found[name] = facts
-            return list(found.values())
+        """The variants of a chunk, in memory and on the disk; of files only the headers are read."""
+        found = {facts.name: facts for facts in self.find_held(chunk)}
+        for name in [] if self._files is None else self._files.names(chunk):
+            if name not in found and (facts := self._files_facts(Place(chunk, name))) is not None:
+                found[name] = facts
+        return list(found.values())
 
-    def _known(self, chunk: str, name: str) -> VariantFacts | None:
+    def find_held(self, chunk: str) -> list[VariantFacts]:
+        """The variants of a chunk in memory."""
+        with self._lock:
+            return self._memory.facts(chunk)
+
+    def _files_facts(self, place: Place) -> VariantFacts | None:
         assert self._files is not None, "of a file"
-        return self._files.facts(chunk, name)
+        return self._files.facts(place)
 
-    def take(self, facts: VariantFacts, share: float) -> ChunkVariant | None:
-        """A variant for a prompt that computes `share` of it again; None where its file is gone or bad."""
-        place = facts.chunk, facts.name
-        with self._lock:
-            found = self._held.get(place)
-            if found is not None:
-                self._held.move_to_end(place)
-                self._counts["memory_hits"] += 1
-            elif self._files is not None and (found := self._files.read(*place)) is not None:
-                self._counts["disk_hits"] += 1
-                self._hold(found)
-            if found is not None:
-                self._worth[place] += 1 / max(share, LEAST_SHARE)  # type: ignore[assignment]
+    def take(self, facts: VariantFacts, share: float, use: ChunkUse | None = None) -> StoredVariant | None:
+        """A variant for a prompt that computes `share` of it again; None where its file is gone or bad.
+
+        While a file is read other threads use the store.
+        """
+        use = use or ChunkUse(self.new_request())
+        found = self.take_held(facts, share, use)
+        if found is not None or self._files is None:
             return found
+        found = self._files.read(Place(facts.chunk, facts.name), use)
+        if found is not None:
+            with self._lock:
+                self._counts["disk_hits"] += 1
+                self._memory.hold(found, use)
+                self._note_worth(facts, share)
+        return found
+
+    def take_held(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
+        """See `take`; None where it is not in memory."""
+        with self._lock:
+            found = self._memory.take(Place(facts.chunk, facts.name), use)
+            if found is not None:
+                self._counts["memory_hits"] += 1
+                self._note_worth(facts, share)
+            return found
+
+    def _note_worth(self, facts: VariantFacts, share: float) -> None:
+        place = Place(facts.chunk, facts.name)
+        self._worth[place] = self._worth.get(place, 0) + 1 / max(share, LEAST_SHARE)
+
+    def pin(self, facts: VariantFacts) -> None:
+        """A variant is in use: it leaves neither tier for room until it is unpinned as often."""
+        place = Place(facts.chunk, facts.name)
+        with self._lock:
+            self._memory.rule.pin(place)
+        if self._files is not None:
+            self._files.pin(place)
+
+    def unpin(self, facts: VariantFacts) -> None:
+        """See `pin`."""
+        place = Place(facts.chunk, facts.name)
+        with self._lock:
+            self._memory.rule.unpin(place)
+        if self._files is not None:
+            self._files.unpin(place)
+
+    def size_of(self, n_tokens: int) -> int:
+        """Bytes of a variant of so long a chunk."""
+        assert self._shape is not None, "a store is bound before it is used"
+        return self._shape.nbytes(n_tokens)
+
+    def load_failed(self) -> None:
+        """Count chunks of a request that could not be loaded for another reason than their files."""
+        with self._lock:
+            self._counts["load_failures"] += 1
 
     def missed(self) -> None:
         """Count a chunk without a variant."""
@@ -162,40 +248,32 @@ class ChunkStore:
         private: in memory alone.
         """
         facts = variant.facts
-        with self._lock:
-            known = self.find(facts.chunk)
-            if any(one.prefix == facts.prefix and one.exact >= facts.exact for one in known):
-                return
-            while len(known) >= self.variants:
-                least = min(known, key=lambda one: self._worth[one.chunk, one.name])
-                known.remove(least)
-                self._remove(least.chunk, least.name)
-            self._counts["stored"] += 1
-            self._hold(variant)
-            if self._files is not None and not private:
-                self._files.write(variant)
-
-    def _hold(self, variant: ChunkVariant) -> None:
-        """Hold a variant in memory, in place of the longest unused ones."""
-        if variant.nbytes > self.memory:
+        assert self._shape is not None, "a store is bound before it is used"
+        try:
+            stored = variant.stored(self._shape)
+        except NumericsError:
+            with self._lock:
+                self._counts["not_finite"] += 1
             return
-        place = variant.facts.chunk, variant.facts.name
-        self._drop(place)
-        while self._held_bytes + variant.nbytes > self.memory:
-            self._drop(next(iter(self._held)))
-            self._counts["memory_evicted"] += 1
-        self._held[place] = variant
-        self._held_bytes += variant.nbytes
+        known, use = self.find(facts.chunk), ChunkUse(self.new_request())
+        if any(one.prefix == facts.prefix and one.exact >= facts.exact for one in known):
+            return
+        while len(known) >= self.variants:
+            least = min(known, key=lambda one: self._worth.get(Place(one.chunk, one.name), 0))
+            known.remove(least)
+            self._remove(Place(least.chunk, least.name))
+        with self._lock:
+            self._counts["stored"] += 1
+            self._memory.hold(stored, use)
+        if self._files is not None and not private:
+            self._files.write(stored, use)
 
-    def _drop(self, place: _Place) -> None:
-        gone = self._held.pop(place, None)
-        self._held_bytes -= 0 if gone is None else gone.nbytes
-
-    def _remove(self, chunk: str, name: str) -> None:
-        self._drop((chunk, name))
-        self._worth.pop((chunk, name), None)
+    def _remove(self, place: Place) -> None:
+        with self._lock:
+            self._memory.drop(place)
+            self._worth.pop(place, None)
         if self._files is not None:
-            self._files.remove(chunk, name)
+            self._files.remove(place)
 
     # ------------------------------------------------------------------ figures
 
@@ -205,9 +283,10 @@ class ChunkStore:
             files = Counter() if self._files is None else self._files.counts
             counts = self._counts
             return ChunkStoreStats(
-                memory_bytes=self._held_bytes, disk_bytes=0 if self._files is None else self._files.nbytes,
+                memory_bytes=self._memory.nbytes, disk_bytes=0 if self._files is None else self._files.nbytes,
                 memory_hits=counts["memory_hits"], disk_hits=counts["disk_hits"], misses=counts["misses"],
-                stored=counts["stored"], memory_evicted=counts["memory_evicted"], disk_evicted=files["evicted"],
+                stored=counts["stored"], memory_evicted=self._memory.evicted, disk_evicted=files["evicted"],
                 torn=files["torn"], foreign=files["foreign"], write_failures=files["write_failures"],
-                read_failures=files["read_failures"],
+                read_failures=files["read_failures"], load_failures=counts["load_failures"],
+                not_finite=counts["not_finite"],
             )  # fmt: skip

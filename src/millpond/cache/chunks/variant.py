@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from millpond.cache.chunks.shape import StoredShape
 from millpond.policy.reuse import contextual_impact, prefix_overlap, recompute_share
 
 
@@ -43,7 +44,7 @@ class VariantFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkVariant:
-    """A variant with its tensors.
+    """A variant as it was computed.
 
     Attributes:
         scores: (n_tokens,) float32, the attention of each token to all earlier parts.
@@ -55,9 +56,52 @@ class ChunkVariant:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
+    def stored(self, shape: StoredShape) -> StoredVariant:
+        """As a store keeps it.
+
+        Raises:
+            NumericsError: a number that its format cannot hold.
+        """
+        tensors = {"scores": self.scores.detach().cpu()}
+        both = (t for pair in zip(self.keys, self.values, strict=True) for t in pair)
+        for (name, _, _, is_key), x in zip(shape.sides(), both, strict=True):
+            tensors |= {name + suffix: t for suffix, t in shape.format.encode(x.detach(), is_key).items()}
+        return StoredVariant(self.facts, shape, tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredVariant:
+    """A variant as a store keeps it.
+
+    Attributes:
+        tensors: those that `shape` names.
+    """
+
+    facts: VariantFacts
+    shape: StoredShape
+    tensors: dict[str, Tensor]
+
     @property
     def nbytes(self) -> int:
-        return self.scores.nbytes + sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def scores(self) -> Tensor:
+        """(n_tokens,) float32, the attention of each token to all earlier parts."""
+        return self.tensors["scores"]
+
+    def keys(self, layer: int) -> Tensor:
+        """(Hkv, n_tokens, key_dim) before RoPE, on the CPU, in the format's dtype, float32 for codes."""
+        return self._side(f"keys.{layer}", self.shape.layers[layer][1], True)
+
+    def values(self, layer: int) -> Tensor:
+        """(Hkv, n_tokens, value_dim), as `keys`."""
+        return self._side(f"values.{layer}", self.shape.layers[layer][2], False)
+
+    def _side(self, name: str, dim: int, is_key: bool) -> Tensor:
+        kept = self.shape.format
+        parts = {suffix: self.tensors[name + suffix] for suffix, _, _ in kept.parts(1, 1, dim, is_key)}
+        return kept.decode(parts, dim, is_key)
 
 
 def variant_of(

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 
-from millpond.cache.paging.directory import BitDirectory, LRUDirectory
+from millpond.cache.paging.directory import BitDirectory, LRUDirectory, PageDirectory
 from millpond.cache.paging.key_table import KeyTable
 from millpond.cache.paging.predicted_bits import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
@@ -51,7 +51,7 @@ class FollowTheBetter(PagingRule):
         self.misses = self.switches = 0
 
     @property
-    def leader(self) -> LRUDirectory | BitDirectory:
+    def leader(self) -> PageDirectory:
         """The directory that is followed."""
         return self._bit if self._follows_bits else self.lru
 

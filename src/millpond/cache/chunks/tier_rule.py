@@ -1,0 +1,102 @@
+"""Which variant leaves a full tier of a chunk store: a paging rule over variants, none of which follows another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from millpond.cache.paging.rule import PageFacts, PagingRule
+
+_NOTHING = -1
+
+
+class Place(NamedTuple):
+    """Keys of a chunk and name of one of its variants."""
+
+    chunk: str
+    name: str
+
+
+class ChunkUse(NamedTuple):
+    """One access of a prompt to a variant.
+
+    Attributes:
+        request: number of the prompt, growing. depth: chunks before this one in it. length: chunks that it has.
+    """
+
+    request: int
+    depth: int = 0
+    length: int = 1
+
+
+class TierRule:
+    """The variants of one tier, as its paging rule sees them: each is a page without parent or followers."""
+
+    def __init__(self, rule: PagingRule) -> None:
+        self._rule = rule
+        self._numbers: dict[Place, int] = {}
+        self._places: list[Place | None] = []
+        self._last: list[int] = []  # request that used a number last
+        self._unused: list[int] = []
+        self._pins: dict[Place, int] = {}
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(list(self._numbers))
+
+    def use(self, place: Place, use: ChunkUse) -> None:
+        """A prompt uses a variant, which is new where the tier did not hold it. One prompt counts once."""
+        number = self._numbers.get(place)
+        known = number is not None
+        if number is None:
+            number = self._number_for(place)
+        elif self._last[number] == use.request:
+            return
+        self._last[number] = use.request
+        key = int.from_bytes(hashlib.blake2b("/".join(place).encode(), digest_size=8).digest(), "little")
+        found = use.depth + 1 if known else use.depth
+        self._rule.touch(number, PageFacts(key, _NOTHING, use.request, use.depth, use.length, found))
+        if place not in self._pins:
+            self._rule.allow(number)
+
+    def drop(self, place: Place) -> None:
+        """A variant is gone; one that is not there is no error."""
+        number = self._numbers.pop(place, None)
+        if number is not None:
+            self._rule.drop(number)
+            self._places[number] = None
+            self._unused.append(number)
+
+    def pin(self, place: Place) -> None:
+        """A variant stays until it is unpinned as often, whether it is there yet or not."""
+        self._pins[place] = self._pins.get(place, 0) + 1
+        if self._pins[place] == 1 and place in self._numbers:
+            self._rule.forbid(self._numbers[place])
+
+    def unpin(self, place: Place) -> None:
+        """See `pin`."""
+        self._pins[place] -= 1
+        if not self._pins[place]:
+            del self._pins[place]
+            if place in self._numbers:
+                self._rule.allow(self._numbers[place])
+
+    def victim(self) -> Place | None:
+        """The variant that leaves next; None if all are pinned, or there is none. It stays until it is dropped."""
+        number = self._rule.victim()
+        return None if number is None else self._places[number]
+
+    def _number_for(self, place: Place) -> int:
+        if not self._unused:
+            self._unused.append(len(self._places))
+            self._places.append(None)
+            self._last.append(_NOTHING)
+        number = self._unused.pop()
+        self._numbers[place], self._places[number] = number, place
+        return number
