@@ -9,8 +9,8 @@ from typing import Literal
 from millpond.cluster.worker import Role
 from millpond.engine.outputs import EngineStats
 
-#: Where a worker is: it loads its model; it serves.
-WorkerState = Literal["starting", "serving"]
+#: Where a worker is: it loads its model; it serves; it gives its requests to others and ends.
+WorkerState = Literal["starting", "serving", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class WorkerInfo:
 
     Attributes:
         pid, node: id of its process, and of the machine in Ray; 0 and "" while it starts. stats: of its engine.
+        requests: that it has. handoff_bytes: of requests that wait in it for another worker.
     """
 
     name: str
@@ -27,6 +28,23 @@ class WorkerInfo:
     node: str
     state: WorkerState
     stats: EngineStats | None
+    requests: int = 0
+    handoff_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """What became of the requests of a worker that was drained.
+
+    Attributes:
+        moved: requests that went on elsewhere with their caches. replayed: those that were begun again there, since
+            nothing of them was computed, or they could not move in time. seconds: until the worker had none.
+    """
+
+    worker: str
+    moved: int
+    replayed: int
+    seconds: float
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOu
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError, OptionError
 
-#: Where a request is: with no worker; at one; offered by one; on its way to another.
-Place = Literal["nowhere", "running", "offered", "moving"]
+#: Where a request is: with no worker; at one; at one that is being drained; offered by one; on its way to another.
+Place = Literal["nowhere", "running", "leaving", "offered", "moving"]
 
 
 @dataclass(slots=True)
