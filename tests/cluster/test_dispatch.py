@@ -172,15 +172,17 @@ def test_a_drained_worker_gives_its_requests_to_others(layout: dict[str, int], v
         drained.hold = 4
         ends = start(local, PROMPTS)
         dispatcher = local.cluster.dispatcher
-        local.wait_until(lambda: (has := dispatcher.at(drained.name)) and all(one.unread == 0 for one in has))
-        local.wait_until(lambda: all(e.worker is not None and e.place == "running" for e in dispatcher.at(drained.name)))
-        here = len(dispatcher.at(drained.name))
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at(drained.name)))
         done = local.cluster.loop.run(dispatcher.drain(drained.name))
-        assert (done.worker, done.moved, done.replayed) == (drained.name, here, 0)
+        assert done.worker == drained.name
+        assert done.moved >= 1
         assert drained.dead.is_set(), "it has ended"
         assert answers(finished(ends)) == expected()
         assert local.llm.figures().deaths == 0
-        assert local.llm.figures().moved >= here
+        assert local.llm.figures().moved >= done.moved
+        assert local.llm.figures().replayed == done.replayed
+        taken = [name for worker in local.made if worker is not drained for name in worker.taken]
+        assert len(taken) == local.llm.figures().moved
         local.wait_until(lambda: len(local.llm.workers()) == len(ClusterSettings(**layout).roles))
         assert drained.name not in {worker.name for worker in local.llm.workers()}
         local.settle()
@@ -208,10 +210,11 @@ def test_what_cannot_move_is_begun_again_and_costs_no_token() -> None:
         dispatcher, loop, drained = local.cluster.dispatcher, local.cluster.loop, local.made[0]
         drained.hold = 4
         ends = start(local, PROMPTS)
-        local.wait_until(lambda: (has := dispatcher.at("replica-0")) and all(one.unread == 0 for one in has))
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at("replica-0")))
         here = len(dispatcher.at("replica-0"))
         done = loop.run(dispatcher.drain("replica-0", replaced=False))
         assert (done.moved, done.replayed) == (0, here)
+        assert here >= 1
         assert answers(finished(ends)) == expected()
         assert [worker.name for worker in local.llm.workers()] == ["replica-1"]
         local.settle()

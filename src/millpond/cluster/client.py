@@ -51,7 +51,8 @@ class Cluster:
             def make(name: str, role: Role) -> RayWorker:
                 return RayWorker(session.ray, name, role, self.model, options, settings)
 
-        self.dispatcher, self.loop = Dispatcher(settings, make), LoopThread("millpond-cluster")
+        self.dispatcher = Dispatcher(settings, make, config.page_slots)
+        self.loop = LoopThread("millpond-cluster")
         self._closing = threading.Lock()
         self._closed = False
         try:

@@ -17,7 +17,8 @@ from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import RequestUpdate, WorkerReport, error_of
 from millpond.cluster.moves import Mover
-from millpond.cluster.router import Load, choose
+from millpond.cluster.prefix_ledger import PrefixLedger
+from millpond.cluster.router import Load, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import Role
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
@@ -36,12 +37,13 @@ class Dispatcher:
 
     Args:
         settings: roles of the workers, and limits. make: see `MakeWorker`.
+        block: tokens of a block of a prompt that engines share with later ones.
 
     Attributes:
         figures: counters.
     """
 
-    def __init__(self, settings: ClusterSettings, make: MakeWorker) -> None:
+    def __init__(self, settings: ClusterSettings, make: MakeWorker, block: int) -> None:
         self.figures = ClusterFigures()
         self._settings = settings
         self._tasks = BackgroundTasks(self._failed)
@@ -50,6 +52,7 @@ class Dispatcher:
         self._entries: dict[str, LedgerEntry] = {}
         self._by_name: dict[str, LedgerEntry] = {}
         self._watched: OrderedDict[str, tuple[str, str]] = OrderedDict()  # worker and name of those that ended
+        self._prefixes, self._recent = PrefixLedger(block), RecentWork()
         self._closed = False
 
     async def open(self) -> None:
@@ -102,7 +105,9 @@ class Dispatcher:
         began = time.monotonic()
         moved, again = await Drain(handle, self, self._mover, self._tasks).run()
         seconds = time.monotonic() - began
-        if await self._pool.retire(handle) and replaced and not replacing:
+        retired = await self._pool.retire(handle)
+        self._prefixes.keep_workers(self._pool.serving)
+        if retired and replaced and not replacing:
             self._pool.replace(handle.role)
         return DrainResult(worker, moved, again, seconds)
 
@@ -180,9 +185,21 @@ class Dispatcher:
 
     def _route(self, entry: LedgerEntry) -> None:
         """Send a request to a worker that reads prompts; without one it waits."""
-        name = choose(self._loads(), READS)
+        loads = self._loads()
+        sharing = {name for name, stats in self._pool.stats.items() if stats.prefix is not None}
+        if sharing and not entry.keys:
+            entry.keys = self._prefixes.keys(entry.request)
+        spared = {one.worker: self._prefixes.hits(one.worker, entry.keys) for one in loads if one.worker in sharing}
+        if sharing:
+            ahead = self._recent.ahead([one.worker for one in loads if one.role in READS])
+            loads = [replace(one, ahead=ahead.get(one.worker, 0)) for one in loads]
+        name = choose(loads, READS, spared=spared)
         entry.worker, entry.place = name, "nowhere" if name is None else "running"
         if name is not None:
+            entry.spared = spared.get(name, 0)
+            if name in sharing:
+                self._prefixes.note(name, entry.keys)
+                self._recent.note(name, entry.unread)
             self._by_name[entry.name] = entry
             self._tasks.run(self._send(self._pool.serving[name], entry.again()))
 
@@ -225,6 +242,9 @@ class Dispatcher:
             entry = self._by_name.get(update.name)
             if entry is not None:  # else it is of an earlier epoch, or over
                 self._update(handle, entry, update, now)
+        if report.stats.prefix is not None:  # it holds that many blocks, and will hold those that it reads
+            coming = sum(len(entry.keys) for entry in self.at(handle.name) if not entry.begun)
+            self._prefixes.trim(handle.name, report.stats.prefix.blocks + coming)
 
     def wanted(self, handle: WorkerHandle) -> frozenset[str]:
         """See `PoolListener`."""
@@ -233,6 +253,7 @@ class Dispatcher:
     def lost(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: its requests go to others."""
         self.figures.deaths += 1
+        self._prefixes.keep_workers(self._pool.serving)
         for entry in self.at(handle.name):
             self.begin_again(entry)
 

@@ -48,7 +48,7 @@ class Drain:
     async def _give(self, entry: LedgerEntry) -> None:
         """Let a request move to another worker; one without an answer is begun again there, and read there."""
         name = entry.name
-        if entry.unread:
+        if not entry.begun:
             self._again(entry)
             return
         while self._book.current(name, entry) and entry.place == "leaving":

@@ -126,7 +126,9 @@ class LocalWorker:
 class LocalCluster:
     """A cluster of such workers; `made` holds all that there ever were."""
 
-    def __init__(self, watch: Watch | None = None, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4, **settings: Any
+    ) -> None:  # fmt: skip
         self.made: list[LocalWorker] = []
         chosen = ClusterSettings(**settings)
         options = {"method": "h2o", "budget": "30%", "max_step_tokens": 16, "page_slots": 4} | (engine or {})
@@ -136,7 +138,7 @@ class LocalCluster:
             self.made.append(worker)
             return worker
 
-        self.cluster = Cluster(chosen, "local", EngineConfig(), None, None, make)
+        self.cluster = Cluster(chosen, "local", EngineConfig(page_slots=slots), None, None, make)
         self.llm = ClusterLLM.of(self.cluster, "tiny")
 
     def __enter__(self) -> LocalCluster:
