@@ -44,8 +44,8 @@ def expected(method: str = "h2o", n: int = 1) -> list[list[tuple[int, ...]]]:
 def start(local: LocalCluster, prompts: list[tuple[int, ...]], **fields: Any) -> list[SimpleQueue[RequestOutput]]:
     """Send requests, and return where their outputs come."""
     dispatcher, queues = local.cluster.dispatcher, [SimpleQueue[RequestOutput]() for _ in prompts]
-    for index, (prompt, queue) in enumerate(zip(prompts, queues, strict=True)):
-        request = Request(request_id=str(index), prompt=prompt, params=params(), **fields)
+    for index, (text, queue) in enumerate(zip(prompts, queues, strict=True)):
+        request = Request(request_id=str(index), prompt=text, params=params(), **fields)
         local.cluster.loop.call(lambda request=request, queue=queue: dispatcher.submit(request, queue.put)).result()
     return queues
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.client import Cluster
+from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.llm import ClusterLLM
 from millpond.cluster.messages import WorkerReport
@@ -70,9 +70,9 @@ class LocalWorker:
         engine, step = self.engine._llm._engine, self.engine._llm._engine.step
 
         def held_step() -> list[RequestOutput]:
-            if self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values()):
-                if not self.go.wait(0.005):
-                    return []  # so that calls of the engine go on
+            held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values())
+            if held and not self.go.wait(0.005):
+                return []  # so that calls of the engine go on
             return step()
 
         engine.step = held_step  # type: ignore[method-assign]

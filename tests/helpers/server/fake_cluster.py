@@ -26,7 +26,8 @@ class FakeCluster(FakeLLM):
 
     def live(self) -> dict[str, int]:
         return {
-            role: sum((one.role, one.state) == (role, "serving") for one in self.there) for role in ("prefill", "decode")
+            role: sum((one.role, one.state) == (role, "serving") for one in self.there)
+            for role in ("prefill", "decode")
         }
 
     def figures(self) -> ClusterFigures:

@@ -14,6 +14,11 @@ from millpond.server.service import Service
 #: Counters of `GET /cluster`.
 COUNTERS = ("moved", "moved_bytes", "full_bytes", "replayed", "deaths", "move_s")
 
+#: Numbers of each worker's engine there.
+NUMBERS = (
+    "running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens",
+)  # fmt: skip
+
 
 def routes(service: Service, cluster: ServedCluster) -> APIRouter:
     """The routes that tell of workers, and drain them."""
@@ -37,7 +42,9 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
         if name not in {one.name for one in cluster.workers()}:
             raise ApiError(404, f"no worker {name!r}; GET /cluster lists them", "worker_not_found", "name")
         if draining:
-            raise ApiError(409, f"worker {min(draining)} is being drained: wait until it has ended", "drain_in_progress")
+            raise ApiError(
+                409, f"worker {min(draining)} is being drained: wait until it has ended", "drain_in_progress"
+            )
         draining.add(name)
         try:
             done = await cluster.drain(name, replace=replace)
@@ -62,5 +69,4 @@ def _worker(one: ServedWorker) -> dict[str, Any]:
     }  # fmt: skip
     if stats is None:
         return shown
-    names = ("running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens")
-    return shown | {name: getattr(stats, name) for name in names}
+    return shown | {name: getattr(stats, name) for name in NUMBERS}
