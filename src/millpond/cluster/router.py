@@ -18,7 +18,7 @@ DECODING = 16
 #: Share of the sum of recent work that is left after each request.
 _LEFT = 1 - 1 / 64
 #: A worker may have had this multiple of the mean of recent work before that counts against it.
-_EVEN = 1.2
+_EVEN = 1.0
 
 
 class RecentWork:
