@@ -30,7 +30,7 @@ class RequestBook(Protocol):
         ...
 
     def choose_to_continue(self, roles: frozenset[Role], n_bytes: int, without: frozenset[str]) -> str | None:
-        """A worker of one of these roles for a request of so many bytes; None: there is none."""
+        """A worker of one of these roles for a request of `n_bytes` bytes; None: there is none."""
         ...
 
     def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:

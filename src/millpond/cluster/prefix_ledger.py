@@ -63,7 +63,7 @@ class PrefixLedger:
         self.trim(worker, MOST_BLOCKS)
 
     def trim(self, worker: str, blocks: int) -> None:
-        """A worker holds no more than so many blocks."""
+        """A worker holds no more than `blocks` blocks."""
         held = self._held.get(worker)
         while held and len(held) > blocks:
             held.popitem(last=False)

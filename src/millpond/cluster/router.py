@@ -32,7 +32,7 @@ class RecentWork:
         self._tokens: dict[str, float] = {}
 
     def note(self, worker: str, tokens: int) -> None:
-        """A worker gets a prompt of which it reads so many tokens."""
+        """A worker gets a prompt and reads `tokens` of it."""
         self._tokens = {name: _LEFT * found for name, found in self._tokens.items() if found > 1}
         self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
 

@@ -41,7 +41,7 @@ def routes(service: Service) -> APIRouter:
     async def health() -> JSONResponse:
         """Whether new requests are admitted: 200, or 503 while it shuts down, or the engine hangs or ended.
 
-        Of a server with several workers also how many take requests, by role; without one in each role: 503.
+        A server with several workers also says how many take requests, by role; without one in each role: 503.
         """
         llm = service.llm
         roles = {"roles": dict(llm.live())} if isinstance(llm, ServedCluster) else {}
