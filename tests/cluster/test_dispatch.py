@@ -41,6 +41,32 @@ def expected(method: str = "h2o", n: int = 1) -> list[list[tuple[int, ...]]]:
         return answers(llm.generate(PROMPTS, params(n=n)))
 
 
+def start(local: LocalCluster, prompts: list[tuple[int, ...]], **fields: Any) -> list[SimpleQueue[RequestOutput]]:
+    """Send requests, and return where their outputs come."""
+    dispatcher, queues = local.cluster.dispatcher, [SimpleQueue[RequestOutput]() for _ in prompts]
+    for index, (text, queue) in enumerate(zip(prompts, queues, strict=True)):
+        request = Request(request_id=str(index), prompt=text, params=params(), **fields)
+        local.cluster.loop.call(lambda request=request, queue=queue: dispatcher.submit(request, queue.put)).result()
+    return queues
+
+
+def finished(queues: list[SimpleQueue[RequestOutput]]) -> list[RequestOutput]:
+    """The last output of each; what came before only grows."""
+    found = []
+    for queue in queues:
+        known: tuple[int, ...] = ()
+        while True:
+            output = queue.get()
+            tokens = output.completions[0].token_ids
+            assert tokens[: len(known)] == known
+            known = tokens
+            if output.finished:
+                break
+        assert output.error is None, output.error
+        found.append(output)
+    return found
+
+
 def answers(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[one.token_ids for one in output.completions] for output in outputs]
 
@@ -136,6 +162,94 @@ def test_without_room_for_bytes_a_request_decodes_where_it_was_read() -> None:
         local.settle()
 
 
+@pytest.mark.parametrize(
+    ("layout", "victim"), [({"replicas": 2}, 0), ({"prefill": 1, "decode": 2}, 1)], ids=["replicas", "split"]
+)
+def test_a_drained_worker_gives_its_requests_to_others(layout: dict[str, int], victim: int) -> None:
+    """It holds its requests at 4 tokens, and goes on with none of them."""
+    with LocalCluster(**layout) as local:
+        drained = local.made[victim]
+        drained.hold = 4
+        ends = start(local, PROMPTS)
+        dispatcher = local.cluster.dispatcher
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at(drained.name)))
+        done = local.cluster.loop.run(dispatcher.drain(drained.name))
+        assert done.worker == drained.name
+        assert done.moved >= 1
+        assert drained.dead.is_set(), "it has ended"
+        assert answers(finished(ends)) == expected()
+        assert local.llm.figures().deaths == 0
+        assert local.llm.figures().moved >= done.moved
+        assert local.llm.figures().replayed == done.replayed
+        taken = [name for worker in local.made for name in worker.taken]
+        assert len(taken) >= local.llm.figures().moved
+        local.wait_until(lambda: len(dispatcher.workers()) == len(ClusterSettings(**layout).roles))
+        assert drained.name not in {worker.name for worker in local.llm.workers()}
+        local.settle()
+
+
+def test_the_only_worker_is_replaced_before_it_is_drained() -> None:
+    with LocalCluster(replicas=1) as local:
+        dispatcher, loop, drained = local.cluster.dispatcher, local.cluster.loop, local.made[0]
+        with pytest.raises(OptionError, match="the only replica worker"):
+            loop.run(dispatcher.drain("replica-0", replaced=False))
+        with pytest.raises(OptionError, match="no worker 'replica-7' serves; those that do: replica-0"):
+            loop.run(dispatcher.drain("replica-7"))
+        drained.hold = 4
+        ends = start(local, PROMPTS[:1])
+        local.wait_until(lambda: dispatcher.at("replica-0") and dispatcher.at("replica-0")[0].unread == 0)
+        assert loop.run(dispatcher.drain("replica-0")).moved == 1
+        assert answers(finished(ends)) == expected()[:1]
+        assert [worker.name for worker in local.llm.workers()] == ["replica-1"]
+        assert dispatcher.live() == {"replica": 1}
+
+
+def test_what_cannot_move_is_begun_again_and_costs_no_token() -> None:
+    """Prompts that are being read, and requests whose bytes have no room."""
+    with LocalCluster(replicas=2, handoff_memory=1000) as local:
+        dispatcher, loop, drained = local.cluster.dispatcher, local.cluster.loop, local.made[0]
+        drained.hold = 4
+        ends = start(local, PROMPTS)
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at("replica-0")))
+        here = len(dispatcher.at("replica-0"))
+        done = loop.run(dispatcher.drain("replica-0", replaced=False))
+        assert (done.moved, done.replayed) == (0, here)
+        assert here >= 1
+        assert answers(finished(ends)) == expected()
+        assert [worker.name for worker in local.llm.workers()] == ["replica-1"]
+        local.settle()
+
+
+def test_a_request_that_is_not_fetched_within_its_lease_is_begun_again() -> None:
+    """The worker that was chosen never answers; when it does after all, it has nothing of the request."""
+    with LocalCluster(prefill=1, decode=2, lease_s=0.3) as local:
+        stuck = local.made[1]
+        stuck.answers = False
+        assert answers(local.llm.generate(PROMPTS[:1], params())) == expected()[:1]
+        figures = local.llm.figures()
+        assert (figures.replayed, figures.moved, figures.deaths) == (1, 1, 0)
+        assert local.made[2].taken == ["0#1"]
+        local.cluster.loop.call(stuck.answer_now).result()
+        local.wait_until(lambda: stuck.taken == ["0#0"])
+        local.settle()
+
+
+def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
+    with LocalCluster(prefill=1, decode=1) as local:
+        dispatcher, loop, holds = local.cluster.dispatcher, local.cluster.loop, local.made[1]
+        holds.hold = 4
+        ends = start(local, PROMPTS[:1], watch=True)
+        local.wait_until(lambda: dispatcher.at("decode-0"))
+        running = loop.run(dispatcher.memory("0", 0))
+        assert running is not None
+        holds.go.set()
+        finished(ends)
+        ended = loop.run(dispatcher.memory("0", 0))
+        assert ended is not None
+        assert len(ended.token_ids) > len(running.token_ids) > len(PROMPTS[0])
+        assert loop.run(dispatcher.memory("1", 0)) is None
+
+
 def test_refused_prompts_and_names_in_use() -> None:
     with LocalCluster(replicas=2) as local:
         with pytest.raises(OptionError, match="the prompt is empty"):
@@ -194,7 +308,7 @@ def test_the_async_llm_streams_what_grows() -> None:
         ({"replicas": 0}, "replicas=0"), ({"prefill": 1}, "give decode too"), ({"decode": 2}, "give prefill too"),
         ({"replicas": 1, "prefill": 1, "decode": 1}, "leave one of the two out"),
         ({"max_replays": -1}, "max_replays=-1"),
-        ({"hang_s": 0}, "hang_s=0"), ({"handoff_memory": "much"}, "much"),
+        ({"hang_s": 0}, "hang_s=0"), ({"lease_s": 0}, "lease_s=0"), ({"handoff_memory": "much"}, "much"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together(given: dict[str, Any], rule: str) -> None:

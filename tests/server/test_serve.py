@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -117,6 +119,42 @@ def test_workers_take_the_place_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
     assert (seen["prefill"], seen["decode"], seen["replicas"], seen["address"]) == (1, 2, None, None)
     assert seen["handoff_memory"] == "8MiB"
     assert (seen["config"].method, seen["config"].kv_memory) == ("tova", 32 * 2**20)
+
+
+def test_a_plan_says_how_many_workers_do_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class Cluster:
+        def __init__(self, model: str, config: Any, **options: Any) -> None:
+            seen.update(options)
+
+    monkeypatch.setattr("millpond.cluster.async_llm.AsyncClusterLLM", Cluster)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
+    monkeypatch.setattr("millpond.cli.serve_options.usable_cpus", lambda: 3)
+    plan = tmp_path / "plan.json"
+
+    def serve(workers: list[tuple[str, int]], *options: str) -> Any:
+        listed = [{"role": role, "devices": devices} for role, devices in workers]
+        plan.write_text(json.dumps({"format": 1, "workers": listed}), encoding="utf-8")
+        return invoke("--layout", str(plan), *options)
+
+    split = [("prefill", 1), ("decode", 1), ("decode", 1)]
+    done = serve(split, "--threads", "1")
+    assert done.exit_code == 0, done.output
+    assert (seen["replicas"], seen["prefill"], seen["decode"]) == (None, 1, 2)
+    assert serve([("both", 1)]).exit_code == 0
+    assert (seen["replicas"], seen["prefill"], seen["decode"]) == (1, None, None)
+    seen.clear()
+    for workers, options, words in [
+        (split, ["--threads", "2"], "3 workers of 2 threads, and this machine has 3 CPUs"),
+        ([("both", 2)], [], "workers of 2 devices"),
+        (split, ["--decode", "2"], "leave --decode out"),
+        ([("prefill", 1)], [], "workers do both, or some read"),
+    ]:
+        refused = serve(workers, *options)
+        assert (refused.exit_code, words in " ".join(refused.stderr.split())) == (2, True), refused.stderr
+    assert seen == {}
+    assert serve(split, "--threads", "2", "--address", "auto").exit_code == 0, "Ray places them elsewhere"
 
 
 def test_an_open_server_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

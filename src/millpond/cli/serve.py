@@ -54,7 +54,11 @@ def serve(
 
     settings = ServerSettings(**limits.as_settings(), **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
-    name, kind, layout = served_name or name_of(model), None if dtype == "auto" else dtype, workers.as_arguments()
+    name, kind, layout = (
+        served_name or name_of(model),
+        None if dtype == "auto" else dtype,
+        workers.as_arguments(threads),
+    )
     llm: ServedLLM
     if workers.several:
         from millpond.cluster.async_llm import AsyncClusterLLM

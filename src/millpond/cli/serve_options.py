@@ -12,6 +12,7 @@ import typer
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import ChunkDtype, OverflowRule, Weights, optional, parse_options
+from millpond.cpu_limit import usable_cpus
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ class Workers(OptionGroup):
         int | None, optional(min=1, help="Engines that read prompts, for --decode ones that continue.")
     ] = None
     decode: Annotated[int | None, optional(min=1, help="Engines that decode behind --prefill ones.")] = None
+    layout: Annotated[
+        Path | None, optional(help="Workers as a file of 'millpond cluster plan --out' recommends them.")
+    ] = None
     address: Annotated[
         str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
     ] = None
@@ -119,20 +123,50 @@ class Workers(OptionGroup):
     @property
     def several(self) -> bool:
         """Whether there is more than this process's engine."""
-        return not {"replicas", "prefill", "decode"}.isdisjoint(self.given)
+        return not {"replicas", "prefill", "decode", "layout"}.isdisjoint(self.given)
 
-    def as_arguments(self) -> dict[str, Any]:
+    def as_arguments(self, threads: int | None = None) -> dict[str, Any]:
         """Those of `millpond.cluster.AsyncLLM`.
 
+        Args:
+            threads: of each worker.
+
         Raises:
-            OptionError: options of a cluster without workers.
+            OptionError: options of a cluster without workers, or a plan that does not fit this machine or the other
+                options. DataError: no plan.
         """
         if not self.several and (lost := self.given & {"address", "handoff_memory"}):
-            raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, or --prefill and --decode")
-        return {
-            "replicas": self.replicas, "prefill": self.prefill, "decode": self.decode, "address": self.address,
-            "handoff_memory": self.handoff_memory,
-        }  # fmt: skip
+            raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, --layout, or --prefill and --decode")
+        numbers = {"replicas": self.replicas, "prefill": self.prefill, "decode": self.decode}
+        if self.layout is not None:
+            if given := self.given & numbers.keys():
+                raise OptionError(f"--layout says how many workers do what: leave --{min(given)} out")
+            numbers = _planned(self.layout, self.address, threads)
+        return {**numbers, "address": self.address, "handoff_memory": self.handoff_memory}
+
+
+def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str, int | None]:
+    """Numbers of workers by role, of a plan that this machine can run.
+
+    Raises:
+        OptionError: workers of several devices, or more threads than this machine has CPUs. DataError: no plan.
+    """
+    from millpond.cluster.plan.plan_file import load_plan
+
+    plan = load_plan(str(layout))
+    if plan.devices > 1:
+        raise OptionError(
+            f"{layout} has workers of {plan.devices} devices, and an engine has one: plan with a profile of one device "
+            "per worker"
+        )
+    cpus, each = usable_cpus(), threads or 1
+    if address is None and plan.count * each > cpus:
+        raise OptionError(
+            f"{layout} has {plan.count} workers of {each} threads, and this machine has {cpus} CPUs: plan with fewer "
+            "--devices, give fewer --threads, or name a running Ray cluster with --address"
+        )
+    numbers = {"replicas": plan.replicas, "prefill": plan.prefill, "decode": plan.decode}
+    return {role: number or None for role, number in numbers.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

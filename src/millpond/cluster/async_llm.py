@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
-from os import PathLike
-from typing import Any, Unpack
+from functools import cached_property
+from typing import Any, Self
 
-from millpond.cluster.figures import ClusterFigures, WorkerInfo
+from millpond.cluster.client import Cluster, ClusterClient
+from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
-from millpond.cluster.llm import Cluster
-from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.worker import Role
 from millpond.engine.async_llm import Mailbox
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
-from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
+from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.models.load import find_tokenizer
 
 
-class AsyncClusterLLM:
+class AsyncClusterLLM(ClusterClient):
     """Answers requests of many tasks on several engines; `millpond.cluster.AsyncLLM`, safe to use from any event loop.
 
     Args:
         model: a name or folder. config: of each engine; None for the defaults.
         model_name: name that clients use; None: the model's own.
-        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next four.
+        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next five.
         address: of a running Ray. max_replays: of one request. hang_s: until a worker counts as lost.
-        handoff_memory: of requests between two workers.
+        handoff_memory: of requests between two workers. lease_s: in which they must be fetched.
         dtype, threads: as of `LLM`, for each worker.
         **options: fields of `EngineConfig`, in place of those of `config`; `kv_memory` is that of each worker.
 
@@ -35,40 +34,21 @@ class AsyncClusterLLM:
         OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`; or the extra `cluster` is not installed.
     """
 
-    @takes_engine_options
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        config: EngineConfig | None = None,
-        *,
-        model_name: str | None = None,
-        replicas: int | None = None,
-        prefill: int | None = None,
-        decode: int | None = None,
-        address: str | None = None,
-        max_replays: int = 2,
-        hang_s: float = 120.0,
-        handoff_memory: str | int = "256MiB",
-        dtype: str | None = None,
-        threads: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        settings = ClusterSettings(
-            replicas=replicas, prefill=prefill, decode=decode, address=address, max_replays=max_replays, hang_s=hang_s,
-            handoff_memory=handoff_memory,
-        )  # fmt: skip
-        cluster = Cluster(settings, model, EngineConfig.of(config, options), dtype, threads)
-        self._begin(cluster, model_name or str(model), find_tokenizer(model))
-
     @classmethod
-    def of(cls, cluster: Cluster, model_name: str, tokenizer: Any) -> AsyncClusterLLM:
-        """Over workers that are there."""
-        made = cls.__new__(cls)
-        made._begin(cluster, model_name, tokenizer)
+    def of(cls, cluster: Cluster, model_name: str | None = None, tokenizer: Any = None) -> Self:
+        """Over workers that are there; tokenizer: None for that of the model."""
+        made = super().of(cluster, model_name)
+        if tokenizer is not None:
+            made.tokenizer = tokenizer
         return made
 
-    def _begin(self, cluster: Cluster, model_name: str, tokenizer: Any) -> None:
-        self._cluster, self.model_name, self.tokenizer = cluster, model_name, tokenizer
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return find_tokenizer(self._cluster.model)
+
+    def _begin(self, cluster: Cluster, model_name: str) -> None:
+        super()._begin(cluster, model_name)
         model = cluster.dispatcher.model
         assert model is not None, "the workers are open"
         self._context, self._vocabulary, self._cache = model
@@ -93,21 +73,13 @@ class AsyncClusterLLM:
         """How caches are kept where a request does not say."""
         return self._cache
 
-    def stats(self) -> EngineStats:
-        """All engines as one."""
-        return self._cluster.loop.call(self._cluster.dispatcher.stats).result()
-
-    def workers(self) -> list[WorkerInfo]:
-        """All workers: name, role, process, node, state and stats."""
-        return self._cluster.loop.call(self._cluster.dispatcher.workers).result()
-
-    def figures(self) -> ClusterFigures:
-        """What was moved, replayed and lost since the start."""
-        return self._cluster.dispatcher.figures
+    def live(self) -> dict[Role, int]:
+        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        return self._cluster.dispatcher.live()
 
     def trouble(self, limit_s: float) -> str | None:
         """Which role has no worker that serves; None: all is well. Workers that hang are replaced after `hang_s`."""
-        missing = self._cluster.dispatcher.missing()
+        missing = [role for role, number in self.live().items() if not number]
         return f"no {' and no '.join(missing)} worker serves" if missing else None
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -142,6 +114,19 @@ class AsyncClusterLLM:
     async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
         """What a layer remembers of a request that runs at a worker; None for others."""
         work = self._cluster.dispatcher.memory(request_id, layer)
+        return await asyncio.wrap_future(self._cluster.loop.start(work))
+
+    async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
+        """Give the requests of a worker to others, without an end of any of them, and end it.
+
+        Args:
+            worker: its name. replace: start another one of its role; without, there is one less from then on.
+
+        Raises:
+            OptionError: there is no such worker, or it is the last of its role and not replaced. MillpondError: it is
+                the last one of its role, and the one in its place does not start.
+        """
+        work = self._cluster.dispatcher.drain(worker, replaced=replace)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from millpond.cluster.worker import Role
-from millpond.engine.outputs import EngineStats
+from millpond.engine.outputs import EngineStats, PrefixStats
 
-#: Where a worker is: it loads its model; it serves.
-WorkerState = Literal["starting", "serving"]
+#: Where a worker is: it loads its model; it serves; it gives its requests to others and ends.
+WorkerState = Literal["starting", "serving", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class WorkerInfo:
 
     Attributes:
         pid, node: id of its process, and of the machine in Ray; 0 and "" while it starts. stats: of its engine.
+        requests: that it has. handoff_bytes: of requests that wait in it for another worker.
     """
 
     name: str
@@ -27,6 +28,23 @@ class WorkerInfo:
     node: str
     state: WorkerState
     stats: EngineStats | None
+    requests: int = 0
+    handoff_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """What became of the requests of a worker that was drained.
+
+    Attributes:
+        moved: requests that went on elsewhere with their caches. replayed: those that were begun again there, since
+            nothing of them was computed, or they could not move in time. seconds: until the worker had none.
+    """
+
+    worker: str
+    moved: int
+    replayed: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -49,10 +67,22 @@ class ClusterFigures:
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
-    """All engines as one; no limit where one of them has none."""
+    """All engines as one; no limit where one of them has none. They share no chunk store."""
 
     def of(name: str) -> int | None:
         found = [getattr(one, name) for one in stats]
         return None if None in found or (name == "kv_limit" and not found) else sum(found)
 
-    return EngineStats(**{field.name: of(field.name) for field in fields(EngineStats)})  # type: ignore[arg-type]
+    numbers = {field.name: of(field.name) for field in fields(EngineStats) if field.name not in ("prefix", "chunks")}
+    return EngineStats(**numbers, prefix=_prefixes([one.prefix for one in stats]))  # type: ignore[arg-type]
+
+
+def _prefixes(found: Sequence[PrefixStats | None]) -> PrefixStats | None:
+    """Prefix caches of one rule as one; None where there is none."""
+    there = [one for one in found if one is not None]
+    if not there:
+        return None
+    return PrefixStats(
+        there[0].rule, sum(one.blocks for one in there), sum(one.hits for one in there),
+        sum(one.misses for one in there), sum(one.evicted for one in there),
+    )  # fmt: skip

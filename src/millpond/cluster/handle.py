@@ -35,8 +35,12 @@ class WorkerHandle(Protocol):
         """See `EngineWorker.start`."""
         ...
 
-    async def report(self) -> WorkerReport:
+    async def report(self, wanted: frozenset[str]) -> WorkerReport:
         """See `EngineWorker.report`; a worker that does not answer in time is lost."""
+        ...
+
+    async def offer(self, name: str) -> int | None:
+        """See `EngineWorker.offer`."""
         ...
 
     async def cancel(self, name: str) -> None:

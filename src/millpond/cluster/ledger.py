@@ -14,8 +14,8 @@ from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOu
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError, OptionError
 
-#: Where a request is: with no worker; at one; offered by one; on its way to another.
-Place = Literal["nowhere", "running", "offered", "moving"]
+#: Where a request is: with no worker; at one; at one that is being drained; offered by one; on its way to another.
+Place = Literal["nowhere", "running", "leaving", "offered", "moving"]
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class LedgerEntry:
     Attributes:
         epoch: how often it was begun; updates of earlier ones change nothing. replays: how often in a row it was begun
             again without a new token since. worker: name of the one that has it. place: see `Place`.
+        keys: of its prompt's blocks, see `PrefixLedger`. spared: tokens that its worker is thought to hold already.
     """
 
     request: Request
@@ -69,6 +70,8 @@ class LedgerEntry:
     replays: int = 0
     worker: str | None = None
     place: Place = "nowhere"
+    keys: tuple[bytes, ...] = ()
+    spared: int = 0
 
     def __post_init__(self) -> None:
         params = self.request.params
@@ -87,12 +90,17 @@ class LedgerEntry:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that no worker has read yet, about; 0 behind the first token."""
-        if any(answer.tokens for answer in self._answers):
+        """Tokens of the prompt that its worker still has to read, about; 0 behind the first token."""
+        if self.begun:
             return 0
         prompt = self.request.prompt
         given = len(prompt) // 4 + 1 if isinstance(prompt, str) else len(_ids(prompt))
-        return len(self._prompt_ids) or given
+        return max((len(self._prompt_ids) or given) - self.spared, 1)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a first token."""
+        return any(answer.tokens for answer in self._answers)
 
     @property
     def full_bytes(self) -> int:

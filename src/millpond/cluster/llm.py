@@ -2,87 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
-from os import PathLike, fspath
 from queue import SimpleQueue
-from typing import Any, Unpack
+from typing import Self
 
-from millpond.cluster.dispatcher import Dispatcher, MakeWorker
-from millpond.cluster.figures import ClusterFigures, WorkerInfo
+from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
-from millpond.cluster.loop_thread import LoopThread
-from millpond.cluster.ray_session import RaySession
-from millpond.cluster.ray_worker import RayWorker
-from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import Role
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.llm import Prompts, requests_of
-from millpond.engine.outputs import EngineStats, RequestOutput
+from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
-from millpond.errors import OptionError
 
 
-class Cluster:
-    """Workers, and the dispatcher that gives them requests; the part that `ClusterLLM` and `AsyncClusterLLM` share.
-
-    Args:
-        settings: of the workers. model: a name or folder that every worker can open. config: of each engine.
-        dtype, threads: as of `LLM`, for each worker.
-        make: makes workers in place of Ray, for tests; None: Ray does.
-
-    Raises:
-        OptionError, BudgetError, UnsupportedModelError: as `LLM`; or Ray is not there. No process is left.
-    """
-
-    def __init__(
-        self, settings: ClusterSettings, model: Any, config: EngineConfig, dtype: str | None, threads: int | None,
-        make: MakeWorker | None = None,
-    ) -> None:  # fmt: skip
-        if not isinstance(model, str | PathLike):
-            raise OptionError("a cluster's workers load the model themselves: give its name or folder")
-        self.config = config
-        if config.chunk_store is not None:
-            raise OptionError("chunk_store= is that of one engine, workers share none: leave it out, or use mp.LLM")
-        self._session: RaySession | None = None
-        options = {"config": config, "dtype": dtype, "threads": threads}
-        if make is None:
-            self._session = session = RaySession(settings.address, len(settings.roles), settings.handoff_bytes)
-
-            def make(name: str, role: Role) -> RayWorker:
-                return RayWorker(session.ray, name, role, fspath(model), options, settings)
-
-        self.dispatcher, self.loop = Dispatcher(settings, make), LoopThread("millpond-cluster")
-        self._closing = threading.Lock()
-        self._closed = False
-        try:
-            self.loop.run(self.dispatcher.open())
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End all requests, workers and, if it is its own, Ray."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self.loop.run(self.dispatcher.close())
-            self.loop.close()
-            if self._session is not None:
-                self._session.close()
-
-
-class ClusterLLM:
+class ClusterLLM(ClusterClient):
     """A model that answers prompts on several engines; `millpond.cluster.LLM`.
 
     Args:
         model: a name or folder. config: of each engine; None for the defaults.
-        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next four.
+        model_name: name that clients use; None: the model's own.
+        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next five.
         address: of a running Ray. max_replays: of one request. hang_s: until a worker counts as lost.
-        handoff_memory: of requests between two workers.
+        handoff_memory: of requests between two workers. lease_s: in which they must be fetched.
         dtype, threads: as of `LLM`, for each worker.
         **options: fields of `EngineConfig`, in place of those of `config`; `kv_memory` is that of each worker.
 
@@ -90,38 +31,9 @@ class ClusterLLM:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or the extra `cluster` is not installed.
     """
 
-    @takes_engine_options
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        config: EngineConfig | None = None,
-        *,
-        replicas: int | None = None,
-        prefill: int | None = None,
-        decode: int | None = None,
-        address: str | None = None,
-        max_replays: int = 2,
-        hang_s: float = 120.0,
-        handoff_memory: str | int = "256MiB",
-        dtype: str | None = None,
-        threads: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        settings = ClusterSettings(
-            replicas=replicas, prefill=prefill, decode=decode, address=address, max_replays=max_replays, hang_s=hang_s,
-            handoff_memory=handoff_memory,
-        )  # fmt: skip
-        self._begin(Cluster(settings, model, EngineConfig.of(config, options), dtype, threads))
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> ClusterLLM:
-        """Over workers that are there."""
-        made = cls.__new__(cls)
-        made._begin(cluster)
-        return made
-
-    def _begin(self, cluster: Cluster) -> None:
-        self._cluster, self._names = cluster, count()
+    def _begin(self, cluster: Cluster, model_name: str) -> None:
+        super()._begin(cluster, model_name)
+        self._names = count()
 
     def generate(
         self,
@@ -174,23 +86,11 @@ class ClusterLLM:
         finally:
             loop.call(cancel).result()
 
-    def workers(self) -> list[WorkerInfo]:
-        """All workers: name, role, process, node, state and stats."""
-        return self._cluster.loop.call(self._cluster.dispatcher.workers).result()
-
-    def figures(self) -> ClusterFigures:
-        """What was moved, replayed and lost since the start."""
-        return self._cluster.dispatcher.figures
-
-    def stats(self) -> EngineStats:
-        """All engines as one."""
-        return self._cluster.loop.call(self._cluster.dispatcher.stats).result()
-
     def close(self) -> None:
         """End all workers."""
         self._cluster.close()
 
-    def __enter__(self) -> ClusterLLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

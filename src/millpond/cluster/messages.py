@@ -40,6 +40,7 @@ class RequestUpdate:
         prompt_ids, prompt_logprobs: in the first update of a worker; else None.
         started_s, first_token_s: seconds since these moments; None: they have not come.
         offered: bytes that wait for another worker to take the request over; None: it runs here.
+        dropped: it left the engine and its bytes could not be kept: it has to be begun again.
         finished: nothing more comes. error: name of an error's class and its message; None: all is well.
     """
 
@@ -50,6 +51,7 @@ class RequestUpdate:
     started_s: float | None = None
     first_token_s: float | None = None
     offered: int | None = None
+    dropped: bool = False
     finished: bool = False
     error: tuple[str, str] | None = None
 
@@ -59,12 +61,13 @@ class WorkerReport:
     """One message for all requests of a worker.
 
     Attributes:
-        trouble: why its engine does not move; None: all is well.
+        trouble: why its engine does not move; None: all is well. handoff_bytes: that wait for other workers.
     """
 
     updates: tuple[RequestUpdate, ...]
     stats: EngineStats
     trouble: str | None = None
+    handoff_bytes: int = 0
 
 
 class Reported:

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from millpond.cluster.handle import WorkerLostError
+from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.messages import WorkerReport
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker, Role
@@ -36,7 +37,9 @@ class RayWorker:
         # on a Ray of this process workers share its cores, however many there are; elsewhere Ray places them by CPUs
         cpus = 0 if settings.address is None else 1
         actor = ray.remote(EngineWorker).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
-        self._actor = actor.remote(model, dict(options), role, settings.handoff_bytes, settings.hang_s)
+        self._actor = actor.remote(
+            model, dict(options), role, HandoffBuffer(settings.handoff_bytes, settings.lease_s), settings.hang_s
+        )
 
     async def open(self) -> tuple[int, int, CacheOptions]:
         """See `WorkerHandle`."""
@@ -55,12 +58,17 @@ class RayWorker:
         """See `WorkerHandle`."""
         await self._wait(self._actor.start.remote(request))
 
-    async def report(self) -> WorkerReport:
+    async def report(self, wanted: frozenset[str]) -> WorkerReport:
         """See `WorkerHandle`."""
         try:
-            found: WorkerReport = await asyncio.wait_for(self._wait(self._actor.report.remote()), self._hang_s)
+            found: WorkerReport = await asyncio.wait_for(self._wait(self._actor.report.remote(wanted)), self._hang_s)
         except TimeoutError:
             raise WorkerLostError(f"no answer in {self._hang_s:g} seconds") from None
+        return found
+
+    async def offer(self, name: str) -> int | None:
+        """See `WorkerHandle`."""
+        found: int | None = await self._wait(self._actor.offer.remote(name))
         return found
 
     async def cancel(self, name: str) -> None:

@@ -1,8 +1,11 @@
-"""Choice of the worker that gets a request."""
+"""Choice of the worker that gets a request.
+
+Costs are in tokens of a prompt: seconds times the rate at which workers read, which is the same for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from millpond.cluster.worker import Role
@@ -12,13 +15,40 @@ from millpond.engine.outputs import EngineStats
 DECODING = 16
 
 
+#: Share of the sum of recent work that is left after each request.
+_LEFT = 1 - 1 / 64
+#: A worker may have had this multiple of the mean of recent work before that counts against it.
+_EVEN = 1.0
+
+
+class RecentWork:
+    """Tokens of prompts that each worker was given lately.
+
+    Without it a beginning that all prompts have in common would draw them all to the worker that read it first,
+    wherever it has nothing to do at the moment.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+
+    def note(self, worker: str, tokens: int) -> None:
+        """A worker gets a prompt and reads `tokens` of it."""
+        self._tokens = {name: _LEFT * found for name, found in self._tokens.items() if found > 1}
+        self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
+
+    def ahead(self, workers: Collection[str]) -> dict[str, int]:
+        """Tokens by which each of these workers was given more than its share."""
+        mean = sum(self._tokens.get(name, 0.0) for name in workers) / max(len(workers), 1)
+        return {name: int(max(0.0, self._tokens.get(name, 0.0) - _EVEN * mean)) for name in workers}
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a worker has to do.
 
     Attributes:
         unread: tokens of prompts that it has to read. running: requests that it has, or that are on their way to it.
-        stats: of its last report; None before it.
+        stats: of its last report; None before it. ahead: see `RecentWork.ahead`.
     """
 
     worker: str
@@ -26,11 +56,12 @@ class Load:
     unread: int
     running: int
     stats: EngineStats | None
+    ahead: int = 0
 
     @property
     def cost(self) -> int:
         """About how much must be done before a new request is served, in tokens that are read."""
-        return self.unread + DECODING * self.running
+        return self.unread + DECODING * self.running + self.ahead
 
     @property
     def room(self) -> float:
@@ -39,11 +70,17 @@ class Load:
         return 1.0 if stats is None or not stats.kv_limit else 1 - stats.kv_bytes / stats.kv_limit
 
 
-def choose(loads: Iterable[Load], roles: frozenset[Role], n_bytes: int = 0) -> str | None:
-    """The worker of one of these roles with the least to do, or with the most room where all have the same.
+def choose(
+    loads: Iterable[Load], roles: frozenset[Role], n_bytes: int = 0, spared: Mapping[str, int] | None = None
+) -> str | None:  # fmt: skip
+    """The worker of one of these roles that has a request done first, or with the most room where all are alike.
+
+    A worker that holds the beginning of a prompt is ahead by the tokens that it need not read. It is chosen until it
+    has that much more to do than another one, which then reads the prompt and holds its beginning too.
 
     Args:
         n_bytes: that the request takes at once; workers without room for them come last.
+        spared: tokens of the prompt that a worker holds, by its name.
 
     Returns:
         Its name; None where there is none.
@@ -53,6 +90,9 @@ def choose(loads: Iterable[Load], roles: frozenset[Role], n_bytes: int = 0) -> s
         stats = load.stats
         return stats is None or not stats.kv_limit or stats.kv_bytes + n_bytes <= stats.kv_limit
 
+    def cost(load: Load) -> int:
+        return load.cost - (spared.get(load.worker, 0) if spared else 0)
+
     able = [load for load in loads if load.role in roles]
-    best = min(able, key=lambda load: (not fits(load), load.cost, -load.room, load.worker), default=None)
+    best = min(able, key=lambda load: (not fits(load), cost(load), -load.room, load.worker), default=None)
     return None if best is None else best.worker

@@ -20,7 +20,9 @@ class ClusterSettings:
         max_replays: how often in a row a request is begun again on another worker, without a new token since, before
             it ends with an error.
         hang_s: seconds that a worker may not answer, or that a step of its engine may take, before it is replaced.
-        handoff_memory: most bytes ("256MiB") of the requests that wait in a prefill worker for one that decodes.
+        handoff_memory: most bytes ("256MiB") of the requests that wait in a worker for another one.
+        lease_s: seconds in which a worker that was chosen has to fetch such a request; else it is begun again
+            elsewhere. Bytes that this process asks for no more are freed after as long.
 
     Raises:
         OptionError: a number out of range, or roles that do not go together. BudgetError: not an amount of bytes.
@@ -33,6 +35,7 @@ class ClusterSettings:
     max_replays: int = 2
     hang_s: float = 120.0
     handoff_memory: str | int = "256MiB"
+    lease_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("replicas", "prefill", "decode"):
@@ -46,8 +49,9 @@ class ClusterSettings:
             raise OptionError("replicas do what prefill and decode workers do; leave one of the two out")
         if self.max_replays < 0:
             raise OptionError(f"max_replays={self.max_replays}: must be 0 or more")
-        if not self.hang_s > 0:
-            raise OptionError(f"hang_s={self.hang_s}: must be more than 0 seconds")
+        for name in ("hang_s", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)}: must be more than 0 seconds")
         object.__setattr__(self, "handoff_memory", parse_bytes(self.handoff_memory))
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
 from millpond.cluster.messages import Reported, RequestUpdate, WorkerReport, failed
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
@@ -32,21 +33,22 @@ class EngineWorker:
 
     Args:
         model: as of `AsyncLLM`. options: the rest of its arguments. role: see `Role`.
-        handoff_memory: most bytes of requests that wait for others to take them over; where there is no room for one
-            more it decodes here until there is.
+        handoff: requests that wait for others to take them over; where there is no room for one more it decodes here
+            until there is.
         step_limit_s: seconds that a step may take before reports say that the engine hangs.
     """
 
     def __init__(
-        self, model: Any, options: Mapping[str, Any], role: Role, handoff_memory: int, step_limit_s: float
+        self, model: Any, options: Mapping[str, Any], role: Role, handoff: HandoffBuffer, step_limit_s: float
     ) -> None:  # fmt: skip
         self._model, self._options = model, options
-        self._role, self._limit, self._step_limit_s = role, handoff_memory, step_limit_s
+        self._role, self._handoff, self._step_limit_s = role, handoff, step_limit_s
         self._opened: AsyncLLM | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
         self._reported: dict[str, Reported] = {}
-        self._offered: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}  # bytes in the pages of each request
+        self._more = _MORE
         self._cancelled: set[str] = set()
         self._news = asyncio.Event()
 
@@ -66,8 +68,14 @@ class EngineWorker:
         """Take a request in; reports say what becomes of it, or why it is refused."""
         self._follow(request.request_id, self._llm.stream(request))
 
-    async def report(self) -> WorkerReport:
-        """What is new of all requests; waits until something is, but not for long."""
+    async def report(self, wanted: frozenset[str]) -> WorkerReport:
+        """What is new of all requests; waits until something is, but not for long.
+
+        Args:
+            wanted: names of requests whose bytes have to stay until they are fetched; others are dropped after a while.
+        """
+        self._handoff.keep(wanted)
+        self._handoff.drop_lapsed()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), HEARTBEAT_S)
         self._news.clear()
@@ -78,30 +86,47 @@ class EngineWorker:
             for name, one in newest.items()
         ]
         for update in updates:
-            if update.finished or update.offered is not None:
+            if update.name not in self._tasks or update.offered is not None:  # nothing more comes of it here
                 self._reported.pop(update.name, None)
-        return WorkerReport(tuple(updates), self._llm.stats(), self._llm.trouble(self._step_limit_s))
+        trouble = self._llm.trouble(self._step_limit_s)
+        return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size)
 
     async def cancel(self, name: str) -> None:
         """End a request with what it has, or forget one that waits for another worker; no other is an error."""
         if name in self._tasks:
             self._cancelled.add(name)  # it may be on its way out of the engine
-        self._offered.pop(name, None)
+        self._handoff.drop(name)
         await self._llm.cancel(name)
+
+    async def offer(self, name: str) -> int | None:
+        """Let a request that has an answer wait for another worker, whatever the role of this one.
+
+        Returns:
+            Its bytes; None: it has ended, cannot move, or there is no room for its bytes now, and it is as it was.
+
+        Raises:
+            HandoffGoneError: it left the engine and could not be kept.
+        """
+        if name not in self._tasks or name not in self._sizes:
+            return None
+        data = await self._pack(name)
+        if data is None:
+            return None
+        self._newest.pop(name, None)
+        self._reported.pop(name, None)
+        return len(data)
 
     async def fetch(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a request that waits for another worker; they stay until `release`.
 
         Raises:
-            OptionError: no such request waits.
+            HandoffGoneError: no such request waits.
         """
-        if name not in self._offered:
-            raise OptionError(f"no request {name!r} waits to be taken over")
-        return np.frombuffer(self._offered[name], dtype=np.uint8)
+        return np.frombuffer(self._handoff.fetch(name), dtype=np.uint8)
 
     async def release(self, name: str) -> None:
         """Another worker has a request: its bytes here are free."""
-        self._offered.pop(name, None)
+        self._handoff.drop(name)
 
     async def take(self, name: str, data: npt.NDArray[np.uint8]) -> None:
         """Continue a request out of the bytes of another worker.
@@ -120,7 +145,7 @@ class EngineWorker:
         await self._llm.close(drain=False)
         for task in list(self._tasks.values()):
             task.cancel()
-        self._offered.clear()
+        self._handoff.clear()
 
     # ------------------------------------------------------------------ requests
 
@@ -136,6 +161,7 @@ class EngineWorker:
 
     def _ended(self, name: str) -> None:
         self._tasks.pop(name, None)
+        self._sizes.pop(name, None)
         self._cancelled.discard(name)
 
     async def _run(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
@@ -143,6 +169,8 @@ class EngineWorker:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._tell(name, output)
+                    if all(one.token_ids for one in output.completions):
+                        self._sizes[name] = sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)
                     if self._role == "prefill" and not output.finished and await self._offer(name, output):
                         return
         except Exception as error:  # whatever it is, the one who waits must hear of it
@@ -154,27 +182,41 @@ class EngineWorker:
 
     async def _offer(self, name: str, output: RequestOutput) -> bool:
         """Turn a request whose prompt was read into bytes for another worker, if there is room for them."""
-        sizes = [one.kv.kv_bytes for one in output.completions if one.kv is not None]
-        if not all(one.token_ids for one in output.completions):
-            return False
-        held = sum(map(len, self._offered.values()))
-        if held + _MORE * sum(sizes) + _BESIDES > self._limit:
+        if name not in self._sizes:
             return False
         try:
-            data = await self._llm.hand_over(name)
-        except (OptionError, PoolFullError):  # it has ended, or cannot move now: it goes on here
-            return False
+            data = await self._pack(name)
         except MillpondError as error:
-            self._tell(name, failed(name, error))
+            gone = isinstance(error, HandoffGoneError)
+            self._tell(name, RequestUpdate(name, dropped=True) if gone else failed(name, error))
             return True
-        if name in self._cancelled:
-            return True
-        self._offered[name] = data
+        if data is None:
+            return False
         update = self._reported.setdefault(name, Reported()).update(output, time.monotonic())
-        self._tell(name, _offering(update, len(data)))
+        self._tell(name, replace(update, offered=len(data)))
         return True
 
+    async def _pack(self, name: str) -> bytes | None:
+        """The bytes of a request, which has left the engine and waits; None: it is still there.
 
-def _offering(update: RequestUpdate, n_bytes: int) -> RequestUpdate:
-    """The last update of a request that another worker may take over."""
-    return replace(update, offered=n_bytes)
+        Raises:
+            HandoffGoneError: it was cancelled meanwhile, or its bytes were more than expected and had no room.
+            MillpondError: see `Engine.hand_over`.
+        """
+        held = self._sizes[name]
+        if not self._handoff.reserve(name, int(self._more * held) + _BESIDES):
+            return None
+        try:
+            data = await self._llm.hand_over(name)
+        except BaseException as error:
+            self._handoff.drop(name)
+            if isinstance(error, OptionError | PoolFullError):  # it has ended, or cannot move now: it goes on here
+                return None
+            raise
+        if name in self._cancelled:
+            self._handoff.drop(name)
+            raise HandoffGoneError(f"request {name!r} was cancelled on its way")
+        if not self._handoff.put(name, data):
+            self._more = max(self._more, len(data) / max(held, 1))  # the next one of its kind decodes here
+            raise HandoffGoneError(f"request {name!r} takes {len(data):,} bytes, for which there is no room")
+        return data

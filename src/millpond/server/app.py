@@ -11,12 +11,13 @@ from fastapi import FastAPI
 import millpond
 from millpond.cache.pages.heap import give_back
 from millpond.server import errors
+from millpond.server.cluster_protocol import ServedCluster
 from millpond.server.front_pace import FrontPaceMiddleware
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe
-from millpond.server.routes import cache_memory, chat, completions, info, responses, ui
+from millpond.server.routes import cache_memory, chat, cluster, completions, info, responses, ui
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 
@@ -55,6 +56,8 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     errors.install(app)
     for part in (completions, chat, responses, info, cache_memory):
         app.include_router(part.routes(service))
+    if isinstance(llm, ServedCluster):
+        app.include_router(cluster.routes(service, llm))
     app.include_router(ui.routes(needs_key=bool(settings.api_keys)))
     describe(app, keyed=bool(settings.api_keys))
     # the last one added runs first

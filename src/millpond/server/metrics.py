@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,8 +11,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.cache.chunks.store import ChunkStoreStats
-from millpond.engine.outputs import PrefixStats, RequestOutput
+from millpond.engine.outputs import EngineStats, PrefixStats, RequestOutput
 from millpond.server.admission import AdmissionControl
+from millpond.server.cluster_protocol import ServedCluster, ServedWorker
 from millpond.server.llm_protocol import ServedLLM
 
 #: Seconds. From a tiny model in memory to a long prompt behind a queue.
@@ -30,39 +32,48 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every number of the engine under its name."""
         stats = self._llm.stats()
-        gauges = {
-            "requests_running": ("Requests that hold pages and move.", stats.running),
-            "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
-            "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
+        gate = {
             "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
             "engine_stalled": ("1 while the engine hangs or has ended.", int(self._gate.trouble is not None)),
-            "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
-            "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
-            "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
-            "weight_bytes": ("Bytes of the model's weights in memory.", stats.weight_bytes),
-            "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
         }
-        for name, (text, value) in gauges.items():
+        for name, (text, value) in (gauges_of(stats) | gate).items():
             yield GaugeMetricFamily(f"millpond_{name}", text, value)
-        if stats.kv_limit is not None:
-            yield GaugeMetricFamily(
-                "millpond_kv_limit_bytes", "What pages and states may never exceed.", stats.kv_limit
-            )
-        counters = {
-            "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
-            "generated_tokens": ("Tokens written.", stats.generated_tokens),
-            "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
-            "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
-            "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
-            "preemptions": ("Requests that had to make room.", stats.preemptions),
-            "requests_finished": ("Requests that ended, however.", stats.finished),
-        }
-        for name, (text, value) in counters.items():
+        for name, (text, value) in counters_of(stats).items():
             yield CounterMetricFamily(f"millpond_{name}", text, value)
         if stats.prefix is not None:
             yield from _of_prefix_cache(stats.prefix)
         if stats.chunks is not None:
             yield from _of_chunks(stats.chunks)
+
+
+def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
+    """What an engine holds now: texts and numbers, by the ends of their names."""
+    found = {
+        "requests_running": ("Requests that hold pages and move.", stats.running),
+        "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
+        "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
+        "kv_used_bytes": ("Bytes of pages in use.", stats.kv_bytes),
+        "kv_reserved_bytes": ("Bytes of all pages, free ones included, and of states.", stats.kv_reserved),
+        "state_bytes": ("Bytes of recurrent and convolution states of hybrids.", stats.state_bytes),
+        "weight_bytes": ("Bytes of the model's weights in memory.", stats.weight_bytes),
+        "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
+    }
+    if stats.kv_limit is not None:
+        found["kv_limit_bytes"] = "What pages and states may never exceed.", stats.kv_limit
+    return found
+
+
+def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
+    """What an engine has done since its start: texts and numbers, by the ends of their names."""
+    return {
+        "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
+        "generated_tokens": ("Tokens written.", stats.generated_tokens),
+        "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
+        "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
+        "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
+        "preemptions": ("Requests that had to make room.", stats.preemptions),
+        "requests_finished": ("Requests that ended, however.", stats.finished),
+    }
 
 
 def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
@@ -108,6 +119,48 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
         yield counter
 
 
+class WorkerCollector(Collector):
+    """Reads the numbers of each worker of a cluster again at every scrape, under the labels `worker` and `role`.
+
+    Their names begin with `millpond_worker_`, so that sums over other names count nothing twice.
+    """
+
+    def __init__(self, cluster: ServedCluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        """Workers by state, the numbers of each one's engine, and what was moved, replayed and lost."""
+        workers, figures = self._cluster.workers(), self._cluster.figures()
+        states = GaugeMetricFamily("millpond_workers", "Workers by role and state.", labels=["role", "state"])
+        for (role, state), number in sorted(Counts((one.role, one.state) for one in workers).items()):
+            states.add_metric([role, state], number)
+        yield states
+        yield from self._of_workers(workers)
+        yield CounterMetricFamily("millpond_moved_requests", "Requests that moved between workers.", figures.moved)
+        yield CounterMetricFamily("millpond_moved_bytes", "Bytes that moved with requests.", figures.moved_bytes)
+        yield CounterMetricFamily(
+            "millpond_moved_full_bytes", "Bytes of full caches of the requests that moved.", figures.full_bytes
+        )
+        yield CounterMetricFamily("millpond_move_seconds", "From offers of requests to arrivals.", figures.move_s)
+        yield CounterMetricFamily("millpond_replayed_requests", "Requests that were begun again.", figures.replayed)
+        yield CounterMetricFamily("millpond_worker_deaths", "Workers that ended or did not answer.", figures.deaths)
+
+    def _of_workers(self, workers: Sequence[ServedWorker]) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for one in workers:
+            own = {
+                "requests": ("Requests that the worker has.", one.requests),
+                "handoff_bytes": ("Bytes of requests that wait in it for another worker.", one.handoff_bytes),
+            }
+            gauges, counters = (own, {}) if one.stats is None else (own | gauges_of(one.stats), counters_of(one.stats))
+            for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+                for name, (text, value) in numbers.items():
+                    if name not in families:
+                        families[name] = kind(f"millpond_worker_{name}", text, labels=["worker", "role"])
+                    families[name].add_metric([one.name, one.role], value)  # type: ignore[attr-defined]
+        yield from families.values()
+
+
 class Metrics:
     """All metrics of one server.
 
@@ -119,6 +172,8 @@ class Metrics:
         self.requests = 0
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm, gate))
+        if isinstance(llm, ServedCluster):
+            self._registry.register(WorkerCollector(llm))
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
         self._each = self._histogram("time_per_output_token_seconds", "Per token after the first.", _TPOT)
         self._whole = self._histogram("request_seconds", "From arrival to the last token.", _WHOLE)

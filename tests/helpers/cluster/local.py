@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from millpond.cluster.client import Cluster
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.llm import Cluster, ClusterLLM
+from millpond.cluster.handoff import HandoffBuffer
+from millpond.cluster.llm import ClusterLLM
 from millpond.cluster.messages import WorkerReport
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker, Role
@@ -33,10 +36,13 @@ class LocalWorker:
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
         self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
         self.go = threading.Event()
+        self.answers = True  # whether calls of `take` are answered before `answer_now`
+        self._answer = asyncio.Event()
         self.on_take: Callable[[LocalWorker], None] = lambda source: None  # before bytes are pulled from a worker
         self._watch = watch
         model = copy.deepcopy(shared_model("llama"))
-        self.engine = EngineWorker(model, options, role, settings.handoff_bytes, settings.hang_s)
+        handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
+        self.engine = EngineWorker(model, options, role, handoff, settings.hang_s)
 
     def die(self) -> None:
         """No call is answered any more; the engine goes, and what it held."""
@@ -44,6 +50,10 @@ class LocalWorker:
         if not self.dead.is_set():
             self.dead.set()
             self._ended = asyncio.get_running_loop().create_task(self.engine.close())
+
+    def answer_now(self) -> None:
+        """Answer the calls of `take` that wait."""
+        self._answer.set()
 
     async def _of(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The answer of a call, or the loss of the worker, whichever comes first."""
@@ -60,8 +70,9 @@ class LocalWorker:
         engine, step = self.engine._llm._engine, self.engine._llm._engine.step
 
         def held_step() -> list[RequestOutput]:
-            if self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values()):
-                self.go.wait()
+            held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values())
+            if held and not self.go.wait(0.005):
+                return []  # so that calls of the engine go on
             return step()
 
         engine.step = held_step  # type: ignore[method-assign]
@@ -71,12 +82,15 @@ class LocalWorker:
         self.started.append(request)
         await self._of(self.engine.start(request))
 
-    async def report(self) -> WorkerReport:
-        found: WorkerReport = await self._of(self.engine.report())
+    async def report(self, wanted: frozenset[str]) -> WorkerReport:
+        found: WorkerReport = await self._of(self.engine.report(wanted))
         self._watch(self, found)
         if self.dead.is_set():
             raise WorkerLostError(f"{self.name} died before its report came")
         return found
+
+    async def offer(self, name: str) -> Any:
+        return await self._of(self.engine.offer(name))
 
     async def cancel(self, name: str) -> None:
         await self._of(self.engine.cancel(name))
@@ -90,6 +104,8 @@ class LocalWorker:
         source, of = offered
         self.on_take(source)
         data = await source._of(source.engine.fetch(of))
+        if not self.answers:
+            await self._answer.wait()
         await self._of(self.engine.take(name, data))
         self.taken.append(name)
 
@@ -110,7 +126,9 @@ class LocalWorker:
 class LocalCluster:
     """A cluster of such workers; `made` holds all that there ever were."""
 
-    def __init__(self, watch: Watch | None = None, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4, **settings: Any
+    ) -> None:  # fmt: skip
         self.made: list[LocalWorker] = []
         chosen = ClusterSettings(**settings)
         options = {"method": "h2o", "budget": "30%", "max_step_tokens": 16, "page_slots": 4} | (engine or {})
@@ -120,8 +138,8 @@ class LocalCluster:
             self.made.append(worker)
             return worker
 
-        self.cluster = Cluster(chosen, "local", EngineConfig(), None, None, make)
-        self.llm = ClusterLLM.of(self.cluster)
+        self.cluster = Cluster(chosen, "local", EngineConfig(page_slots=slots), None, None, make)
+        self.llm = ClusterLLM.of(self.cluster, "tiny")
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -148,6 +166,11 @@ class LocalCluster:
         dispatcher.submit = watched  # type: ignore[method-assign]
         return self.llm.generate(prompts, params)
 
+    def wait_until(self, holds: Callable[[], Any]) -> None:
+        """Wait until something holds in the cluster's loop; a test's time limit ends it."""
+        while not self.cluster.loop.call(holds).result():
+            time.sleep(0.002)
+
     def settle(self) -> None:
         """Wait until no worker that lives holds a page, a request or bytes of one; a test's time limit ends it."""
         while not self.cluster.loop.run(self._is_empty()):
@@ -157,6 +180,6 @@ class LocalCluster:
         await asyncio.sleep(0.005)
         alive = [one.engine for one in self.made if not one.dead.is_set()]
         return all(
-            not one._offered and not one._tasks and not one._llm._engine._live and not one._llm._engine.busy
+            not one._handoff.size and not one._tasks and not one._llm._engine._live and not one._llm._engine.busy
             for one in alive
         )

@@ -72,7 +72,7 @@ def plan(
         output().print(reason, soft_wrap=True, highlight=False)
     if out is not None:
         try:
-            out.write_text(json.dumps(to_json(rows, verdict), indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(to_json(rows, verdict, devices), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise OptionError(f"{out} cannot be written: {error.strerror}") from None
 

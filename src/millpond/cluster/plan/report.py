@@ -9,6 +9,7 @@ from typing import Any
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, goodput
 from millpond.cluster.plan.layout import Link
+from millpond.cluster.plan.plan_file import FORMAT
 
 #: A layout counts as ahead only if its goodput per device is above the other's by this share, and outside its seeds.
 AHEAD = 0.05
@@ -63,10 +64,15 @@ def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand)
     return Verdict(both, False, tuple(reasons))
 
 
-def to_json(rows: Sequence[Goodput], verdict: Verdict) -> dict[str, Any]:
-    """The comparison as plain data: the recommended workers, why, and all rows."""
+def to_json(rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> dict[str, Any]:
+    """The comparison as plain data, which `load_plan` reads: the recommended workers, why, and all rows.
+
+    Args:
+        devices: that there are, which hold the workers one or more times.
+    """
     return {
-        "format": 1,
+        "format": FORMAT,
+        "copies": max(1, devices // verdict.best.layout.devices),
         "workers": [{"role": worker.role, "devices": worker.devices} for worker in verdict.best.layout.workers],
         "split": verdict.split,
         "reasons": list(verdict.reasons),

@@ -15,6 +15,7 @@ from millpond.methods import METHODS
 from millpond.option_files import shown
 from millpond.presets import PRESETS
 from millpond.server.body_parsing import ParsedRoute
+from millpond.server.cluster_protocol import ServedCluster
 from millpond.server.errors import ApiError
 from millpond.server.schemas import DetokenizeBody, TokenizeBody
 from millpond.server.service import Service
@@ -38,12 +39,17 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether new requests are admitted: 200, or 503 while it shuts down, or the engine hangs or ended."""
+        """Whether new requests are admitted: 200, or 503 while it shuts down, or the engine hangs or ended.
+
+        A server with several workers also says how many take requests, by role; without one in each role: 503.
+        """
+        llm = service.llm
+        roles = {"roles": dict(llm.live())} if isinstance(llm, ServedCluster) else {}
         if service.gate.draining:
             return JSONResponse({"status": "shutting down"}, 503)
         if (trouble := service.gate.trouble) is not None:
-            return JSONResponse({"status": "stalled", "reason": trouble}, 503)
-        return JSONResponse({"status": "ok"})
+            return JSONResponse({"status": "stalled", "reason": trouble, **roles}, 503)
+        return JSONResponse({"status": "ok", **roles})
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

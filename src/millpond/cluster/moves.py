@@ -1,0 +1,129 @@
+"""Mover: takes requests from one worker to another with their caches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+from millpond.cluster.background_tasks import BackgroundTasks, quietly
+from millpond.cluster.figures import ClusterFigures
+from millpond.cluster.handle import WorkerHandle, WorkerLostError
+from millpond.cluster.handoff import HandoffGoneError
+from millpond.cluster.ledger import LedgerEntry
+from millpond.cluster.worker import Role
+from millpond.cluster.worker_pool import WorkerPool
+from millpond.errors import MillpondError, PoolFullError
+
+#: Roles that go on with requests of a prefill worker, or of one that decodes; and with those of a replica.
+DECODES: frozenset[Role] = frozenset({"decode"})
+REPLICAS: frozenset[Role] = frozenset({"replica"})
+#: Seconds between two tries to find room for a request that waits for another worker.
+RETRY_S = 0.02
+
+
+class RequestBook(Protocol):
+    """The requests of a cluster, as far as those who move them need to know."""
+
+    def current(self, name: str, entry: LedgerEntry) -> bool:
+        """Whether a request is still in flight under this name."""
+        ...
+
+    def choose_to_continue(self, roles: frozenset[Role], n_bytes: int, without: frozenset[str]) -> str | None:
+        """A worker of one of these roles for a request of `n_bytes` bytes; None: there is none."""
+        ...
+
+    def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
+        """Begin a request on another worker, with the tokens that were sent; lost: count it towards `max_replays`."""
+        ...
+
+    def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
+        """End a request, wherever it is."""
+        ...
+
+    def at(self, worker: str) -> list[LedgerEntry]:
+        """Requests that a worker has."""
+        ...
+
+
+class Mover:
+    """Moves requests of one cluster.
+
+    Args:
+        lease_s: seconds in which the worker that was chosen has to have a request.
+    """
+
+    def __init__(
+        self, book: RequestBook, pool: WorkerPool, tasks: BackgroundTasks, figures: ClusterFigures, lease_s: float
+    ) -> None:  # fmt: skip
+        self._book, self._pool, self._tasks, self._figures, self._lease_s = book, pool, tasks, figures, lease_s
+        self._silent: set[str] = set()  # workers that did not fetch in time and have not been heard of since
+
+    def heard(self, worker: str) -> None:
+        """A worker reports, so it can fetch."""
+        self._silent.discard(worker)
+
+    async def move(self, entry: LedgerEntry, source: WorkerHandle, n_bytes: int) -> None:
+        """Let another worker continue a request that waits in `source`; it waits there until one has room."""
+        name, began = entry.name, time.monotonic()
+        roles = REPLICAS if source.role == "replica" else DECODES
+        entry.place = "offered"
+        while self._book.current(name, entry):
+            chosen = self._book.choose_to_continue(roles, n_bytes, frozenset(self._silent | {source.name}))
+            if chosen is None:
+                await asyncio.sleep(RETRY_S)
+                continue
+            entry.place = "moving"
+            target = self._pool.serving[chosen]
+            try:
+                await self._take(name, source, target)
+            except (PoolFullError, WorkerLostError):
+                entry.place = "offered"
+                await asyncio.sleep(RETRY_S)
+                continue
+            except (HandoffGoneError, TimeoutError):
+                if self._book.current(name, entry):
+                    self._book.begin_again(entry)
+            except MillpondError as error:
+                if self._book.current(name, entry):
+                    self._book.end(entry, error)
+            else:
+                if self._book.current(name, entry):
+                    self._arrived(entry, chosen, n_bytes, time.monotonic() - began)
+                else:  # it was cancelled or begun again on its way, or has ended there
+                    await quietly(target.cancel(name))
+            break
+        await quietly(source.release(name))
+
+    async def _take(self, name: str, source: WorkerHandle, target: WorkerHandle) -> None:
+        """
+        Raises:
+            TimeoutError: `target` has not answered within the lease. It is undone there whenever it does.
+            MillpondError: see `EngineWorker.take`.
+        """
+        task = asyncio.ensure_future(target.take(name, source.offered(name)))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._lease_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            self._silent.add(target.name)
+            self._tasks.run(_undo(task, target, name))
+            raise TimeoutError
+        task.result()
+
+    def _arrived(self, entry: LedgerEntry, worker: str, n_bytes: int, seconds: float) -> None:
+        entry.worker, entry.place = worker, "running"
+        self._figures.moved += 1
+        self._figures.moved_bytes += n_bytes
+        self._figures.full_bytes += entry.full_bytes
+        self._figures.move_s += seconds
+        if worker not in self._pool.serving:  # lost between its answer and now
+            self._book.begin_again(entry)
+
+
+async def _undo(task: asyncio.Task[Any], target: WorkerHandle, name: str) -> None:
+    """A worker took a request too late: it has gone on elsewhere."""
+    await quietly(task)  # type: ignore[arg-type]
+    await quietly(target.cancel(name))

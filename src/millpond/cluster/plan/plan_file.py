@@ -1,0 +1,71 @@
+"""Plans as files: what `millpond cluster plan --out` writes, read with everything checked."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from millpond.errors import DataError
+from millpond.option_files import read_file
+
+#: Number of the form of the file.
+FORMAT = 1
+#: Most bytes of a file, and most workers in it.
+MOST_BYTES, MOST_WORKERS = 1 << 20, 4096
+_WAY_OUT = "make one with 'millpond cluster plan --out'"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorkers:
+    """Workers by role: either replicas, or some that read prompts and some that decode.
+
+    Attributes:
+        devices: most devices of one worker.
+    """
+
+    replicas: int
+    prefill: int
+    decode: int
+    devices: int
+
+    @property
+    def count(self) -> int:
+        """Of all roles."""
+        return self.replicas + self.prefill + self.decode
+
+
+def load_plan(path: str) -> PlannedWorkers:
+    """The recommended workers of a plan.
+
+    Raises:
+        OptionError: the file cannot be opened. DataError: it is no plan, or its workers do not go together.
+    """
+    raw = read_file(path)
+    if len(raw) > MOST_BYTES:
+        raise DataError(f"{path}: {len(raw):,} bytes, a plan has at most {MOST_BYTES:,}; {_WAY_OUT}")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: no JSON: {error}; {_WAY_OUT}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DataError(f"{path}: not a plan of this version; {_WAY_OUT}")
+    workers, copies = found.get("workers"), found.get("copies", 1)
+    if not isinstance(workers, list) or not _is_count(copies) or not 0 < len(workers) * copies <= MOST_WORKERS:
+        raise DataError(f"{path}: workers must be a list, and 1 to {MOST_WORKERS:,} with all copies; {_WAY_OUT}")
+    roles: Counter[str] = Counter()
+    for one in workers:
+        role, devices = (one.get("role"), one.get("devices")) if isinstance(one, dict) else (None, None)
+        if role not in ("both", "prefill", "decode") or not _is_count(devices):
+            raise DataError(f"{path}: worker {str(one)[:80]} has no role and number of devices; {_WAY_OUT}")
+        roles[role] += copies
+    if roles.keys() not in ({"both"}, {"prefill", "decode"}):
+        raise DataError(f"{path}: roles {sorted(roles)}: workers do both, or some read prompts and others decode")
+    return PlannedWorkers(
+        roles["both"], roles["prefill"], roles["decode"], max(one["devices"] for one in workers)
+    )  # fmt: skip
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MOST_WORKERS

@@ -1,0 +1,244 @@
+"""WorkerPool: starts the workers of a cluster, reads their reports, and replaces those that are lost or retired."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from millpond.cluster.background_tasks import BackgroundTasks
+from millpond.cluster.figures import WorkerInfo
+from millpond.cluster.handle import WorkerHandle, WorkerLostError
+from millpond.cluster.messages import WorkerReport
+from millpond.cluster.worker import Role
+from millpond.engine.outputs import EngineStats
+from millpond.engine.request import CacheOptions
+from millpond.errors import MillpondError, OptionError
+
+#: Makes a worker of a name and a role; it is opened by the pool.
+MakeWorker = Callable[[str, Role], WorkerHandle]
+#: Times that a worker is made again which does not start.
+_STARTS = 3
+#: Seconds that a worker has to end by itself.
+_CLOSE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class PoolListener(Protocol):
+    """What a pool calls as its workers come and go."""
+
+    def reported(self, handle: WorkerHandle, report: WorkerReport) -> None:
+        """A worker has something new to say."""
+        ...
+
+    def wanted(self, handle: WorkerHandle) -> frozenset[str]:
+        """Names of the requests that wait in a worker and whose bytes are still wanted."""
+        ...
+
+    def lost(self, handle: WorkerHandle) -> None:
+        """A worker is gone, and is in the pool no more."""
+        ...
+
+    def joined(self, handle: WorkerHandle) -> None:
+        """A worker serves from now on."""
+        ...
+
+    def gave_up(self, role: Role, error: MillpondError | None) -> None:
+        """No worker of a role is left, and none starts."""
+        ...
+
+
+class WorkerPool:
+    """The workers of one cluster.
+
+    Args:
+        roles: one for each worker. make: see `MakeWorker`. tasks: what runs in the background.
+        listener: hears of workers that come, report and go.
+
+    Attributes:
+        serving: workers that serve, those that are being drained among them, by name. draining: names of the latter.
+        stats: of the last reports, by name. handoff_bytes: that wait for others in a worker, likewise.
+        model: context length, vocabulary and cache options, known after `open`.
+    """
+
+    def __init__(
+        self, roles: Sequence[Role], make: MakeWorker, tasks: BackgroundTasks, listener: PoolListener
+    ) -> None:  # fmt: skip
+        self.serving: dict[str, WorkerHandle] = {}
+        self.draining: set[str] = set()
+        self.stats: dict[str, EngineStats] = {}
+        self.handoff_bytes: dict[str, int] = {}
+        self.model: tuple[int, int, CacheOptions] | None = None
+        self._roles, self._make, self._tasks, self._listener = tuple(roles), make, tasks, listener
+        self._starting: dict[str, WorkerHandle] = {}
+        self._numbers: dict[Role, itertools.count[int]] = {}
+        self._leaving: set[str] = set()  # those that are being drained, or will be
+        self._closed = False
+
+    async def open(self) -> None:
+        """Start all workers.
+
+        Raises:
+            MillpondError: one of them does not start; all are ended.
+        """
+        handles = [self._new(role) for role in self._roles]
+        found = await asyncio.gather(*(handle.open() for handle in handles), return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        if errors:
+            for handle in handles:
+                handle.kill()
+            raise errors[0]
+        for handle, model in zip(handles, found, strict=True):
+            assert not isinstance(model, BaseException)
+            self.model = model
+            self._serve(handle)
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed = True
+        for handle in [*self.serving.values(), *self._starting.values()]:
+            await _end(handle)
+        self.serving.clear()
+        self._starting.clear()
+
+    def info(self, requests: Mapping[str, int]) -> list[WorkerInfo]:
+        """All workers, by name. requests: how many each has."""
+        found = [
+            WorkerInfo(
+                name, one.role, one.pid, one.node, "draining" if name in self.draining else "serving",
+                self.stats.get(name), requests.get(name, 0), self.handoff_bytes.get(name, 0),
+            )
+            for name, one in self.serving.items()
+        ]  # fmt: skip
+        found += [WorkerInfo(one.name, one.role, 0, "", "starting", None) for one in self._starting.values()]
+        return sorted(found, key=lambda one: one.name)
+
+    def able(self, role: Role | None = None) -> list[WorkerHandle]:
+        """Workers that take new requests; of one role, or of all."""
+        return [
+            one for one in self.serving.values() if one.name not in self.draining and (role is None or one.role == role)
+        ]
+
+    def live(self) -> dict[Role, int]:
+        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        return {role: len(self.able(role)) for role in dict.fromkeys(self._roles)}
+
+    async def begin_drain(self, name: str, replace: bool) -> tuple[WorkerHandle, bool]:
+        """Give a worker no new requests. Where it is the only one of its role, another one starts before.
+
+        Returns:
+            The worker, and whether another one has started in its place.
+
+        Raises:
+            OptionError: there is no such worker, it is being drained already, or none of its role would be left.
+            MillpondError: no other worker starts; it serves as before.
+        """
+        handle = self.serving.get(name)
+        if handle is None:
+            known = ", ".join(sorted(self.serving)) or "none"
+            raise OptionError(f"no worker {name!r} serves; those that do: {known}")
+        if name in self._leaving:
+            raise OptionError(f"worker {name!r} is being drained already: wait until it has ended")
+        others = [one for one in self.able(handle.role) if one is not handle]
+        if not others and not replace:
+            raise OptionError(
+                f"worker {name!r} is the only {handle.role} worker: drain it with a replacement, or stop the cluster"
+            )
+        self._leaving.add(name)
+        if not others:
+            try:
+                await self._start(handle.role)
+            except BaseException:
+                self._leaving.discard(name)
+                raise
+        if self.serving.get(name) is not handle:
+            raise OptionError(f"worker {name!r} was lost meanwhile, and its requests went to others")
+        self.draining.add(name)
+        return handle, not others
+
+    async def retire(self, handle: WorkerHandle) -> bool:
+        """End a worker; False: it was lost before."""
+        if not self._remove(handle):
+            return False
+        await _end(handle)
+        return True
+
+    def replace(self, role: Role) -> None:
+        """Start one more worker in the background; where that fails again and again, the listener hears of it."""
+        self._tasks.run(self._replace(role))
+
+    def _new(self, role: Role) -> WorkerHandle:
+        number = next(self._numbers.setdefault(role, itertools.count()))
+        return self._make(f"{role}-{number}", role)
+
+    def _serve(self, handle: WorkerHandle) -> None:
+        self.serving[handle.name] = handle
+        self._tasks.run(self._watch(handle))
+
+    def _remove(self, handle: WorkerHandle) -> bool:
+        if self.serving.get(handle.name) is not handle:
+            return False
+        del self.serving[handle.name]
+        self.draining.discard(handle.name)
+        self._leaving.discard(handle.name)
+        self.stats.pop(handle.name, None)
+        self.handoff_bytes.pop(handle.name, None)
+        return True
+
+    async def _watch(self, handle: WorkerHandle) -> None:
+        """Take in a worker's reports until it is lost or retired."""
+        try:
+            while not self._closed:
+                report = await handle.report(self._listener.wanted(handle))
+                if self.serving.get(handle.name) is handle:
+                    self.stats[handle.name], self.handoff_bytes[handle.name] = report.stats, report.handoff_bytes
+                self._listener.reported(handle, report)
+                if report.trouble is not None:
+                    raise WorkerLostError(f"worker {handle.name}: {report.trouble}")
+        except WorkerLostError as error:
+            if self._closed or not self._remove(handle):
+                return
+            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error)
+            handle.kill()
+            self.replace(handle.role)
+            self._listener.lost(handle)
+
+    async def _start(self, role: Role) -> None:
+        """
+        Raises:
+            MillpondError: no worker of this role starts.
+        """
+        handle = self._new(role)
+        self._starting[handle.name] = handle
+        try:
+            await handle.open()
+        except BaseException:
+            handle.kill()
+            raise
+        finally:
+            del self._starting[handle.name]
+        self._serve(handle)
+        self._listener.joined(handle)
+
+    async def _replace(self, role: Role) -> None:
+        error: MillpondError | None = None
+        for _ in range(_STARTS):
+            try:
+                await self._start(role)
+                return
+            except MillpondError as failed:
+                error = failed
+        _log.error("no %s worker starts any more: %s", role, error)
+        if not self.able(role):
+            self._listener.gave_up(role, error)
+
+
+async def _end(handle: WorkerHandle) -> None:
+    """Let a worker end by itself, or end its process."""
+    with contextlib.suppress(TimeoutError, MillpondError):
+        await asyncio.wait_for(handle.close(), _CLOSE_S)
+    handle.kill()

@@ -1,0 +1,72 @@
+"""GET /cluster, POST /cluster/workers/{name}/drain: the workers of a server that has several."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi import Path as InPath
+
+from millpond.server.cluster_protocol import MoveCounters, ServedCluster, ServedWorker
+from millpond.server.errors import ApiError
+from millpond.server.service import Service
+
+#: Counters of `GET /cluster`.
+COUNTERS = ("moved", "moved_bytes", "full_bytes", "replayed", "deaths", "move_s")
+
+#: Numbers of each worker's engine there.
+NUMBERS = (
+    "running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens",
+)  # fmt: skip
+
+
+def routes(service: Service, cluster: ServedCluster) -> APIRouter:
+    """The routes that tell of workers, and drain them."""
+    router = APIRouter()
+    draining: set[str] = set()
+
+    @router.get("/cluster")
+    async def workers() -> dict[str, Any]:
+        """All workers with their roles, states, requests and bytes, and what was moved, replayed and lost."""
+        return {"workers": [_worker(one) for one in cluster.workers()], **counters_of(cluster.figures())}
+
+    @router.post("/cluster/workers/{name}/drain")
+    async def drain(
+        name: Annotated[str, InPath(max_length=200)],
+        replace: Annotated[bool, Query(description="Start another worker of its role in its place.")] = True,
+    ) -> dict[str, Any]:
+        """Let others continue the requests of a worker, and end it. One drain at a time; needs a server with keys."""
+        if not service.settings.api_keys:
+            message = "workers are drained by holders of a key, and this server has none: start it with --api-key"
+            raise ApiError(403, message, "needs_api_key")
+        if name not in {one.name for one in cluster.workers()}:
+            raise ApiError(404, f"no worker {name!r}; GET /cluster lists them", "worker_not_found", "name")
+        if draining:
+            raise ApiError(
+                409, f"worker {min(draining)} is being drained: wait until it has ended", "drain_in_progress"
+            )
+        draining.add(name)
+        try:
+            done = await cluster.drain(name, replace=replace)
+        finally:
+            draining.clear()
+        seconds = round(done.seconds, 3)
+        return {"worker": done.worker, "moved": done.moved, "replayed": done.replayed, "seconds": seconds}
+
+    return router
+
+
+def counters_of(figures: MoveCounters) -> dict[str, float]:
+    """The counters by name."""
+    return {name: getattr(figures, name) for name in COUNTERS}
+
+
+def _worker(one: ServedWorker) -> dict[str, Any]:
+    stats = one.stats
+    shown = {
+        "name": one.name, "role": one.role, "pid": one.pid, "node": one.node, "state": one.state,
+        "requests": one.requests, "handoff_bytes": one.handoff_bytes,
+    }  # fmt: skip
+    if stats is None:
+        return shown
+    return shown | {name: getattr(stats, name) for name in NUMBERS}
