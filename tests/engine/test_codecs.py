@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "full by layer": ("full", {}, None, "0=bf16,1=int4"),
     "h2o by layer": ("h2o", {}, "70%", "0=kivi4,*=int8+int4"),
     "h2o mikv above": ("h2o", {}, "30%", "0=auto,*=mikv"),
+    "full by age": ("full", {}, None, "bf16:20,kivi4:50,kivi2"),
+    "h2o by age": ("h2o", {}, "80%", "bf16:10%,kivi4:20%,kivi2"),
 }
 
 
