@@ -188,6 +188,7 @@ def test_a_step_is_attention_over_the_dequantized_entries(method: str, options: 
         held = [kept.read(s) for s in range(batch)]
         out = feed(kept, qkv, t, t + 1)
         after = [kept.read(s) for s in range(batch)]
+        scored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for s, h in ((s, h) for s in range(batch) for h in range(KV)):
             here = held[s].positions[h] >= 0
             k, v = (
@@ -196,23 +197,22 @@ def test_a_step_is_attention_over_the_dequantized_entries(method: str, options: 
             )
             expected, p = attention(qkv[0][s, h * group : (h + 1) * group, t], k, v)
             torch.testing.assert_close(out[s, h * group : (h + 1) * group, 0], expected, atol=2e-5, rtol=1e-4)
-            was = [*held[s].positions[h][here].tolist(), t]
-            now = after[s]
-            stays = now.positions[h] >= 0
-            gone = set(was) - set(now.positions[h][stays].tolist())
-            assert len(gone) == 1
-            scores = torch.cat([held[s].scores[h][here], torch.zeros(1)])
-            scores = scores + p.mean(0) if method == "h2o" else p.mean(0)
-            if method == "window":
-                assert gone == {min(position for position in was if position >= 1)}
-                continue
-            at, rule = torch.tensor(was), kept.policy.decode_rule(0)
-            protected = (at < rule.sinks) | (t - at < table.recent[s * KV + h])
-            value = eviction_value(rule, scores[None], at[None], torch.tensor([[t]]), 1)[0]
-            leaves = was.index(gone.pop())
-            assert value[leaves] <= value.masked_fill(protected, torch.inf).min() + 1e-6
-            kept_scores = torch.cat([scores[:leaves], scores[leaves + 1 :]])
-            torch.testing.assert_close(now.scores[h][stays], kept_scores, atol=1e-5, rtol=1e-4)
+            before_it = torch.cat([held[s].scores[h][here], torch.zeros(1)])
+            signal = {"h2o": before_it + p.mean(0), "tova": p.mean(0), "window": before_it}[method]
+            scored[s, h] = torch.tensor([*held[s].positions[h][here].tolist(), t]), signal
+        for s in range(batch):
+            at, scores = (torch.stack([scored[s, h][i] for h in range(KV)]) for i in (0, 1))
+            rule, query = kept.policy.decode_rule(0), torch.full((KV, 1), t)
+            protected = (at < rule.sinks) | (t - at < table.recent[s * KV : s * KV + KV, None])
+            value = eviction_value(rule, scores, at, query, KV).masked_fill(protected, torch.inf)
+            for h in range(KV):
+                now, stays = after[s], after[s].positions[h] >= 0
+                gone = set(at[h].tolist()) - set(now.positions[h][stays].tolist())
+                assert len(gone) == 1
+                leaves = at[h].tolist().index(gone.pop())
+                assert value[h, leaves] <= value[h].min() + 1e-6
+                kept_scores = torch.cat([scores[h, :leaves], scores[h, leaves + 1 :]])
+                torch.testing.assert_close(now.scores[h][stays], kept_scores, atol=1e-5, rtol=1e-4)
     assert moved
     assert table.entries().max() == budget
     for part in table.packed_parts:
@@ -257,10 +257,10 @@ def test_a_fork_keeps_its_tiers() -> None:
     feed(kept, qkv, 0, 400)
     decode(alone, qkv, 400, 430)
     decode(kept, qkv, 400, 430)
-    timeline, state = kept.timeline.fork(), kept.fork()
+    state, columns, seen = kept.fork(), kept.columns, kept.timeline.seen.copy()
     decode(kept, tokens(620, seed=5), 430, 560)
     kept.restore(state)
-    kept.timeline.become(timeline)
+    kept.timeline.rewind(columns, seen)
     ours, theirs = decode(kept, qkv, 430, 560), decode(alone, qkv, 430, 560)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     check(kept)

@@ -101,9 +101,9 @@ class Workers(OptionGroup):
     address: Annotated[
         str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
     ] = None
-    handoff_memory: Annotated[
-        str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")
-    ] = "256MiB"
+    handoff_memory: Annotated[str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")] = (
+        "256MiB"
+    )
 
     @property
     def several(self) -> bool:

@@ -105,9 +105,7 @@ class Engine:
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(
-            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager)
-        )
+        self._sharing = PrefixSharing(self._account, self._model.layers, rule_named(config.prefix_cache, config.pager))
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
         try:
@@ -115,11 +113,12 @@ class Engine:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             defaults = CacheOptions(
-                method=config.method, options=config.options, budget=config.budget, codec=config.codec
-            )
+                method=config.method, options=config.options, budget=config.budget, codec=config.codec,
+                max_kl=config.max_kl,
+            )  # fmt: skip
             self._recipes = GroupRegistry(
                 self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier,
+                tier, config.fit,
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe

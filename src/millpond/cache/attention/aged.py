@@ -1,7 +1,7 @@
 """A decoding step over entries in tiers by age: the decode kernel reads plain pages and the last tier, this the others.
 
 Attention over a union is the mean of the attention over its parts, weighted by their denominators. Where scores are
-made of attention, the kernel learns the denominator of the other tiers as a sink, so that its sums are over all entries.
+made of attention, the kernel learns the denominator of the other tiers as a sink, so that it counts all entries.
 """
 
 from __future__ import annotations
