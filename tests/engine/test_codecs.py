@@ -87,7 +87,7 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
 @pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step runs all layers in one native call, but for entries that are rotated, which nothing there turns."""
+    """A step runs all layers in one native call, but for entries that are rotated or in several tiers by age."""
     calls: list[int] = []
     real = Decoder.step
 
@@ -105,11 +105,11 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         engine.close()
         monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
     assert found[0] == found[1]
-    assert bool(calls) == (case != "full rotated4")
+    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age"))
 
 
 @pytest.mark.parametrize(
-    "case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer"]
+    "case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer", "h2o by age"]
 )
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="800kB", overcommit=8)
