@@ -17,11 +17,14 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.swap import pages as swap
 from millpond.codec import Codec, LayerCodecs, codec_named, resolve
 from millpond.codec.groups import Coder
+from millpond.engine.engine import Engine
+from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
 from millpond.hf.document import restore_document, save_document
 from millpond.kernels.eviction import eviction_value
 from millpond.kernels.packed.layout import Side
 from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, decode, feed, make, positions, tokens
+from tests.helpers.engine.helpers import greedy
 from tests.helpers.hf.families import family, generate, text
 
 THREE = "bf16:20%,int8:20%,int4"
@@ -356,3 +359,27 @@ def test_a_budget_in_bytes_holds() -> None:
         _, stats = answer(SMALL, method, "120kB")
         assert stats.kv_bytes + stats.metadata_bytes <= 120_000
         assert stats.kv_bytes > 40_000
+
+
+def test_ever_new_sizes_of_tiers_bring_no_new_pools() -> None:
+    """Strangers may ask an engine for any sizes: each would take memory of its own for ever."""
+    engine = Engine(model(), method="full", kv_memory="8MB")
+    ids = tuple(asked()["input_ids"][0].tolist())
+    counts = []
+    for size in range(20, 24):
+        request = Request(
+            request_id=str(size), prompt=ids, params=greedy(4), cache=CacheOptions(codec=f"bf16:{size},kivi4:50,kivi2")
+        )
+        engine.add(request)
+        engine.drain()
+        engine.check_integrity()
+        counts.append(len(engine._account.pools))
+    engine.close()
+    assert counts == counts[:1] * 4
+
+
+def test_the_mean_bits_of_tiers() -> None:
+    bits = {name: codec_named(name).bits_per_element(64, 64) for name in ("int8", "int4")}
+    found = resolve(THREE)
+    assert isinstance(found, Codec)
+    assert found.bits_per_element(64, 64) == pytest.approx(0.2 * 16 + 0.2 * bits["int8"] + 0.6 * bits["int4"])

@@ -10,6 +10,8 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 
+#: Bits of a number in a plain page of a codec.
+PLAIN_BITS = 16
 #: `Codec.share` is in units of this.
 WHOLE = 10_000
 
@@ -129,7 +131,7 @@ class Codec:
             tier.layout(key_dim, value_dim, tables=tier._any_tables())
 
     def bits_per_element(self, key_dim: int, value_dim: int, slots: int | None = None) -> float:
-        """Bits per number of a sealed page, scales, zeros and outliers included; by age, the mean by the shares."""
+        """Bits per number of a sealed page, scales, zeros and outliers included; of tiers by age, the mean by share."""
         if not self.ages:
             return self.layout(key_dim, value_dim, slots, self._any_tables()).bits_per_element
         ends = [*(tier.share for tier in self.ages[1:]), WHOLE]
@@ -137,7 +139,7 @@ class Codec:
             (end - tier.share) * tier.bits_per_element(key_dim, value_dim, slots)
             for tier, end in zip(self.ages, ends, strict=True)
         ]
-        return sum(each) / (WHOLE - self.share)
+        return (self.share * PLAIN_BITS + sum(each)) / WHOLE
 
     def _any_tables(self) -> Tables | None:
         if not self.calibrated:

@@ -150,7 +150,10 @@ class GroupRegistry:
         return chosen(model, method, options, codec, max_kl, self._fits[method])
 
     def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> PoolSet:
-        key = (storage.name if isinstance(storage, Codec) else storage, masses)
+        aged = isinstance(storage, Codec) and bool(storage.ages)  # requests may give their tiers any sizes
+        key = ("by age" if aged else storage.name if isinstance(storage, Codec) else storage, masses)
+        if aged and key in self._pools:
+            return PoolSet(storage, self._page_slots, self._account, masses=masses, shared=self._pools[key])
         if key not in self._pools:
             self._pools[key] = PoolSet(
                 storage,

@@ -253,6 +253,8 @@ def _table(found: Any) -> Fit:
 
 
 def _row(found: Any) -> FitRow:
+    if not isinstance(found["budget"], str | None) or not isinstance(found["codec"], str):
+        raise ValueError("a row names a budget, or none, and a codec")
     row = FitRow(found["budget"], found["codec"], float(found["bytes_share"]), tuple(map(float, found["kl"])))
     if row.budget is not None:
         Budget.parse(row.budget)

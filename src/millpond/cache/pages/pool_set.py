@@ -27,6 +27,8 @@ class PoolSet:
         storage: of all entries: a dtype, a codec, or None for what the model computes.
         slots: entries per plain page. account: the limit of all pools together.
         masses: whether entries carry a mass. ropes: of the layers, for a codec that stores keys before RoPE.
+        shared: pools of the same kind that those of this set are kept with, so that sets of ever new sizes of tiers
+            bring no new pools.
     """
 
     def __init__(
@@ -37,13 +39,18 @@ class PoolSet:
         *,
         masses: bool,
         ropes: RopeTables | None = None,
+        shared: PoolSet | None = None,
     ) -> None:
         self.codec = storage if isinstance(storage, Codec) else None
         self._dtype = storage if isinstance(storage, torch.dtype) else None
         self._slots, self._account, self._masses = slots, account, masses
-        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = (
+            {} if shared is None else shared._plain
+        )
         self._ropes = ropes
-        self._packed: dict[tuple[str, int, int, int, torch.device], QuantizedPool] = {}
+        self._packed: dict[tuple[str, int, int, int, torch.device], QuantizedPool] = (
+            {} if shared is None else shared._packed
+        )
 
     @property
     def format(self) -> str | torch.dtype | None:
