@@ -356,9 +356,9 @@ def test_a_document_keeps_its_tiers(tmp_path: Any) -> None:
 
 def test_a_budget_in_bytes_holds() -> None:
     for method in ("h2o", "ada"):
-        _, stats = answer(SMALL, method, "120kB")
-        assert stats.kv_bytes + stats.metadata_bytes <= 120_000
-        assert stats.kv_bytes > 40_000
+        _, stats = answer(SMALL, method, "240kB")
+        assert stats.kv_bytes + stats.metadata_bytes <= 240_000
+        assert all(all(tiers.values()) for tiers in stats.layer_tier_bytes)
 
 
 def test_ever_new_sizes_of_tiers_bring_no_new_pools() -> None:

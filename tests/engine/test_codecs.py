@@ -109,8 +109,12 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer", "h2o by age"]
-)
+    "case",
+    [
+        "full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer",
+        "h2o by age",
+    ],
+)  # fmt: skip
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="800kB", overcommit=8)
     for n in LENGTHS:

@@ -174,8 +174,8 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     recent = stored["recent"].cpu().numpy()
     table.set_budget(0, stored["capacities"].cpu().numpy(), recent)
     table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
-    for number, part in enumerate(table.packed_parts):
-        _fill_part(core.index, part, part_prefix(number), stored, n_tokens, keys.shape[2])
+    for number, packed in enumerate(table.packed_parts):
+        _fill_part(core.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
     queries = core.companions.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))

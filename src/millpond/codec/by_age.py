@@ -29,7 +29,7 @@ REFUSED = ("tiered", "prune", "balanced", "rotated", "pre_rope", "calibrated")
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class SizedFormat:
     """A tier as it is written: the name of its format, and how many entries it holds.
 
     Attributes:
@@ -66,7 +66,7 @@ def parse_ages(text: str) -> Codec:
         raise OptionError(f"codec={text!r}: its shares add up to {shares:g} %, which leaves nothing for {last!r}")
     share = entries = 0
     ages: list[Codec] = []
-    for number, tier in enumerate([*sized, Tier(last)]):
+    for number, tier in enumerate([*sized, SizedFormat(last)]):
         if number or tier.name != PLAIN:
             ages.append(replace(_format(tier.name, text), share=share, residual=entries))
         share, entries = share + tier.share, entries + tier.entries
@@ -75,7 +75,7 @@ def parse_ages(text: str) -> Codec:
     return replace(ages[0], name=name, ages=tuple(ages))
 
 
-def _sized(word: str, text: str) -> Tier:
+def _sized(word: str, text: str) -> SizedFormat:
     name, colon, size = (part.strip() for part in word.partition(SIZE))
     if not colon:
         raise OptionError(f"codec={text!r}: tier {word!r} has no size, and only the last one needs none; {WAY_OUT}")
@@ -86,13 +86,13 @@ def _sized(word: str, text: str) -> Tier:
     if size.endswith("%"):
         if len(part) > 2 or not 0 < round(float(number) * 100) < WHOLE:
             raise OptionError(f"codec={text!r}: a share is above 0 % and below 100 %, to two digits, not {size!r}")
-        return Tier(name, share=round(float(number) * 100))
+        return SizedFormat(name, share=round(float(number) * 100))
     if point or not 0 < int(whole) <= MOST_ENTRIES:
         raise OptionError(f"codec={text!r}: a tier holds 1 to {MOST_ENTRIES} entries, a whole number, not {size!r}")
-    return Tier(name, entries=int(whole))
+    return SizedFormat(name, entries=int(whole))
 
 
-def _size(tier: Tier) -> str:
+def _size(tier: SizedFormat) -> str:
     return f"{tier.share / 100:g}%" if tier.share else str(tier.entries)
 
 

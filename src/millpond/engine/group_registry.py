@@ -134,7 +134,7 @@ class GroupRegistry:
         """The setting of budget="auto"; a table is read once.
 
         Raises:
-            OptionError: see `millpond.hf.fit.chosen`; or there is no table that can be read, whose path is not told.
+            OptionError: see `millpond.hf.fit.chosen`; or there is no table that can be read; its path is in no message.
         """
         policy_of(method, dict(options))
         model = self._model.model

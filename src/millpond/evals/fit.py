@@ -28,7 +28,7 @@ from millpond.policy.policy import Policy
 #: The grid where none is given: shares of the prompt, and formats.
 BUDGETS = ("5%", "10%", "20%", "35%", "50%", "75%", "100%")
 CODECS = ("auto", "int8", "int4")
-#: Told after each setting of a batch of windows: how many are done, of how many.
+#: Called after each setting of a batch of windows: how many are done, of how many.
 Progress = Callable[[int, int], None]
 
 

@@ -30,7 +30,7 @@ FORMAT = "millpond fit 1"
 AUTO = "auto"
 #: Share of windows that keep a bound.
 SHARE = 0.95
-#: Windows from which `SHARE` of all windows can be told: the largest of fewer says too little.
+#: Fewest windows that bound the KL of `SHARE` of all windows: the largest of fewer says too little.
 LEAST_WINDOWS = 19
 #: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
 MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000

@@ -15,7 +15,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.cache.types import by_position
 from millpond.codec.spec import WHOLE, Codec
-from millpond.kernels.args import PaddedEntries
+from millpond.kernels.args.entries import joined
 
 #: Beyond all positions: what lies in the next tier already goes before what comes from above.
 FAR = 2**30
@@ -65,7 +65,7 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
         again = lower.pages_of(rows, sparse)
         stays = (again.positions >= 0).sum(1).cpu().numpy()
     count = torch.from_numpy((over + stays) // slots * slots).to(again.positions.device)
-    found = _joined(again, upper.read(sequence))
+    found = joined([again, upper.read(sequence)])
     n_again = again.positions.shape[1]
     age = found.positions.clone()
     age[:, n_again:] += torch.where(age[:, n_again:] >= 0, FAR, 0)
@@ -76,10 +76,3 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
     lower.drop_pages(rows, sparse)
     upper.mark_evicted(rows, moved[:, n_again:])
     upper.drop_pages(rows, upper.sparse(rows, whole=True))
-
-
-def _joined(first: PaddedEntries, then: PaddedEntries) -> PaddedEntries:
-    masses = None
-    if first.log_masses is not None and then.log_masses is not None:
-        masses = torch.cat([first.log_masses, then.log_masses], 1)
-    return PaddedEntries(*(torch.cat(pair, 1) for pair in zip(first[:4], then[:4], strict=True)), masses)

@@ -16,6 +16,7 @@ from millpond.cache.pages.page_lists import Rows
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.codec.spec import Codec
 from millpond.kernels.args import PaddedEntries
+from millpond.kernels.args.entries import joined
 from millpond.kernels.packed.regions import PackedRegions
 
 
@@ -73,9 +74,7 @@ class AgedStore:
 
     def read(self, sequence: int) -> PaddedEntries:
         """The entries of a sequence as numbers, float32, slot by slot; tombstones and padding at position -1."""
-        keys, values, positions, scores, masses = zip(*(part.read(sequence) for part in self.parts), strict=True)
-        joined = None if masses[0] is None else torch.cat(masses, 1)
-        return PaddedEntries(*(torch.cat(t, 1) for t in (keys, values, positions, scores)), joined)
+        return joined([part.read(sequence) for part in self.parts])
 
     def positions(self, rows: Rows) -> Tensor:
         """(n, width) int32: what lies in each slot of some regions, -1 for nothing."""
@@ -135,11 +134,6 @@ class AgedStore:
         for part in self.parts:
             part.clear()
 
-    def join(self, other: AgedStore) -> None:
-        """Take over the sequences of another packed part of these pools, after these; it holds nothing afterwards."""
-        for part, theirs in zip(self.parts, other.parts, strict=True):
-            part.join(theirs)
-
     # ------------------------------------------------------------------ internal
 
     def _columns(self, rows: Rows) -> Iterator[tuple[QuantizedStore, slice]]:
@@ -153,11 +147,3 @@ class AgedStore:
 
 #: What regions hold as codes.
 PackedPart = QuantizedStore | AgedStore
-
-
-def join(part: PackedPart, other: PackedPart) -> None:
-    """Let a packed part take over the sequences of another one of the same codec."""
-    if (isinstance(part, AgedStore) and isinstance(other, AgedStore)) or (
-        isinstance(part, QuantizedStore) and isinstance(other, QuantizedStore)
-    ):
-        part.join(other)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages import page_demand
-from millpond.cache.pages.aged_store import AgedStore, PackedPart, join
+from millpond.cache.pages.aged_store import AgedStore, PackedPart
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.quantized_store import QuantizedStore
@@ -345,7 +345,8 @@ class PageTable:
         self._budgets = self._budgets.join(other._budgets)
         self.n_seq += other.n_seq
         if self.sealed is not None and other.sealed is not None:
-            join(self.sealed, other.sealed)
+            for part, theirs in zip(self.packed_parts, other.packed_parts, strict=True):
+                part.join(theirs)
         self._slack = 0
         other.clear()
         self._publish()

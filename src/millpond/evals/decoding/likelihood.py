@@ -13,7 +13,7 @@ from millpond.evals.decoding.batch import EncodedQuestion, Tokens
 from millpond.evals.decoding.batch_reader import BatchReader
 
 
-class Reader(Protocol):
+class Predictor(Protocol):
     """What is fed tokens and predicts, see `BatchReader`; or gives what another has predicted, see `RecordedLogits`."""
 
     pending: list[list[int]]
@@ -51,7 +51,7 @@ class Fidelity:
     nll: float
 
 
-def forced(readers: Sequence[Reader], targets: Sequence[Tokens]) -> Iterator[tuple[list[int], list[int]]]:
+def forced(readers: Sequence[Predictor], targets: Sequence[Tokens]) -> Iterator[tuple[list[int], list[int]]]:
     """Feed each row its target, one token per step; before each step yield (rows, their next tokens).
 
     While the caller looks, `logits` of every reader predict those tokens. A target's last token is not read: it is
@@ -99,7 +99,7 @@ def choose(reader: BatchReader, asked: Sequence[EncodedQuestion | None]) -> list
     return choices
 
 
-def compare(full: Reader, reader: Reader, targets: Sequence[Tokens]) -> list[Fidelity | None]:
+def compare(full: Predictor, reader: Predictor, targets: Sequence[Tokens]) -> list[Fidelity | None]:
     """Both readers step through each row's target; None where it is empty."""
     kl: list[list[float]] = [[] for _ in targets]
     same: list[list[bool]] = [[] for _ in targets]
@@ -118,7 +118,7 @@ def compare(full: Reader, reader: Reader, targets: Sequence[Tokens]) -> list[Fid
     ]
 
 
-def _log_softmax(reader: Reader, rows: list[int]) -> Tensor:
+def _log_softmax(reader: Predictor, rows: list[int]) -> Tensor:
     return torch.log_softmax(reader.logits[rows], -1)
 
 
