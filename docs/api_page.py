@@ -13,7 +13,8 @@ from millpond.bench.common.report import markdown_table
 ROOT = Path(__file__).parent.parent
 GROUPS = {
     "Caches for `generate()`": (
-        "compress", "MillpondCache", "CacheStats", "Budget", "preset", "save_document", "restore_document",
+        "compress", "MillpondCache", "CacheStats", "Budget", "preset", "fit", "save_document",
+        "restore_document",
     ),
     "Engine": (
         "LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "CacheOptions", "Prompt", "Chunk", "ChunkStore", "plan",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PoolFullError,
         UnsupportedModelError,
     )
+    from millpond.evals.fit import fit
     from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
     from millpond.hf.document import restore_document, save_document
@@ -69,6 +70,7 @@ _HOME = {
     "SamplingParams": "millpond.engine.sampling.params",
     "UnsupportedModelError": "millpond.errors",
     "compress": "millpond.hf.compress",
+    "fit": "millpond.evals.fit",
     "list_codecs": "millpond.codec",
     "list_methods": "millpond.methods",
     "load_model": "millpond.models.load",
@@ -103,6 +105,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "SamplingParams",
     "UnsupportedModelError",
     "compress",
+    "fit",
     "list_codecs",
     "list_methods",
     "load_model",

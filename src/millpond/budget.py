@@ -46,6 +46,10 @@ class Budget:
         """
         if isinstance(text, Budget):
             return text
+        if isinstance(text, str) and text.strip() == "auto":
+            raise BudgetError(
+                f"budget 'auto' is read from a table of 'millpond fit', which nothing reads here; {_WAY_OUT}"
+            )
         given = number(text)
         if isinstance(given, int) and not isinstance(given, bool):
             return cls._checked("tokens", given, given)

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "full by layer": ("full", {}, None, "0=bf16,1=int4"),
     "h2o by layer": ("h2o", {}, "70%", "0=kivi4,*=int8+int4"),
     "h2o mikv above": ("h2o", {}, "30%", "0=auto,*=mikv"),
+    "full by age": ("full", {}, None, "bf16:20,kivi4:50,kivi2"),
+    "h2o by age": ("h2o", {}, "80%", "bf16:10%,kivi4:20%,kivi2"),
 }
 
 
@@ -85,7 +87,7 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
 @pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step runs all layers in one native call, but for entries that are rotated, which nothing there turns."""
+    """A step runs all layers in one native call, but for entries that are rotated or in several tiers by age."""
     calls: list[int] = []
     real = Decoder.step
 
@@ -103,12 +105,16 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
         engine.close()
         monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
     assert found[0] == found[1]
-    assert bool(calls) == (case != "full rotated4")
+    assert bool(calls) == (case not in ("full rotated4", "full by age", "h2o by age"))
 
 
 @pytest.mark.parametrize(
-    "case", ["full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer"]
-)
+    "case",
+    [
+        "full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer",
+        "h2o by age",
+    ],
+)  # fmt: skip
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="800kB", overcommit=8)
     for n in LENGTHS:

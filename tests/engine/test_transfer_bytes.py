@@ -24,7 +24,7 @@ NEW = 16
 #: Codecs and the methods that the product allows with them on this shape.
 CASES = [
     ("full", "int8"), ("full", "think"), ("full", "kivi2"), ("h2o", "int4"), ("h2o", "mikv"), ("h2o", "rotated4"),
-    ("ada", "int4"), ("h2o", "0=bf16,*=int4"),
+    ("ada", "int4"), ("h2o", "0=bf16,*=int4"), ("h2o", "bf16:10%,kivi4:30%,kivi2"),
 ]  # fmt: skip
 
 

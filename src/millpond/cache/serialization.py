@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.swap.pages import read_pages, write_pages
@@ -41,10 +42,11 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
     out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
     shape = core.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)
-    if table.sealed is not None:
-        out |= {f"sealed.{name}": t for name, t in table.sealed.numbers().items()}
-        for i, array in enumerate(read_pages(table.sealed.pool, table.sealed.held())):
-            out[f"sealed.pages.{i}"] = array
+    for number, part in enumerate(table.packed_parts):
+        own = part_prefix(number)
+        out |= {f"{own}{name}": t for name, t in part.numbers().items()}
+        for i, array in enumerate(read_pages(part.pool, part.held())):
+            out[f"{own}pages.{i}"] = array
     queries_follow = later_prompts or core.policy.plans_each_step
     if core.policy.window and queries_follow:
         out["queries"], out["queries.at"] = companions.queries.last(0)
@@ -177,17 +179,8 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     recent = stored["recent"].cpu().numpy()
     table.set_budget(0, stored["capacities"].cpu().numpy(), recent)
     table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
-    if table.sealed is not None:
-        numbers = {name[7:]: t for name, t in stored.items() if name.startswith("sealed.") and "pages" not in name}
-        n_arrays = sum(name.startswith("sealed.pages.") for name in stored)
-        content = tuple(stored[f"sealed.pages.{i}"] for i in range(n_arrays))
-        _check_counts(core.index, len(keys), table.sealed.slots, numbers, content)
-        _check_channels(core.index, numbers, table.sealed.numbers(), keys.shape[2])
-        if "reach" in numbers:
-            numbers["reach"] = numbers["reach"].clamp(0, n_tokens)  # tables may have grown for longer texts there
-        ids = table.sealed.adopt(numbers)
-        _check_pages(core.index, table.sealed.pool, content)
-        write_pages(table.sealed.pool, ids, content)
+    for number, packed in enumerate(table.packed_parts):
+        _fill_part(core.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
     queries = core.companions.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
@@ -205,6 +198,27 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
         core.companions.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
     if "gate.ceiling" in stored:
         core.companions.ceilings[0] = int(stored["gate.ceiling"])
+
+
+def part_prefix(number: int) -> str:
+    """How the names of the tensors of a packed part begin, the first of which has the newest codes."""
+    return f"sealed{number or ''}."
+
+
+def _fill_part(
+    layer: int, part: QuantizedStore, own: str, stored: dict[str, Tensor], n_tokens: int, dim: int
+) -> None:  # fmt: skip
+    """Fill an empty packed part with the tensors whose names begin with `own`; dim: channels of a key."""
+    numbers = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own) and "pages" not in name}
+    n_arrays = sum(name.startswith(f"{own}pages.") for name in stored)
+    content = tuple(stored[f"{own}pages.{i}"] for i in range(n_arrays))
+    _check_counts(layer, part.n_kv_heads, part.slots, numbers, content)
+    _check_channels(layer, numbers, part.numbers(), dim)
+    if "reach" in numbers:
+        numbers["reach"] = numbers["reach"].clamp(0, n_tokens)  # tables may have grown for longer texts there
+    ids = part.adopt(numbers)
+    _check_pages(layer, part.pool, content)
+    write_pages(part.pool, ids, content)
 
 
 def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:

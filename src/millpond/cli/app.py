@@ -15,6 +15,7 @@ from millpond.cli import (
     chunks,
     documents,
     eval_peer,
+    fit,
     generate,
     inspect,
     leaderboard,
@@ -89,7 +90,7 @@ def _root(
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask,
     "chat": chat.chat,
-    "demo": demo.demo, "calibrate": calibrate.calibrate, "eval": evaluation.evaluate,
+    "demo": demo.demo, "calibrate": calibrate.calibrate, "fit": fit.fit, "eval": evaluation.evaluate,
     "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
     "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
     "codecs": list_registry.codecs,

@@ -23,7 +23,8 @@ class CacheChoice(OptionGroup):
     budget: Annotated[
         str | None,
         optional(
-            help=f"'20%' of the prompt, 512 tokens per KV head, or '64MiB' in all. Default: {DEFAULT}; full takes none."
+            help="'20%' of the prompt, 512 tokens per KV head, '64MiB' in all, or 'auto' with --max-kl. "
+            f"Default: {DEFAULT}; full takes none."
         ),
     ] = None
     option: Annotated[
@@ -35,6 +36,12 @@ class CacheChoice(OptionGroup):
         str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")
     ] = None  # fmt: skip
     calibration: CalibrationFile = None
+    max_kl: Annotated[
+        float | None, optional(help="With --budget auto: what predictions may differ from the full cache's, in nats.")
+    ] = None
+    fit: Annotated[
+        str | None, optional(help="With --budget auto: a file of 'millpond fit'. Default: where that command puts it.")
+    ] = None
 
     @property
     def options(self) -> dict[str, str]:
@@ -56,6 +63,10 @@ class CacheChoice(OptionGroup):
         for name in DECIDED:
             if name in self.given:
                 raise OptionError(f"--preset {self.preset} decides the {name} too; leave out --{name} or --preset")
+        if self.max_kl is not None or self.fit is not None:
+            raise OptionError(
+                f"--preset {self.preset} decides the budget too; leave out --max-kl and --fit, or --preset"
+            )
         return {"budget": None, **preset_of(self.preset)}
 
     def for_compress(self) -> dict[str, Any]:
@@ -64,7 +75,8 @@ class CacheChoice(OptionGroup):
         Raises:
             OptionError: see `kept` and `parse_options`.
         """
-        return {**self.kept(), "calibration": self.calibration, **self.options}
+        bound = {"max_kl": self.max_kl, "fit": self.fit}
+        return {**self.kept(), **bound, "calibration": self.calibration, **self.options}
 
     def for_request(self) -> dict[str, Any]:
         """What the user chose, as an engine or a request takes it; nothing where their own defaults hold.
@@ -73,4 +85,6 @@ class CacheChoice(OptionGroup):
             OptionError: see `kept` and `parse_options`.
         """
         chosen = {name: value for name, value in self.kept().items() if self.preset is not None or name in self.given}
-        return {name: value for name, value in {**chosen, "options": self.options}.items() if value}
+        bound = {"max_kl": self.max_kl, "fit": self.fit}
+        given = {**chosen, **bound, "options": self.options}
+        return {name: value for name, value in given.items() if value is not None and value != {}}

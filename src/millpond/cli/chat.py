@@ -70,10 +70,13 @@ def chat(
         who: AbstractContextManager[ChatBackend] = _here(
             model or "pond-recall", None if dtype == "auto" else dtype, memory, disk, config, drawn
         )
-    elif kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration or overflow != "refuse":
+    elif (
+        kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration or cache.fit
+        or overflow != "refuse"
+    ):  # fmt: skip
         raise OptionError(
-            "--kv-memory, --memory, --disk, --weights, --dtype, --calibration and --overflow are the server's; leave "
-            "them out with --url"
+            "--kv-memory, --memory, --disk, --weights, --dtype, --calibration, --fit and --overflow are the server's; "
+            "leave them out with --url"
         )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})

@@ -21,7 +21,11 @@ BenchModelName = Annotated[
 ]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
 CodecName = Annotated[
-    str, typer.Option(help="Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer.")
+    str,
+    typer.Option(
+        help="Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer, "
+        '"bf16:20%;int8:20%;int4" by age.'
+    ),
 ]
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from millpond.codec.by_age import SIZE, parse_ages
 from millpond.codec.by_layer import JOINT, CodecSpec, Format, LayerCodecs, codec_text, codecs_of, parse_layers
 from millpond.codec.presets import PRESETS, codec_named
 from millpond.codec.spec import Codec, before_rope, is_plain
@@ -30,10 +31,10 @@ def resolve(codec: CodecSpec) -> LayerCodecs | Format:
     """What a name stands for: a dtype, a codec, None for "auto", or one of these for each layer.
 
     Args:
-        codec: a name, a pair of names for keys and values, or names by layer, see `CodecSpec`.
+        codec: a name, a pair of names for keys and values, tiers by age, or names by layer, see `CodecSpec`.
 
     Raises:
-        OptionError: no such codec, a pair that cannot share a page, or layers that overlap.
+        OptionError: no such codec, a pair that cannot share a page, tiers out of order, or layers that overlap.
     """
     codec = codec_text(codec)
     if isinstance(codec, str) and "=" in codec:
@@ -43,6 +44,8 @@ def resolve(codec: CodecSpec) -> LayerCodecs | Format:
 
 def _resolve_all(codec: str | tuple[str, str]) -> Format:
     """The format of every layer."""
+    if isinstance(codec, str) and SIZE in codec:
+        return parse_ages(codec)
     names = tuple(codec.split(JOINT)) if isinstance(codec, str) else tuple(codec)
     if len(names) == 1:
         return _one(names[0])

@@ -13,7 +13,8 @@ from millpond.errors import OptionError
 
 #: How one layer stores entries: a dtype, a codec, or None for what the model computes.
 Format = torch.dtype | Codec | None
-#: A format by name: "int4", ("bf16", "int4") for keys and values, "0-1=bf16,*=int4" or a mapping for layers.
+#: A format by name: "int4", ("bf16", "int4") for keys and values, "bf16:20%,int8:20%,int4" by age, "0-1=bf16,*=int4" or
+#: a mapping by layer.
 CodecSpec = str | tuple[str, str] | Mapping[str, str | tuple[str, str]]
 #: Key of all layers that no other key names.
 REST = "*"

@@ -10,6 +10,11 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 
+#: Bits of a number in a plain page of a codec.
+PLAIN_BITS = 16
+#: `Codec.share` is in units of this.
+WHOLE = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -45,7 +50,9 @@ class Codec:
         name: as a user writes it.
         key, value: how each is stored; tables are filled in per layer.
         slots: the smallest page that holds whole groups.
-        residual: newest entries that stay in plain pages; they are sealed in runs of `layout.grain`.
+        residual: newest entries that stay in plain pages; they are sealed in runs of `layout.grain`. Of a tier by age:
+            newest entries that stay in the tiers before it.
+        share: the same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
         sinks: first entries of the text that stay in plain pages.
         pre_rope: keys are stored before RoPE.
         rotated: queries, keys and values pass a Hadamard rotation, see `rotate`.
@@ -56,6 +63,8 @@ class Codec:
         key_outliers, value_outliers: share of the numbers of a page that are stored as outliers.
         calibration: the result of calibration, where `calibrated` and given.
         paper: where it comes from.
+        ages: the tiers that entries pass through as they grow old, the first of which has the sides of this codec; ()
+            where there is one. See `by_age`.
     """
 
     name: str
@@ -74,6 +83,17 @@ class Codec:
     value_outliers: float = 0.0
     calibration: Calibrated | None = None
     paper: str = ""
+    share: int = 0
+    ages: tuple[Codec, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[Codec, ...]:
+        """The formats of packed pages, that of the newest codes first."""
+        return self.ages or (self,)
+
+    def newest(self, held: int) -> int:
+        """How many of the newest of `held` entries stay in the tiers before this one."""
+        return self.residual + held * self.share // WHOLE
 
     def layout(
         self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None
@@ -107,11 +127,19 @@ class Codec:
         Raises:
             OptionError: a head_dim that the groups do not divide.
         """
-        self.layout(key_dim, value_dim, tables=self._any_tables())
+        for tier in self.tiers:
+            tier.layout(key_dim, value_dim, tables=tier._any_tables())
 
     def bits_per_element(self, key_dim: int, value_dim: int, slots: int | None = None) -> float:
-        """Bits per number of a sealed page, scales, zeros and outliers included."""
-        return self.layout(key_dim, value_dim, slots, self._any_tables()).bits_per_element
+        """Bits per number of a sealed page, scales, zeros and outliers included; of tiers by age, the mean by share."""
+        if not self.ages:
+            return self.layout(key_dim, value_dim, slots, self._any_tables()).bits_per_element
+        ends = [*(tier.share for tier in self.ages[1:]), WHOLE]
+        each = [
+            (end - tier.share) * tier.bits_per_element(key_dim, value_dim, slots)
+            for tier, end in zip(self.ages, ends, strict=True)
+        ]
+        return (self.share * PLAIN_BITS + sum(each)) / WHOLE
 
     def _any_tables(self) -> Tables | None:
         if not self.calibrated:

@@ -16,6 +16,7 @@ from millpond.codec import Codec, CodecSpec, before_rope, codec_text, codecs_of,
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.fit import FitSource, check_bound, is_auto
 from millpond.methods import METHODS
 from millpond.policy.rolling import rolling_policy
 from millpond.runner.packed_model import Runner, check_deterministic, check_weights
@@ -37,6 +38,8 @@ class EngineOptions(TypedDict, total=False):
     budget: Budget | str | int | float | None
     codec: CodecSpec | None
     calibration: CalibrationSource
+    max_kl: float | None
+    fit: FitSource
     kv_memory: str | int | None
     max_step_tokens: int
     max_running: int
@@ -63,6 +66,8 @@ class EngineConfig:
         budget: entries per KV head, see `compress`.
         codec: number format of the entries, see `compress`.
         calibration: the file that `millpond calibrate` wrote for the model, for the codecs that need one.
+        max_kl: of requests with budget="auto" that name none, see `compress`.
+        fit: the table of `millpond fit` that these read; None: where it puts those of the model and method.
         kv_memory: limit of all page pools together ("2GiB"), in bytes; None for no limit.
         max_step_tokens: tokens in one forward pass while prompts are read. More read prompts faster; fewer shorten the
             wait of decoding sequences.
@@ -100,6 +105,8 @@ class EngineConfig:
     budget: Budget | str | int | float | None = None
     codec: CodecSpec | None = None
     calibration: CalibrationSource = None
+    max_kl: float | None = None
+    fit: FitSource = None
     kv_memory: str | int | None = None
     max_step_tokens: int = 512
     max_running: int = 256
@@ -131,7 +138,9 @@ class EngineConfig:
         self._check_blocks()
         object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
         policy = policy_of(self.method, dict(self.options))
-        budget_of(self.method, self.budget, policy)
+        check_bound(self.budget, self.max_kl)
+        if not is_auto(self.budget):
+            budget_of(self.method, self.budget, policy)
         if self.overflow not in get_args(Overflow):
             raise unknown("overflow", self.overflow, get_args(Overflow))
         codecs: list[Codec] = []

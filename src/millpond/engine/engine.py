@@ -124,11 +124,12 @@ class Engine:
                 self._loads = None if config.chunk_store.folder is None else ChunkLoads(self._chunks)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             defaults = CacheOptions(
-                method=config.method, options=config.options, budget=config.budget, codec=config.codec
-            )
+                method=config.method, options=config.options, budget=config.budget, codec=config.codec,
+                max_kl=config.max_kl,
+            )  # fmt: skip
             self._recipes = GroupRegistry(
                 self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier, self._reach(),
+                tier, self._reach(), config.fit,
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe

@@ -12,11 +12,13 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.codec import Codec, codec_text
+from millpond.codec import Codec, CodecSpec, codec_text
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.request import CacheOptions
+from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
+from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
 from millpond.hf.model_profile import ModelProfile
 from millpond.option_files import OptionFile, only_listed
 from millpond.runner.cache_factory import CacheFactory
@@ -34,6 +36,7 @@ class GroupRegistry:
     Args:
         defaults: what holds where a request says nothing. account: what all pools share.
         calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
+        fit: the table of requests with budget="auto"; None: that of the user's cache folder.
 
     Attributes:
         reach: positions after which gaps close and a text goes on; None: it ends there.
@@ -49,6 +52,7 @@ class GroupRegistry:
         calibration: CalibrationSource = None,
         tier: DiskTier | None = None,
         reach: int | None = None,
+        fit: FitSource = None,
     ) -> None:
         self.reach = reach
         self.defaults = defaults
@@ -57,6 +61,7 @@ class GroupRegistry:
         self._page_slots = page_slots
         self._tokenizer = tokenizer
         self._calibration, self._tier = calibration, tier
+        self._fit, self._fits = fit, dict[str, Fit]()
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
         self._slots = None if model.states is None else StateSlots(model.states.nbytes, account)
@@ -119,14 +124,42 @@ class GroupRegistry:
         method = usual.method if asked.method is None else asked.method
         options = {**(usual.options if method == usual.method else {}), **asked.options}
         budget = asked.budget
-        if budget is None and policy_of(str(method), options).takes_budget:
+        by_table = is_auto(usual.budget) and method == usual.method  # it may choose a format alone
+        if budget is None and (by_table or policy_of(str(method), options).takes_budget):
             budget = usual.budget
-        return CacheOptions(
-            method=method, options=options, budget=budget, codec=usual.codec if asked.codec is None else asked.codec
-        )
+        codec = usual.codec if asked.codec is None else asked.codec
+        if not is_auto(budget):
+            check_given(budget, asked.max_kl, None)
+            return CacheOptions(method=method, options=options, budget=budget, codec=codec)
+        row = self._fitted(str(method), options, codec, usual.max_kl if asked.max_kl is None else asked.max_kl)
+        return CacheOptions(method=method, options=options, budget=row.budget, codec=row.codec)
+
+    def _fitted(
+        self, method: str, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None
+    ) -> FitRow:  # fmt: skip
+        """The setting of budget="auto"; a table is read once.
+
+        Raises:
+            OptionError: see `millpond.hf.fit.chosen`; or there is no table that can be read; its path is in no message.
+        """
+        policy_of(method, dict(options))
+        model = self._model.model
+        if method not in self._fits:
+            given = self._fit
+            try:
+                self._fits[method] = given if isinstance(given, Fit) else load_fit(given or default_path(model, method))
+            except DataError:
+                raise OptionError(
+                    f"budget='auto': this engine has no table of method {method!r} that it can read; measure one with "
+                    "'millpond fit', or give a budget"
+                ) from None
+        return chosen(model, method, options, codec, max_kl, self._fits[method])
 
     def _pools_of(self, storage: torch.dtype | Codec, masses: bool) -> PoolSet:
-        key = (storage.name if isinstance(storage, Codec) else storage, masses)
+        aged = isinstance(storage, Codec) and bool(storage.ages)  # requests may give their tiers any sizes
+        key = ("by age" if aged else storage.name if isinstance(storage, Codec) else storage, masses)
+        if aged and key in self._pools:
+            return PoolSet(storage, self._page_slots, self._account, masses=masses, shared=self._pools[key])
         if key not in self._pools:
             self._pools[key] = PoolSet(
                 storage,
@@ -145,5 +178,6 @@ def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[
         *sorted((name, type(value).__name__, repr(value)) for name, value in wanted.options.items()),
         repr(wanted.budget),
         repr(wanted.codec),
+        repr(wanted.max_kl),
         None if files is None else tuple(sorted(files.items())),
     )

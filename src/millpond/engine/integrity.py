@@ -19,7 +19,7 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
     """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
     stacks = list(stacks)
     tables = [core.table for stack in stacks for core in stack.layers if core.table is not None]
-    parts: list[Holder] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    parts: list[Holder] = [*tables, *(part for table in tables for part in table.packed_parts)]
     for pool in account.pools:
         if isinstance(pool, StateSlots):
             pool.check_integrity(sum(stack.n_seq for stack in stacks if not stack.is_swapped_out))

@@ -92,7 +92,7 @@ def shares_pages(recipe: CacheLayout) -> bool:
 
 def keeps_pages(recipe: CacheLayout, layers: Sequence[LayerShape]) -> bool:
     """Whether the pages of a prompt stay those of its answers, since no plan writes others."""
-    plain = all(recipe.packed_pool(layer) is None and not layer.window for layer in layers)
+    plain = all(not recipe.packed_pools(layer) and not layer.window for layer in layers)
     kept = all(recipe.prompt_pool(layer) is recipe.pool(layer) for layer in layers)
     return recipe.policy.keeps_all and plain and kept
 
@@ -116,7 +116,7 @@ def _layer_need(
     heads = layer.n_kv_heads
     read = held_while_reading(recipe, index, layer, prompt)
     beside = _codes if own is pool else _held
-    reading = page(own) * heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt, page)
+    reading = page(own) * heads * (read // own.slots + 1) + beside(recipe, layer, before, prompt, page, settling=True)
     if n == 1:
         return MemoryNeed(reading, 0, _held(recipe, layer, after, prompt + answer, page))
     shared = _held(recipe, layer, before, prompt, page)
@@ -170,46 +170,70 @@ def pages_to_settle(
     may_share = shares_pages(recipe)  # else the last pass has left none that others hold
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
-        pool, packed = recipe.pool(layer), recipe.packed_pool(layer)
+        pool, packed = recipe.pool(layer), recipe.packed_pools(layer)
         prompt = recipe.within_reach(prompt)
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
-        if packed is not None:
-            need[packed] += _codes(recipe, layer, before, prompt) // packed.page_bytes
+        codes = _code_pages(recipe, layer, before, prompt, settling=True)
+        need.update({part: n for part, n in zip(packed, codes, strict=True)})
         plain = layer.n_kv_heads * (unquantized(recipe, layer, before) // pool.slots + 1)
         held = None if stack is None else stack.layers[index].table
         if recipe.prompt_pool(layer) is not pool:
             need[pool] += plain
-        elif held is not None and may_share and (packed is not None or layer.window or not recipe.policy.keeps_all):
+        elif held is not None and may_share and (packed or layer.window or not recipe.policy.keeps_all):
             need[pool] += held.pages_to_renew(plain)
         pages.append(dict(need))
     return one_at_a_time(recipe, pages)
 
 
-def _held(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize) -> int:
+def _held(
+    recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize, *, settling: bool = False
+) -> int:  # fmt: skip
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer)
     plain = page(pool) * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
-    return plain + _codes(recipe, layer, entries, seen, page)
+    return plain + _codes(recipe, layer, entries, seen, page, settling=settling)
 
 
 def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
     """Of `entries` entries per KV head, those that are not quantized."""
-    packed, codec = recipe.packed_pool(layer), recipe.codec(layer)
-    if packed is None or codec is None:
+    packed, codec = recipe.packed_pools(layer), recipe.codec(layer)
+    if not packed or codec is None:
         return entries
-    loose = packed.slots if codec.tiered else codec.sinks + codec.residual + packed.slots
-    return entries + loose if codec.tiered else min(entries, loose)
+    if codec.tiered:
+        return entries + packed[0].slots
+    return min(entries, codec.sinks + codec.newest(entries) + packed[0].slots)
 
 
-def _codes(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes) -> int:
+def _codes(
+    recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes, *,
+    settling: bool = False,
+) -> int:  # fmt: skip
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
-    packed, codec = recipe.packed_pool(layer), recipe.codec(layer)
-    if packed is None or codec is None:
-        return 0
-    stored = seen if codec.tiered else 2 * entries  # a page stays until half of it is dead
+    pages = _code_pages(recipe, layer, entries, seen, settling=settling)
+    return sum(page(pool) * n for pool, n in zip(recipe.packed_pools(layer), pages, strict=True))
+
+
+def _code_pages(recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, *, settling: bool) -> list[int]:
+    """Pages of codes of all KV heads, of each tier by age.
+
+    settling: a plan writes them: all pass through the first tier.
+    """
+    packed, codec = recipe.packed_pools(layer), recipe.codec(layer)
+    if not packed or codec is None:
+        return []
+    factor = 2  # a page stays until half of it is dead
     if recipe.policy.keeps_all or not (recipe.policy.every_step or recipe.policy.bounded):
-        stored = seen if codec.tiered else entries
-    return page(packed) * layer.n_kv_heads * (stored // packed.slots + 2)
+        factor = 1
+    most = seen if codec.tiered else factor * entries
+    ends = [tier.newest(entries) for tier in codec.tiers[1:]]
+    found = []
+    for number, (tier, pool) in enumerate(zip(codec.tiers, packed, strict=True)):
+        stored = most
+        if number < len(ends) and not (settling and number == 0):
+            begin = tier.newest(entries)
+            stored = min(most, factor * (ends[number] - begin + pool.slots + packed[number + 1].slots))
+        found.append(layer.n_kv_heads * (stored // pool.slots + 2))
+    return found
 
 
 def entries_of(

@@ -28,8 +28,9 @@ class CacheOptions:
     Attributes:
         method: name of a method, as `compress` takes it.
         options: of the method.
-        budget: "20%", 512, "64MiB", or a Budget.
-        codec: name of a number format, a pair for keys and values, or names by layer.
+        budget: "20%", 512, "64MiB", or a Budget; "auto", budget and codec with the fewest bytes that keep `max_kl`.
+        codec: name of a number format, a pair for keys and values, tiers by age, or names by layer.
+        max_kl: with budget="auto", see `compress`; the table is the engine's.
         files: files that options may name, by name; None: any file, by its path.
         recompute: of a prompt with chunks, the share of each chunk from the store that is computed again: "auto", as
             its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
@@ -42,6 +43,7 @@ class CacheOptions:
     codec: CodecSpec | None = None
     files: Mapping[str, OptionFile] | None = None
     recompute: Recompute = "auto"
+    max_kl: float | None = None
     pick: Pick = "attention"
 
 

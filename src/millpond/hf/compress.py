@@ -18,6 +18,8 @@ from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
 from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
+from millpond.hf.fit import FitSource, check_given
+from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
 from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
@@ -45,6 +47,8 @@ def compress(
     native_layers: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
     calibration: CalibrationSource = None,
+    max_kl: float | None = None,
+    fit: FitSource = None,
     attach: bool = True,
     **options: Any,
 ) -> MillpondCache:
@@ -57,11 +61,12 @@ def compress(
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
             none, and `attention_gate` and `fastgen` need none. Of `infllm`, which stores everything, it is what is
-            attended to.
+            attended to. "auto" takes budget and codec from a table of `millpond fit`: those with the fewest bytes that
+            keep `max_kl`.
         codec: how entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
-            counted among those that hold entries.
+            counted among those that hold entries; "bf16:20%,int8:20%,int4" gives entries fewer bits as they grow old.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
@@ -73,6 +78,10 @@ def compress(
             torch. Their results agree up to rounding.
         tokenizer: the model's; methods that read what tokens are (`fastgen`, `kvzip`) know from it.
         calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
+        max_kl: with budget="auto", what the KL of the predictions against the full cache's stays below in 95 % of texts
+            like the one that was measured, in nats per token.
+        fit: with budget="auto", the table of this model and method, or its file; None: where `millpond fit` puts it. A
+            `codec` other than "auto" restricts the choice to it.
         attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a cache
             uses this one, a new prompt at each call (a text that the cache was given otherwise, by a pass, a document
             or a fork, is continued where the prompt begins with it); and a prompt that does not continue where a cache
@@ -92,6 +101,9 @@ def compress(
     """
     model = unwrapped(model)
     profile = supported(model)
+    if check_given(budget, max_kl, fit):
+        row = chosen_row(model, method, options, codec, max_kl, fit)
+        budget, codec = row.budget, row.codec
     page_slots = number(page_slots)
     check_slots(page_slots)
     policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))

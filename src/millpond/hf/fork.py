@@ -59,7 +59,7 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
 def check_pages(caches: Iterable[LayerCaches]) -> None:
     """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
     tables = [core.table for cache in caches for core in cache.layer_caches if core.table is not None]
-    parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
     for pool in {pool for cache in caches for pool in cache.pools}:
         pool.check_integrity([part.held() for part in parts if part.pool is pool])
 
@@ -67,7 +67,7 @@ def check_pages(caches: Iterable[LayerCaches]) -> None:
 def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
     """Pages of a pool that one of several caches holds, those that it shares among them."""
     tables = [core.table for core in cache.layer_caches if core.table is not None]
-    parts: list[PageTable | QuantizedStore] = [*tables, *(table.sealed for table in tables if table.sealed is not None)]
+    parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
     held = [part.held() for part in parts if part.pool is pool]
     return len(np.unique(np.concatenate(held))) if held else 0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from millpond.budget import DEFAULT, Budget
-from millpond.cache.entries import quantize
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
@@ -153,10 +153,13 @@ class LayerBudgets:
         plain = int(pages) * slots - (0 if self._policy.heads_alike else slots - 1) - gathering
         if table.sealed is None:
             return plain
+        if table.sealed.codec.ages:
+            return max(min(plain, table.packed_parts[0].slots - 1), self._entries_by_age(table, amount))
+        (sealed,) = table.packed_parts
         if not self._policy.heads_alike:
-            return max(self._uneven_with_codes(table, table.sealed, amount))
-        never_sealed = min(plain, quantize.max_unquantized(table.sealed) - 1)
-        return max(never_sealed, self._entries_with_codes(table, table.sealed, amount))
+            return max(self._uneven_with_codes(table, sealed, amount))
+        never_sealed = min(plain, _most_plain(sealed) - 1)
+        return max(never_sealed, self._entries_with_codes(table, sealed, amount))
 
     def _uneven_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> tuple[int, int]:
         """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
@@ -167,7 +170,7 @@ class LayerBudgets:
         room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
         each = max(plain_page / table.pool.slots, 2 * packed_page / sealed.slots)
         anyhow = int((room - plain_page) / each) - self._policy.plan_every
-        full = -(-(quantize.max_unquantized(sealed) + self._policy.plan_every) // table.pool.slots) * plain_page
+        full = -(-(_most_plain(sealed) + self._policy.plan_every) // table.pool.slots) * plain_page
         return anyhow, (room - full) // (2 * packed_page) * sealed.slots
 
     def _entries_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> int:
@@ -175,13 +178,36 @@ class LayerBudgets:
 
         Evictions while decoding leave tombstones, at most as many as entries before their pages are freed.
         """
-        most = quantize.max_unquantized(sealed)
+        most = _most_plain(sealed)
         plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
         room = amount // (len(self._windows) * table.n_regions) - 20 - plain
         pages = room // (sealed.pool.page_bytes + 4)
         if pages < 1:
             return 0
         return int(max(pages - 2, 0) // 2) * sealed.slots + most - sealed.slots
+
+    def _entries_by_age(self, table: PageTable, amount: int) -> int:
+        """Entries per KV head, on average, whose tiers by age take at most `amount` bytes; 0 where none do.
+
+        An entry takes what it costs as a number, or twice what it costs in its tier, because of tombstones.
+        """
+        parts, pool = table.packed_parts, table.pool
+        room = amount // (len(self._windows) * table.n_regions) - 12 - 8 * len(parts)
+
+        def fits(n: int) -> bool:
+            plain = parts[0].codec.newest(n) + parts[0].slots + self._policy.plan_every + pool.slots
+            cost = plain / pool.slots * (pool.page_bytes + 4)
+            for part, after in zip(parts, [*parts[1:], None], strict=True):
+                held = n if after is None else after.codec.newest(n) - part.codec.newest(n) + part.slots + after.slots
+                cost += (2 * held / part.slots + 2) * (part.pool.page_bytes + 4)
+            return cost <= room
+
+        return bisect.bisect_left(range(room), True, key=lambda n: not fits(n + 1)) if room > 0 else 0
+
+
+def _most_plain(sealed: QuantizedStore) -> int:
+    """Entries as they are at which a page of codes is made."""
+    return sealed.codec.sinks + sealed.codec.residual + sealed.slots
 
 
 def within(policy: Policy, budget: Budget | None) -> Policy:

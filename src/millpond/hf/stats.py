@@ -26,6 +26,8 @@ class CacheStats:
         kv_bytes: bytes of keys and values in the pages in use, unused slots included.
         layer_kv_bytes: those of each layer of `stored`, and layer_formats how it stores entries, by name. Pages that
             sequences of the cache share count once.
+        layer_tier_bytes: of each layer, the bytes of `layer_kv_bytes` by the format of the pages: numbers as they are,
+            then codes, of each tier by age.
         metadata_bytes: bytes of positions, scores and tables that belong to them.
         unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
         full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
@@ -44,6 +46,7 @@ class CacheStats:
     kv_bytes: int
     layer_kv_bytes: list[int]
     layer_formats: list[str]
+    layer_tier_bytes: list[dict[str, int]]
     unused_bytes: int
     metadata_bytes: int
     full_kv_bytes: int
@@ -76,6 +79,7 @@ def measure(cache: LayerCaches) -> CacheStats:
         kv_bytes=kv_bytes,
         layer_kv_bytes=[_layer_bytes(core.table) for core in cache.layer_caches],
         layer_formats=[_format(core.table) for core in cache.layer_caches],
+        layer_tier_bytes=[_tier_bytes(core.table) for core in cache.layer_caches],
         unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
         metadata_bytes=sum(table.nbytes for table in tables)
         + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
@@ -94,8 +98,19 @@ def _layer_bytes(table: PageTable | None) -> int:
     """Bytes of keys and values in the pages that a layer holds, each page once."""
     if table is None:
         return 0
-    parts: list[PageTable | QuantizedStore] = [table, *([] if table.sealed is None else [table.sealed])]
-    return sum(len(np.unique(part.held())) * part.pool.kv_bytes_per_page for part in parts)
+    return sum(_tier_bytes(table).values())
+
+
+def _tier_bytes(table: PageTable | None) -> dict[str, int]:
+    """Those bytes by the format of the pages, numbers as they are first."""
+    if table is None:
+        return {}
+    found = {str(table.pool.arrays.dtype).removeprefix("torch."): _page_bytes(table)}
+    return found | {part.codec.name: _page_bytes(part) for part in table.packed_parts}
+
+
+def _page_bytes(part: PageTable | QuantizedStore) -> int:
+    return len(np.unique(part.held())) * part.pool.kv_bytes_per_page
 
 
 def _format(table: PageTable | None) -> str:

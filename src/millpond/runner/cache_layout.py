@@ -67,10 +67,10 @@ class CacheLayout:
         codec = self.pools.of(layer.index).codec
         return None if codec is None or (layer.window and codec.tiered) else codec
 
-    def packed_pool(self, layer: LayerShape) -> QuantizedPool | None:
-        """The pool of a layer's codes; None where entries are stored as they are."""
+    def packed_pools(self, layer: LayerShape) -> list[QuantizedPool]:
+        """The pools of a layer's codes, of each tier by age; [] where entries are stored as they are."""
         if self.codec(layer) is None:
-            return None
+            return []
         return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._device)
 
     @property

@@ -53,7 +53,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
         fields = fields.model_copy(update=preset(fields.preset))
     return CacheOptions(
         method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec,
-        recompute=fields.recompute,
+        recompute=fields.recompute, max_kl=fields.max_kl,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class CacheFields(Body):
 
     Attributes:
         preset: method, budget and codec in one word, in place of the three.
+        max_kl: with the budget "auto", nats per token that predictions may differ from the full cache's.
         watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
         chunks: [begin, end] of each chunk of a completion's only prompt, in characters of a text, or in tokens.
         forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
@@ -38,6 +39,7 @@ class CacheFields(Body):
     method: str | None = None
     budget: StrictInt | StrictFloat | str | None = None
     codec: str | tuple[str, str] | dict[str, str] | None = None
+    max_kl: Annotated[StrictInt | StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
     options: dict[str, StrictBool | StrictInt | StrictFloat | str | None] = Field(default_factory=dict)
     priority: int = Field(default=0, ge=-1_000, le=1_000)
     deadline_s: float | None = Field(default=None, gt=0)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from millpond.cache.attention.aged import decode_aged
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.cache.rope_protocol import RotaryEmbedding
@@ -63,6 +64,8 @@ class PagedAttention:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:
                 return found
+        if table.aged is not None:
+            return decode_aged(table, table.aged, rule, self.shape, q, k, v, q_pos)
         runs = self.runs(table, rule, self.shape)
         if runs is not None:
             return self._two_phases(table, runs, q, k, v, q_pos)

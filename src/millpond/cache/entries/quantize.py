@@ -2,18 +2,24 @@
 
 The first tokens of a text (`codec.sinks`) and its newest entries (`codec.residual`) stay in plain pages. What lies
 between them is sealed a page at a time, oldest first, so that how a text was split into passes changes no code. While
-decoding, new entries gather in plain pages until another page is full.
+decoding, new entries gather in plain pages until another page is full. In a format with tiers by age (`codec.ages`)
+entries are sealed into the first of them, and pass from there into the next, see `pass_down`.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.entries.pass_down import due, newest, pass_down
+from millpond.cache.pages.aged_store import PackedPart
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.quantized_store import QuantizedStore
+from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.cache.types import Entries, by_position
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
@@ -22,7 +28,7 @@ from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eviction import eviction_value
 
 
-def before(sealed: QuantizedStore, sequence: int, plain: Entries) -> Entries:
+def before(sealed: PackedPart, sequence: int, plain: Entries) -> Entries:
     """All entries of a sequence: the sealed ones as numbers, slot by slot, then the plain ones."""
     return _behind(sealed.read(sequence), plain)._replace(n_sealed=sealed.width(sequence))
 
@@ -39,23 +45,31 @@ def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, se
     n, rows = found.n_sealed, table.rows(sequence)
     here = found.positions >= 0
     loose = keep & here
+    first = sealed.parts[0]
     if sealed.codec.tiered:
         codes = here & ~keep
         codes[:, :n], loose[:, :n] = False, False
-        _write(table, sealed, sequence, found, codes, loose)
+        _write(table, first, sequence, found, codes, loose)
         return
     if not n:
         sealed.forget(sequence)
-    leave, stays = (here & ~keep)[:, :n], loose[:, :n].clone()
-    sparse = sealed.sparse(rows, leave)
-    column = torch.arange(n, device=loose.device)
-    loose[:, :n] &= torch.from_numpy(sparse).to(loose.device)[:, column // sealed.slots]
-    codes = _oldest(sealed, found.positions, loose) if seal else torch.zeros_like(loose)
-    _write(table, sealed, sequence, found, codes, loose & ~codes)
+    leave, stays, held = (here & ~keep)[:, :n], loose[:, :n].clone(), loose.sum(1).cpu().numpy()
+    own = first.width(sequence) if n else 0
+    sparse = first.sparse(rows, leave[:, :own])
+    column = torch.arange(own, device=loose.device)
+    loose[:, :own] &= torch.from_numpy(sparse).to(loose.device)[:, column // first.slots]
+    loose[:, own:n] = False  # what passed into a later tier stays there
+    codes = _oldest(first, found.positions, loose, held) if seal else torch.zeros_like(loose)
+    ends = np.cumsum([0, *(part.width(sequence) for part in sealed.parts)]).tolist()
+    _write(table, first, sequence, found, codes, loose & ~codes)
     if n:
-        sealed.mark_evicted(rows, leave)
-        sealed.rescore(rows, found.scores[:, :n], stays & (found.scores[:, :n] != sealed.scores(rows)[:, :n]))
-        sealed.drop_pages(rows, sparse)
+        for part, begin, end in zip(sealed.parts, ends, ends[1:], strict=False):
+            scores = found.scores[:, begin:end]
+            part.mark_evicted(rows, leave[:, begin:end])
+            part.rescore(rows, scores, stays[:, begin:end] & (scores != part.scores(rows)[:, : end - begin]))
+        first.drop_pages(rows, sparse)
+    if seal:
+        pass_down(table, np.arange(table.n_seq) == sequence)
 
 
 def quantize_due(table: PageTable, active: np.ndarray) -> None:
@@ -63,18 +77,28 @@ def quantize_due(table: PageTable, active: np.ndarray) -> None:
     sealed = table.sealed
     if sealed is None or sealed.steps_until_check > 0 or sealed.codec.tiered:
         return
-    lens, most = table.lengths(), max_unquantized(sealed)
-    sealed.steps_until_check = most - int(lens.max(initial=0))
-    due = np.flatnonzero(active & (lens >= most).any(1))
-    if not len(due) or _seal_first_pages(table, sealed, due):
-        return
-    for sequence in due.tolist():
+    first, lens = sealed.parts[0], table.lengths()
+    if sealed.codec.ages:  # how many stay depends on how many there are
+        full = lens >= max_unquantized(first, table.entries())
+    else:
+        most = first.codec.sinks + first.codec.residual + first.slots
+        sealed.steps_until_check = most - int(lens.max(initial=0))
+        full = lens >= most
+    ready = np.flatnonzero(active & full.any(1))
+    if len(ready) and not _seal_first_pages(table, first, ready):
+        _seal(table, first, ready)
+    pass_down(table, active)
+
+
+def _seal(table: PageTable, sealed: QuantizedStore, sequences: np.ndarray) -> None:
+    """Seal what is due of some sequences (n,), with what survives in pages that are at least half dead."""
+    for sequence in sequences.tolist():
         rows, found = table.rows(sequence), _plain(table, sequence)
         sparse = sealed.sparse(rows)
         if sparse.any():
             found = _behind(sealed.pages_of(rows, sparse), found)
         here = found.positions >= 0
-        codes = _oldest(sealed, found.positions, here)
+        codes = _oldest(sealed, found.positions, here, table.entries()[sequence])
         _write(table, sealed, sequence, found, codes, here & ~codes)
         sealed.drop_pages(rows, sparse)
 
@@ -92,7 +116,8 @@ def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.nd
     if codec.sinks or sealed.slots % slots or sealed.n_evicted[rows].any():
         return False
     lens = table.lengths().ravel()[rows]
-    more = np.maximum(lens - codec.residual, 0) // sealed.slots * sealed.slots
+    stay = newest(codec, table.entries().ravel()[rows])
+    more = np.maximum(lens - stay, 0) // sealed.slots * sealed.slots
     chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
     found = ops.read(table.regions_of(chosen), width)
     positions = found.positions.cpu().numpy()
@@ -107,8 +132,7 @@ def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.nd
 def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray) -> None:
     """After a decoding step at positions `at` (S,), -1 for none: what a page's worth of new entries puts beyond the
     budget is sealed, the lowest by `rule` first."""
-    sealed = table.sealed
-    assert sealed is not None
+    (sealed,) = table.packed_parts
     over = table.lengths() - table.budgets()
     for sequence in np.flatnonzero((at >= 0) & (over >= sealed.slots).any(1)).tolist():
         found = _plain(table, sequence)
@@ -130,29 +154,38 @@ def _plain(table: PageTable, sequence: int) -> Entries:
     return Entries(*ops.read(table.regions_of(rows), width))
 
 
-def max_unquantized(sealed: QuantizedStore) -> int:
-    """Plain entries of a region at which a page of them is sealed."""
-    return sealed.codec.sinks + sealed.codec.residual + sealed.slots
+def max_unquantized(sealed: QuantizedStore, held: Ints) -> Ints:
+    """Plain entries at which a page of them is sealed, of regions that hold `held` entries, of any shape."""
+    found: Ints = sealed.codec.sinks + sealed.slots + newest(sealed.codec, held)
+    return found
 
 
-def pages_due(table: PageTable) -> int:
-    """Most packed pages that the next decoding step may take."""
+def pages_due(table: PageTable) -> dict[Pool, int]:
+    """Most packed pages that the next decoding step may take of each pool."""
     sealed = table.sealed
     if sealed is None:
-        return 0
+        return {}
+    first, held = sealed.parts[0], table.entries()
+    slots, lens = first.slots, table.lengths()
     if sealed.steps_until_check > 0 and not sealed.codec.tiered:
-        return sealed.n_shared
-    slots, lens = sealed.slots, table.lengths().ravel()
+        return {first.pool: first.n_shared}
     if sealed.codec.tiered:
-        over = lens + 1 - table.budgets().ravel().astype(np.int64)
-        new = np.where(over >= slots, over // slots + 1, 0)
-    else:
-        loose = lens - sealed.codec.sinks - sealed.codec.residual
-        new = np.where(lens >= max_unquantized(sealed), loose // slots + 2 * sealed.n_evicted // slots + 1, 0)
-    return int(new.sum()) + sealed.n_shared
+        over = lens + 1 - table.budgets().astype(np.int64)
+        return {first.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + first.n_shared}
+    loose = lens - first.codec.sinks - newest(first.codec, held)
+    need: dict[Pool, int] = {first.pool: _new_pages(first, loose) + first.n_shared}
+    for upper, lower in pairwise(sealed.parts):
+        need[lower.pool] = _new_pages(lower, due(table, upper, lower, np.maximum(loose, 0))) + lower.n_shared
+    return need
 
 
-def truncate(sealed: QuantizedStore, sequence: int, seen: int) -> np.ndarray:
+def _new_pages(part: QuantizedStore, more: Ints) -> int:
+    """Pages that (n_seq, n_kv_heads) entries fill, with what is left in pages that are half dead."""
+    dead = part.n_evicted.reshape(more.shape)
+    return int(np.where(more >= part.slots, (more + 2 * dead) // part.slots + 1, 0).sum())
+
+
+def truncate(sealed: PackedPart, sequence: int, seen: int) -> np.ndarray:
     """Release the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
     rows = sealed.rows(sequence)
     gone = sealed.positions(rows) >= seen
@@ -174,10 +207,11 @@ def _behind(first: PaddedEntries, then: Entries) -> Entries:
     )  # fmt: skip
 
 
-def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor) -> Tensor:
-    """(H, N) bool: which of the `loose` entries are sealed now, the first and the newest of the text left out."""
+def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:
+    """(H, N) bool: which of the `loose` entries are sealed now, the first and the newest of `held` (H,) left out."""
     codec, page = sealed.codec, sealed.slots
-    more = (loose.sum(1) - codec.sinks - codec.residual).clamp(min=0) // page * page
+    stay = torch.from_numpy(newest(codec, held)).to(loose.device)
+    more = (loose.sum(1) - codec.sinks - stay).clamp(min=0) // page * page
     order = by_position(torch.where(loose, positions, -1))
     sinks = (loose & (positions < codec.sinks)).sum(1)
     column = torch.arange(order.shape[1], device=order.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
+from millpond.cache.entries.eviction import evict_due
 from millpond.cache.entries.newest_scores import score_newest
 from millpond.cache.nan_check import NanCheck
 from millpond.cache.pages.page_table import PageTable
@@ -59,17 +60,21 @@ class DecodeStep:
         self._attention, self._planner, self._companions = attention, planner, companions
         self._rule: DecodeRule = policy.decode_rule(index)
         self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
+        self._evicts = KEEP_ALL  # the rule by which entries leave after a step, where the kernel does not see them all
         self._rivals = policy.decode_allocation
         self._finite = NanCheck(index)
 
     @property
     def appends(self) -> bool:
         """Whether a step only adds entries."""
-        keeps = self._rule.evict is Evict.NEVER and self._demotes.evict is Evict.NEVER
+        keeps = all(rule.evict is Evict.NEVER for rule in (self._rule, self._demotes, self._evicts))
         return keeps and self._companions.headwise is None and not self._policy.plans_each_step
 
-    def open(self, window: int, tiered: bool) -> None:
-        """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`."""
+    def open(self, window: int, tiered: bool, aged: bool = False) -> None:
+        """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`.
+
+        aged: its entries lie in tiers that the kernel does not read all.
+        """
         self._rule = self._policy.decode_rule(self._index)
         if window:
             own = self._policy.plans_each_step or self._companions.headwise is not None
@@ -77,11 +82,14 @@ class DecodeStep:
             self._companions.rolling = None  # the window hides the sinks, and no distance exceeds it
         if tiered:
             self._demotes = self._rule
+        if aged:
+            self._evicts = self._rule
+        if tiered or aged:
             self._rule = replace(self._rule, evict=Evict.NEVER)
 
     def take_over(self, other: DecodeStep) -> None:
         """Continue with a table that `other`, of the same layer and policy, has opened."""
-        self._rule, self._demotes = other._rule, other._demotes
+        self._rule, self._demotes, self._evicts = other._rule, other._demotes, other._evicts
 
     def reset(self) -> None:
         """Forget what was noticed."""
@@ -91,15 +99,16 @@ class DecodeStep:
         """Most pages that the next step may take of each pool."""
         always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
         grows = always or self._policy.grows or bool(self._rivals.every)
-        need: dict[Pool, int] = {table.pool: table.pages_for_step(grows, whole or not always)}
-        if table.sealed is not None:
-            need[table.sealed.pool] = quantize.pages_due(table)
-        return need
+        whole = whole or not always or self._evicts.evict is not Evict.NEVER
+        need: dict[Pool, int] = {table.pool: table.pages_for_step(grows, whole)}
+        return need | quantize.pages_due(table)
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
         besides = (self._companions.rolling, self._companions.focus)
         if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.is_hadamard_rotated:
+            return False
+        if table.aged is not None:
             return False
         return all(part is None for part in besides) and self._attention.runs(table, self._rule, shape) is None
 
@@ -161,7 +170,8 @@ class DecodeStep:
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
         quantize.quantize_due(table, positions >= 0)
-        table.copy_on_write(whole=not always or rule.signal is not Signal.NONE)  # a signal goes into every slot
+        moves = not always or self._evicts.evict is not Evict.NEVER
+        table.copy_on_write(whole=moves or rule.signal is not Signal.NONE)  # a signal goes into every slot
         if self._policy.grows:
             grow(table, positions, self._planner.budget)
         rivals = HeadCompetition.of(table, self._rivals, positions)
@@ -177,12 +187,15 @@ class DecodeStep:
         table, rule, shape, positions, q_pos, rivals = step
         always, headwise = rule.evict is Evict.NEVER, self._companions.headwise
         table.stepped(always, positions >= 0)
-        if not always or headwise is not None or self._policy.plans_each_step:
+        leaves = self._evicts.evict is not Evict.NEVER
+        if not always or leaves or headwise is not None or self._policy.plans_each_step:
             self._finite.check(lse, columns)
         if headwise is not None:
             assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
             headwise.apply(table, self._timeline.tokens, positions, shape.window)
         if rivals is not None:
-            rivals.compete(rule, q_pos, shape.window)
+            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window)
+        if leaves:
+            evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._demotes.evict is not Evict.NEVER:
             quantize.demote_due(table, self._demotes, positions)

@@ -18,10 +18,10 @@ from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
+from millpond.cache.pages.aged_store import PackedPart
 from millpond.cache.pages.heap import give_back_after
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning.planner import Planner
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
@@ -69,7 +69,7 @@ class LayerCache(LayerStorage):
         *,
         between_chunks: bool = True,
         rotation: RotaryEmbedding | None = None,
-        sealed: Callable[[int, int, int, int, int, torch.device], QuantizedStore] | None = None,
+        sealed: Callable[[int, int, int, int, int, torch.device], PackedPart] | None = None,
         reading: FindPool | None = None,
     ) -> None:
         super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
@@ -244,7 +244,7 @@ class LayerCache(LayerStorage):
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
         table.sealed = sealed
         self._opened = True
-        self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered)
+        self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered, table.aged is not None)
         return table
 
     # ------------------------------------------------------------------ decoding

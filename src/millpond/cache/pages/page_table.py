@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages import page_demand
+from millpond.cache.pages.aged_store import AgedStore, PackedPart
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.quantized_store import QuantizedStore
@@ -39,7 +40,7 @@ class PageTable:
         sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
     """
 
-    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: QuantizedStore | None = None) -> None:
+    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: PackedPart | None = None) -> None:
         self.pool = pool
         self.sealed = sealed
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
@@ -71,6 +72,16 @@ class PageTable:
     def is_hadamard_rotated(self) -> bool:
         """Whether keys and values are stored after a Hadamard rotation."""
         return self.sealed is not None and self.sealed.codec.rotated
+
+    @property
+    def packed_parts(self) -> tuple[QuantizedStore, ...]:
+        """Where its codes lie, the newest first: of each tier by age; () where it has none."""
+        return () if self.sealed is None else self.sealed.parts
+
+    @property
+    def aged(self) -> AgedStore | None:
+        """Its codes, where they lie in several tiers by age, which no kernel reads together."""
+        return self.sealed if isinstance(self.sealed, AgedStore) else None
 
     @property
     def unplanned(self) -> bool:
@@ -155,7 +166,7 @@ class PageTable:
     def used_bytes(self) -> npt.NDArray[np.int64]:
         """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
         own = _slot_bytes(self.pool, self.lengths())
-        return own if self.sealed is None else own + _slot_bytes(self.sealed.pool, self.sealed.live)
+        return own + sum(_slot_bytes(part.pool, part.live) for part in self.packed_parts)
 
     # ------------------------------------------------------------------ budgets
 
@@ -344,7 +355,8 @@ class PageTable:
         self._budgets = self._budgets.join(other._budgets)
         self.n_seq += other.n_seq
         if self.sealed is not None and other.sealed is not None:
-            self.sealed.join(other.sealed)
+            for part, theirs in zip(self.packed_parts, other.packed_parts, strict=True):
+                part.join(theirs)
         self._slack = 0
         other.clear()
         self._publish()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from millpond.cache.pages.aged_store import AgedStore, PackedPart
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.prompt_statistics import kept_dim
@@ -26,6 +27,8 @@ class PoolSet:
         storage: of all entries: a dtype, a codec, or None for what the model computes.
         slots: entries per plain page. account: the limit of all pools together.
         masses: whether entries carry a mass. ropes: of the layers, for a codec that stores keys before RoPE.
+        shared: pools of the same kind that those of this set are kept with, so that sets of ever new sizes of tiers
+            bring no new pools.
     """
 
     def __init__(
@@ -36,13 +39,18 @@ class PoolSet:
         *,
         masses: bool,
         ropes: RopeTables | None = None,
+        shared: PoolSet | None = None,
     ) -> None:
         self.codec = storage if isinstance(storage, Codec) else None
         self._dtype = storage if isinstance(storage, torch.dtype) else None
         self._slots, self._account, self._masses = slots, account, masses
-        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = {}
+        self._plain: dict[tuple[int, int, torch.dtype, torch.device], PagePool] = (
+            {} if shared is None else shared._plain
+        )
         self._ropes = ropes
-        self._packed: dict[tuple[int, int, int, torch.device], QuantizedPool] = {}
+        self._packed: dict[tuple[str, int, int, int, torch.device], QuantizedPool] = (
+            {} if shared is None else shared._packed
+        )
 
     @property
     def format(self) -> str | torch.dtype | None:
@@ -50,7 +58,7 @@ class PoolSet:
         return self._dtype if self.codec is None else self.codec.name
 
     @property
-    def sealing(self) -> Callable[..., QuantizedStore] | None:
+    def sealing(self) -> Callable[..., PackedPart] | None:
         """`sealed` where entries become codes."""
         return None if self.codec is None else self.sealed
 
@@ -95,30 +103,38 @@ class PoolSet:
 
     def sealed(
         self, layer: int, n_seq: int, n_kv_heads: int, key_dim: int, value_dim: int, device: torch.device
-    ) -> QuantizedStore:
-        """The packed part of the table of one layer.
+    ) -> PackedPart:
+        """The packed part of the table of one layer; of a codec with several tiers by age an `AgedStore`.
 
         Raises:
             OptionError: see `packed`.
         """
         assert self.codec is not None, "only a codec has packed pages"
         known = self.codec.calibration
-        return QuantizedStore(
-            self.codec, self.packed(layer, key_dim, value_dim, device), n_seq, n_kv_heads, key_dim,
-            fixed=None if known is None else known.key_range(layer),
-            rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
-        )  # fmt: skip
+        parts = [
+            QuantizedStore(
+                tier, pool, n_seq, n_kv_heads, key_dim,
+                fixed=None if known is None else known.key_range(layer),
+                rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
+            )
+            for tier, pool in zip(self.codec.tiers, self.packed(layer, key_dim, value_dim, device), strict=True)
+        ]  # fmt: skip
+        return parts[0] if len(parts) == 1 else AgedStore(self.codec, parts)
 
-    def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> QuantizedPool:
-        """The pool of packed pages of one shape; of one layer, where layers have tables of their own.
+    def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> list[QuantizedPool]:
+        """The pools of packed pages of one shape, of each tier; of one layer, where layers have tables of their own.
 
         Raises:
             OptionError: a head_dim that the format's groups do not divide.
         """
-        codec = self.codec
-        assert codec is not None, "only a codec has packed pages"
+        assert self.codec is not None, "only a codec has packed pages"
+        return [self._packed_pool(tier, layer, key_dim, value_dim, device) for tier in self.codec.tiers]
+
+    def _packed_pool(
+        self, codec: Codec, layer: int, key_dim: int, value_dim: int, device: torch.device
+    ) -> QuantizedPool:
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
-        own = (0 if tables is None else layer, key_dim, value_dim, device)
+        own = (codec.name, 0 if tables is None else layer, key_dim, value_dim, device)
         if own not in self._packed:
             kept = kept_dim(codec, key_dim)
             if codec.prune and kept == key_dim:

@@ -72,6 +72,11 @@ class QuantizedStore:
     # ------------------------------------------------------------------ views
 
     @property
+    def parts(self) -> tuple[QuantizedStore, ...]:
+        """The tiers by age that codes lie in: here one."""
+        return (self,)
+
+    @property
     def slots(self) -> int:
         """Entries of a page."""
         return self.pool.slots
@@ -233,10 +238,10 @@ class QuantizedStore:
             ids, used = self.slot_ids(rows)
             scatter(self.pool.arrays.positions, ids[used], positions[used].int())
 
-    def sparse(self, rows: slice, leaving: Tensor | None = None) -> npt.NDArray[np.bool_]:
+    def sparse(self, rows: slice, leaving: Tensor | None = None, *, whole: bool = False) -> npt.NDArray[np.bool_]:
         """(n, pages) which full pages of some regions are at least half dead: they are worth giving back.
 
-        leaving: (n, width) bool, slots that count as dead.
+        leaving: (n, width) bool, slots that count as dead. whole: pages in which nothing is alive, instead.
         """
         slots, n_pages = self.slots, -(-int(self.lens[rows].max(initial=0)) // self.slots)
         if leaving is None and not self.n_evicted[rows].any():
@@ -246,7 +251,7 @@ class QuantizedStore:
         dead = torch.nn.functional.pad(gone, (0, n_pages * slots - gone.shape[1]))
         counts = dead.view(len(gone), n_pages, slots).sum(2).cpu().numpy()
         full = np.arange(n_pages) < (self.lens[rows] // slots)[:, None]
-        found: npt.NDArray[np.bool_] = full & (2 * counts >= slots)
+        found: npt.NDArray[np.bool_] = full & (counts >= slots if whole else 2 * counts >= slots)
         return found
 
     def pages_of(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> PaddedEntries:

@@ -19,7 +19,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 
-#: What holds pages: the plain part of a table, or its packed one.
+#: What holds pages: the plain part of a table, or a packed one.
 Holder = PageTable | QuantizedStore
 #: What pages hold, (n, ...) per array of their pool.
 Content = tuple[Tensor, ...]
@@ -105,8 +105,8 @@ def write_pages(
 
 
 def parts_of(table: PageTable) -> list[Holder]:
-    """What holds the pages of a table: its plain part, then its packed one if it has one."""
-    return [table] if table.sealed is None else [table, table.sealed]
+    """What holds the pages of a table: its plain part, then its packed ones."""
+    return [table, *table.packed_parts]
 
 
 def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:

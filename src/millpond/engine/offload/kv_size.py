@@ -152,11 +152,15 @@ def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> f
 
 def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:
     """Bytes of keys and values of `entries` entries of each KV head of a layer, codes as far as they are stored so."""
-    pool, packed = layout.pool(shape), layout.packed_pool(shape)
-    plain = entries if packed is None else min(entries, unquantized(layout, shape, int(entries)))
-    found = plain * pool.kv_bytes_per_page / pool.slots
-    if packed is not None:
-        found += (entries - plain) * packed.kv_bytes_per_page / packed.slots
+    pool, packed, codec = layout.pool(shape), layout.packed_pools(shape), layout.codec(shape)
+    rest = entries if codec is None else min(entries, unquantized(layout, shape, int(entries)))
+    found = rest * pool.kv_bytes_per_page / pool.slots
+    for number, part in enumerate(packed):
+        below = entries
+        if codec is not None and number + 1 < len(packed):
+            below = min(entries, codec.tiers[number + 1].newest(int(entries)))
+        found += max(below - rest, 0) * part.kv_bytes_per_page / part.slots
+        rest = max(rest, below)
     return shape.n_kv_heads * found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.serialization import part_prefix
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.swap.pages import parts_of
 from millpond.engine.completion import with_texts
@@ -268,11 +269,12 @@ def _pages(recipe: CacheFactory, model: PackedModel, caches: Sequence[Mapping[st
     need: Counter[Pool] = Counter()
     for cache in caches:
         for index, layer in enumerate(model.layers):
-            pool, packed = recipe.pool(layer), recipe.packed_pool(layer)
+            pool = recipe.pool(layer)
             lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
             need[pool] += int((-(-lens // pool.slots)).sum())
-            if packed is not None:
-                need[packed] += int(cache.get(f"{index}.sealed.owned", torch.zeros(1)).long().clamp(min=0).sum())
+            for number, packed in enumerate(recipe.packed_pools(layer)):
+                owned = cache.get(f"{index}.{part_prefix(number)}owned", torch.zeros(1))
+                need[packed] += int(owned.long().clamp(min=0).sum())
     if recipe.slots is not None:
         need[cast(Pool, recipe.slots)] += n
     return dict(need)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from millpond.evals.decoding.batch import EncodedQuestion, Tokens
 from millpond.evals.decoding.batch_reader import BatchReader
+
+
+class Predictor(Protocol):
+    """What is fed tokens and predicts, see `BatchReader`; or gives what another has predicted, see `RecordedLogits`."""
+
+    pending: list[list[int]]
+
+    @property
+    def logits(self) -> Tensor:
+        """(rows, vocabulary), after each row's newest token."""
+        ...
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Read new tokens of each row."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +51,7 @@ class Fidelity:
     nll: float
 
 
-def forced(readers: Sequence[BatchReader], targets: Sequence[Tokens]) -> Iterator[tuple[list[int], list[int]]]:
+def forced(readers: Sequence[Predictor], targets: Sequence[Tokens]) -> Iterator[tuple[list[int], list[int]]]:
     """Feed each row its target, one token per step; before each step yield (rows, their next tokens).
 
     While the caller looks, `logits` of every reader predict those tokens. A target's last token is not read: it is
@@ -83,7 +99,7 @@ def choose(reader: BatchReader, asked: Sequence[EncodedQuestion | None]) -> list
     return choices
 
 
-def compare(full: BatchReader, reader: BatchReader, targets: Sequence[Tokens]) -> list[Fidelity | None]:
+def compare(full: Predictor, reader: Predictor, targets: Sequence[Tokens]) -> list[Fidelity | None]:
     """Both readers step through each row's target; None where it is empty."""
     kl: list[list[float]] = [[] for _ in targets]
     same: list[list[bool]] = [[] for _ in targets]
@@ -102,7 +118,7 @@ def compare(full: BatchReader, reader: BatchReader, targets: Sequence[Tokens]) -
     ]
 
 
-def _log_softmax(reader: BatchReader, rows: list[int]) -> Tensor:
+def _log_softmax(reader: Predictor, rows: list[int]) -> Tensor:
     return torch.log_softmax(reader.logits[rows], -1)
 
 

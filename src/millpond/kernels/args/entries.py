@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +18,14 @@ class PaddedEntries(NamedTuple):
     positions: Tensor  #: (R, width) int32
     scores: Tensor  #: (R, width) float32
     log_masses: Tensor | None = None  #: (R, width) float32; None where the pages have no masses
+
+
+def joined(parts: Sequence[PaddedEntries]) -> PaddedEntries:
+    """The columns of several runs of entries of the same regions, one behind the other; all have masses, or none."""
+    columns = list(zip(*parts, strict=True))[:4]
+    keys, values, positions, scores = (torch.cat(column, 1) for column in columns)
+    masses = [part.log_masses for part in parts if part.log_masses is not None]
+    return PaddedEntries(keys, values, positions, scores, torch.cat(masses, 1) if masses else None)
 
 
 @dataclass(frozen=True, slots=True)

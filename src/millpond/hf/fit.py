@@ -1,0 +1,268 @@
+"""Fidelity tables: what budgets and number formats cost a model's predictions on a user's own text.
+
+`millpond.evals.fit` measures them. `compress` and the engine read from one which setting is the smallest that keeps a
+bound. A table belongs to the weights of a model, and to a method with its options.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from millpond.budget import Budget
+from millpond.codec import CodecSpec, codec_text, resolve
+from millpond.errors import CacheMismatchError, DataError, MillpondError, OptionError
+from millpond.hf.calibration.load import model_mark
+from millpond.methods import METHODS
+from millpond.models.cache_folder import cache_folder
+from millpond.scalar import number
+
+FORMAT = "millpond fit 1"
+#: What stands for a budget that a table chooses.
+AUTO = "auto"
+#: Share of windows that keep a bound.
+SHARE = 0.95
+#: Fewest windows that bound the KL of `SHARE` of all windows: the largest of fewer says too little.
+LEAST_WINDOWS = 19
+#: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
+MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000
+WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method METHOD'"
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One setting.
+
+    Attributes:
+        budget: as `compress` takes it; None where the method takes none. codec: the name of a number format.
+        bytes_share: bytes held after the window, as a share of a full cache in the model's dtype, on average.
+        kl: KL(full || setting) in nats, the mean over the tokens of a window, of each window.
+    """
+
+    budget: str | None
+    codec: str
+    bytes_share: float
+    kl: tuple[float, ...]
+
+    @property
+    def bound(self) -> float:
+        """What the KL of at least 95 % of windows of such texts stays below.
+
+        The ceil(.95 (n + 1))-th smallest of n windows: a window that is drawn as they were lies above it with a chance
+        of at most 5 %, whatever the distribution (split conformal prediction). Infinite with fewer than 19.
+        """
+        rank = math.ceil(SHARE * (len(self.kl) + 1))
+        return sorted(self.kl)[rank - 1] if rank <= len(self.kl) else math.inf
+
+    def __str__(self) -> str:
+        return f"codec {self.codec}" if self.budget is None else f"budget {self.budget} with codec {self.codec}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A table of one model, method and text.
+
+    Attributes:
+        model: the mark of the model. name: its class, for people.
+        method, options: what was measured. text: sha256 of the text.
+        context, continuation: tokens of a window that are compressed, and that are then fed one by one.
+        rows: one per setting; all have the same windows.
+    """
+
+    model: str
+    name: str
+    method: str
+    options: Mapping[str, Any]
+    text: str
+    context: int
+    continuation: int
+    rows: tuple[FitRow, ...]
+
+    def choose(self, max_kl: float, codec: CodecSpec | None = None) -> FitRow:
+        """The row with the fewest bytes whose `bound` is at most `max_kl`.
+
+        Args:
+            max_kl: in nats. codec: rows in this number format alone; None: in any.
+
+        Raises:
+            OptionError: a bound that is no number above 0, a codec that was not measured, or no such row; it names the
+                best that was found.
+        """
+        check_bound(AUTO, max_kl)
+        rows = self.rows
+        if codec is not None:
+            wanted = resolve(codec)
+            rows = tuple(row for row in rows if resolve(row.codec) == wanted)
+            if not rows:
+                measured = ", ".join(dict.fromkeys(row.codec for row in self.rows))
+                raise OptionError(
+                    f"codec {codec_text(codec)!r} is not in this table, which has {measured}; leave it out, or measure "
+                    "it with millpond fit --codec"
+                )
+        good = [row for row in rows if row.bound <= max_kl]
+        if not good:
+            best = min(rows, key=lambda row: row.bound)
+            raise OptionError(
+                f"no measured setting of {self.method} keeps KL at or below {max_kl:g} in {SHARE:.0%} of windows; the "
+                f"best is {best}, with {best.bound:.3g}; raise max_kl, or measure more budgets and codecs"
+            )
+        return min(good, key=lambda row: (row.bytes_share, row.bound))
+
+    def check(self, model: PreTrainedModel, method: str, options: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            CacheMismatchError: the table is of another model. OptionError: of another method, or of other options.
+        """
+        if self.model != model_mark(model):
+            raise CacheMismatchError(
+                f"this table was measured on another model ({self.name}) than this {type(model).__name__}, or on other "
+                f"weights; {WAY_OUT}"
+            )
+        if self.method != method:
+            raise OptionError(f"this table is of method {self.method!r}, not of {method!r}; {WAY_OUT}")
+        if METHODS.get(method)(**self.options) != METHODS.get(method)(**options):
+            raise OptionError(
+                f"this table is of {method} with {_written(self.options)}, not with {_written(options)}; {WAY_OUT}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as JSON; a file that is there is replaced as a whole.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        path = Path(path)
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(file.name, path)
+        except (OSError, TypeError) as error:
+            raise DataError(f"table {str(path)!r} cannot be written: {error}") from error
+
+
+#: A table, its file, or None for where `millpond fit` puts one.
+FitSource = Fit | str | os.PathLike[str] | None
+
+
+def default_path(model: PreTrainedModel, method: str) -> Path:
+    """Where the table of a model and method is looked for: in the user's cache folder, by the model's mark."""
+    return cache_folder() / "fits" / f"{model_mark(model)[:32]}-{method}.json"
+
+
+def load_fit(path: str | os.PathLike[str]) -> Fit:
+    """A table from its file.
+
+    Raises:
+        DataError: it cannot be read, or is none.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise DataError(f"table {os.fspath(path)!r} has more than {MOST_BYTES} bytes, so it is none; {WAY_OUT}")
+        found = json.loads(raw)
+    except FileNotFoundError:
+        raise DataError(f"there is no table {os.fspath(path)!r}; {WAY_OUT}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"table {os.fspath(path)!r} cannot be read: {error}") from error
+    try:
+        return _table(found)
+    except (KeyError, TypeError, ValueError, OverflowError, MillpondError) as error:
+        raise DataError(f"{os.fspath(path)!r} is no table of millpond fit ({error}); {WAY_OUT}") from error
+
+
+def chosen(
+    model: PreTrainedModel, method: object, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None,
+    fit: FitSource,
+) -> FitRow:  # fmt: skip
+    """The setting of `budget="auto"`.
+
+    Args:
+        codec: "auto" or None: any that was measured.
+
+    Raises:
+        OptionError: no `max_kl`, a policy in place of a method's name, or as `Fit.choose` and `Fit.check`.
+        DataError: there is no table, or none that can be read. CacheMismatchError: it is of another model.
+    """
+    check_bound(AUTO, max_kl)
+    if not isinstance(method, str):
+        raise OptionError("budget='auto' reads a table of a named method; give the method by its name, or a budget")
+    table = fit if isinstance(fit, Fit) else load_fit(default_path(model, method) if fit is None else fit)
+    table.check(model, method, options)
+    assert max_kl is not None, "checked above"
+    return table.choose(max_kl, None if codec == "auto" else codec)
+
+
+def is_auto(budget: object) -> bool:
+    """Whether a budget is to be chosen from a table."""
+    return isinstance(budget, str) and budget.strip() == AUTO
+
+
+def check_bound(budget: object, max_kl: object) -> None:
+    """
+    Raises:
+        OptionError: a bound that is no number above 0, or a budget that is to be chosen without one.
+    """
+    if max_kl is None:
+        if is_auto(budget):
+            raise OptionError("budget='auto' keeps a bound: say which, as max_kl=0.01 (nats per token)")
+        return
+    given = number(max_kl)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and given > 0):
+        raise OptionError(f"max_kl={max_kl!r} must be a number above 0, in nats per token, as 0.01")
+
+
+def check_given(budget: object, max_kl: object, fit: object) -> bool:
+    """Whether a budget is to be chosen from a table.
+
+    Raises:
+        OptionError: what only belongs to a chosen budget, with another one.
+    """
+    auto = is_auto(budget)
+    for name, given in (("max_kl", max_kl), ("fit", fit)):
+        if given is not None and not auto:
+            raise OptionError(f"{name} belongs to budget='auto', and the budget is {budget!r}; leave one of them out")
+    check_bound(budget, max_kl)
+    return auto
+
+
+def _table(found: Any) -> Fit:
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    rows, options = found.pop("rows"), found.pop("options")
+    for name, kind in (("model", str), ("name", str), ("method", str), ("text", str), ("context", int),
+                       ("continuation", int)):  # fmt: skip
+        if not isinstance(found[name], kind):
+            raise ValueError(f"{name} is no {kind.__name__}")
+    if not (isinstance(rows, list) and 0 < len(rows) <= MOST_ROWS and isinstance(options, dict)):
+        raise ValueError(f"it has 1 to {MOST_ROWS} rows, and options")
+    made = tuple(_row(row) for row in rows)
+    if len({len(row.kl) for row in made}) != 1:
+        raise ValueError("its rows have different windows")
+    return Fit(**found, options=options, rows=made)
+
+
+def _row(found: Any) -> FitRow:
+    if not isinstance(found["budget"], str | None) or not isinstance(found["codec"], str):
+        raise ValueError("a row names a budget, or none, and a codec")
+    row = FitRow(found["budget"], found["codec"], float(found["bytes_share"]), tuple(map(float, found["kl"])))
+    if row.budget is not None:
+        Budget.parse(row.budget)
+    resolve(row.codec)
+    if not (0 < len(row.kl) <= MOST_WINDOWS and all(map(math.isfinite, (row.bytes_share, *row.kl)))):
+        raise ValueError(f"a row has 1 to {MOST_WINDOWS} windows, and finite numbers")
+    return row
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "its defaults"
