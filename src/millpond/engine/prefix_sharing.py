@@ -50,6 +50,10 @@ class PrefixSharing:
             live.stack.begin_with(tables_of(path))
         return len(path) * live.group.slots
 
+    def known_tokens(self, live: RequestState) -> int:
+        """Tokens at the beginning of a prompt whose pages are known."""
+        return len(self._known(live)) * live.group.slots if self._enabled else 0
+
     def waits(self, live: RequestState, reading: Iterable[RequestState]) -> bool:
         """Whether the block behind what is known of a prompt that begins is being read for another one."""
         if not self._shares(live):

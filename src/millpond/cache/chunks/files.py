@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from millpond.cache.atomic_files import PART, publish, remove_file, write_part
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
 from millpond.errors import DataError, OptionError
@@ -35,7 +35,7 @@ FORMAT = "millpond-chunk-1"
 MOST_HEADER = 16 << 20
 #: Age of unfinished files after which they are left-overs of a process that was killed, in seconds.
 LEFT_OVER_S = 3600.0
-SUFFIX, _PART, _NAME = ".safetensors", ".part", "store.json"
+SUFFIX, _NAME = ".safetensors", "store.json"
 
 
 class TornFileError(DataError):
@@ -134,14 +134,11 @@ class ChunkFiles:
         if len(data) > self.limit:
             return False
         path = self._path(facts.chunk, facts.name)
-        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_PART}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_bytes(part, data)
-            part.replace(path)
+            publish(write_part(path, data), path)
         except OSError:
             self.counts["write_failures"] += 1
-            _unlink(part)
             return False
         self.nbytes += len(data)
         if self.nbytes > self.limit:
@@ -150,7 +147,7 @@ class ChunkFiles:
 
     def remove(self, chunk: str, name: str) -> None:
         """Remove a variant's file; one that is gone is no error."""
-        self.nbytes -= _unlink(self._path(chunk, name))
+        self.nbytes -= remove_file(self._path(chunk, name))
         self.counts["removed"] += 1
 
     def _make_room(self, newest: Path) -> None:
@@ -161,7 +158,7 @@ class ChunkFiles:
             if self.nbytes <= self.limit:
                 return
             if path != newest:
-                _unlink(path)
+                remove_file(path)
                 self.counts["evicted"] += 1
                 self.nbytes -= size
 
@@ -169,10 +166,10 @@ class ChunkFiles:
 
     def measure(self) -> int:
         """Bytes of all files; left-overs of processes that were killed are removed."""
-        for path in self._all(_PART):
+        for path in self._all(PART):
             try:
                 if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-                    _unlink(path)
+                    remove_file(path)
             except OSError:
                 self.counts["read_failures"] += 1
         return sum(size for _, _, size in self._stats())
@@ -232,9 +229,8 @@ def _claim(folder: Path, mark: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = mark_of(folder)
         if found is None:
-            part = folder / f"{_NAME}.{secrets.token_hex(8)}{_PART}"
-            part.write_text(json.dumps({"format": FORMAT, "mark": mark}), encoding="utf-8")
-            part.replace(folder / _NAME)
+            about = json.dumps({"format": FORMAT, "mark": mark}).encode()
+            publish(write_part(folder / _NAME, about), folder / _NAME)
             return
     except OSError as error:
         raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
@@ -253,13 +249,6 @@ def _serialized(variant: ChunkVariant, mark: str) -> bytes:
     sums = {name: _checksum(name, t) for name, t in tensors.items()}
     about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})
     return save(tensors, {"about": about, "seal": _seal(about)})
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def header(path: Path, mark: str, chunk: str) -> VariantFacts:
@@ -344,13 +333,3 @@ def _checksum(name: str, tensor: Tensor) -> str:
     digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
     digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _unlink(path: Path) -> int:
-    """Remove a file; returns the bytes that it had. One that cannot be removed stays."""
-    try:
-        size = path.stat().st_size
-        path.unlink()
-    except OSError:
-        return 0
-    return size
