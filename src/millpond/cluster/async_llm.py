@@ -88,6 +88,11 @@ class AsyncClusterLLM:
         """How caches are kept where a request does not say."""
         return self._cache
 
+    @property
+    def sessions(self) -> None:
+        """None: workers store no sessions."""
+        return None
+
     def stats(self) -> EngineStats:
         """All engines as one."""
         return self._cluster.loop.call(self._cluster.dispatcher.stats).result()
