@@ -60,8 +60,10 @@ class EngineChoice(OptionGroup):
 
     cache_dir: Annotated[
         Path | None,
-        optional(help="Folder for the caches of finished turns: later requests that continue them go on from there, "
-                 "after a restart too. Default: none."),
+        optional(
+            help="Folder for the caches of finished turns: later requests that continue them go on from there, "
+            "after a restart too. Default: none."
+        ),
     ] = None
     cache_disk: Annotated[str, typer.Option(help="Files in --cache-dir, at most.")] = "20GiB"
 
@@ -111,9 +113,9 @@ class Workers(OptionGroup):
     address: Annotated[
         str | None, optional(help="A running Ray cluster; auto: this machine's. Default: a private one.")
     ] = None
-    handoff_memory: Annotated[
-        str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")
-    ] = "256MiB"
+    handoff_memory: Annotated[str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")] = (
+        "256MiB"
+    )
 
     @property
     def several(self) -> bool:

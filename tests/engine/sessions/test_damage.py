@@ -140,9 +140,7 @@ def test_a_whole_file_with_a_cache_of_another_shape_is_a_miss(
     check_missed(engine, ids[:-1], plain, torn=len(bad) + 1)
 
 
-def test_another_key_with_the_same_length_in_its_name_is_not_looked_at(
-    begun: tuple[Engine, list[int], Path]
-) -> None:
+def test_another_key_with_the_same_length_in_its_name_is_not_looked_at(begun: tuple[Engine, list[int], Path]) -> None:
     engine, ids, file = begun
     file.rename(file.with_name(f"{len(ids) - 2}-{'0' * 32}.safetensors"))
     output = ask(engine, ids)

@@ -18,10 +18,10 @@ from millpond.server.openapi.info import (
     Detokenized,
     Health,
     MemoryOfLayer,
-    Sessions,
-    SessionsDeleted,
     ServedModel,
     ServedModels,
+    Sessions,
+    SessionsDeleted,
     Tokenized,
 )
 from millpond.server.openapi.responses import EVENTS, ResponseAnswer
