@@ -23,8 +23,8 @@ def session_mark(model: Any, weights: str | None) -> str:
     """
     model = unwrapped(model)
     digest = hashlib.sha256(f"{type(model).__name__} {model.dtype} {weights} {_adapters(model)}".encode())
-    config = getattr(model, "config", None)
-    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    settings: dict[str, Any] = to_dict()
     kept = {name: value for name, value in settings.items() if name not in _IGNORED}
     digest.update(json.dumps(kept, sort_keys=True, default=lambda value: type(value).__name__).encode())
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda one: one[0]):
