@@ -18,7 +18,7 @@ LIMIT = 400_000
 @pytest.mark.slow
 def test_a_killed_process_leaves_whole_turns(tmp_path: Path) -> None:
     draw, plain, restored = random.Random(0), open_engine(None), 0
-    for _ in range(6):
+    for _ in range(4):
         command = [sys.executable, "-m", "tests.helpers.engine.sessions_peer", str(tmp_path), str(LIMIT)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -118,7 +118,7 @@ class SessionFolder:
         One that is larger than the limit is not written and evicts nothing.
 
         Args:
-            lock, wanted: `wanted` is asked while `lock` is held, right before the file gets its name.
+            lock, wanted: `wanted` is called while `lock` is held, right before the file gets its name.
         """
         if len(data) > self.limit:
             return False

@@ -87,7 +87,7 @@ class SessionStore:
             return True
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether a turn of so many bytes would be taken now; else it is counted as dropped."""
+        """Whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
         if n_bytes <= self._files.limit and self._queue.has_room(n_bytes):
             return True
         self.counts["dropped"] += 1
