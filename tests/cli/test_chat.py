@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Sequence
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -172,3 +173,42 @@ def test_without_httpx_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
         done = CliRunner().invoke(app, command, input="hello\n")
         assert done.exit_code == 2
         assert "pip install httpx" in done.stderr
+
+
+def test_a_session_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path))
+    options = ["--session", "mine", "--temperature", "0", "--max-tokens", "4", "--method", "full"]
+    first = say(PAIRS, options=[*options, "--system", "be kind"])
+    assert first.exit_code == 0, first.stderr
+    assert (tmp_path / "sessions" / "mine" / "messages.json").exists()
+    second = say("and now ?", "/stats", options=options)
+    assert "3 messages so far" in second.stderr
+    assert "tokens of the session" in second.stderr, "the cache of the first turn went on"
+    refused = say("x", options=[*options, "--system", "be short"])
+    assert refused.exit_code
+    assert "began with another system message" in refused.stderr
+    third = say("/reset", "/stats", options=options)
+    assert "5 messages so far" in third.stderr
+    assert "messages so far" not in say(options=[*options, "--system", "be kind"]).stderr
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 65])
+def test_names_of_sessions_that_leave_their_folder_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path))
+    found = say("x", options=["--session", name])
+    assert found.exit_code
+    assert "a name has 1 to 64 letters" in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_session_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path))
+    home = tmp_path / "sessions" / "mine"
+    home.mkdir(parents=True)
+    for text in ("{", "{}", '[{"role": "root", "content": "x"}]', '[{"role": "user", "content": 1}]'):
+        (home / "messages.json").write_text(text)
+        found = say("x", options=["--session", "mine"])
+        assert found.exit_code
+        assert "remove it, or name another session" in found.stderr

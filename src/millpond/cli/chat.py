@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,6 +18,9 @@ from millpond.cli.console import errors, notes
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import Disk, DtypeName, Memory, OverflowRule, Temperature, TopP, TypicalP, Weights, optional
 from millpond.errors import MillpondError, OptionError
+
+if TYPE_CHECKING:
+    from millpond.cli.chat_session import ChatSession
 
 HELP = {
     "/reset": "forget the conversation; a system message stays",
@@ -39,6 +42,10 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, optional(help="A system message before everything.")] = None,
+    session: Annotated[
+        str | None,
+        optional(metavar="NAME", help="Go on with the conversation of this name; its cache is stored."),
+    ] = None,
     cache: CacheChoice,
     kv_memory: Annotated[
         str | None, optional(help="Limit of the memory for the cache ('2GiB'). Default: no limit.")
@@ -64,9 +71,19 @@ def chat(
     drawn |= {"seed": seed} if seed is not None else {}
     drawn |= {"typical_p": typical_p} if typical_p != 1 else {}  # which not every server knows
     kept = cache.for_request()
+    kept_session = None
+    if session is not None:
+        if url is not None:
+            raise OptionError("--session stores caches of a model here; leave it out with --url")
+        from millpond.cli.chat_session import ChatSession
+        from millpond.models.cache_folder import cache_folder
+
+        kept_session = ChatSession(cache_folder() / "sessions", session)
+        kept_session.load(system)  # refused before the model is loaded
     if url is None:
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
         config |= {"overflow": overflow}
+        config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
         who: AbstractContextManager[ChatBackend] = _here(
             model or "pond-recall", None if dtype == "auto" else dtype, memory, disk, config, drawn
         )
@@ -82,13 +99,30 @@ def chat(
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
         _note(f"{partner.name}; /help lists the commands")
-        converse(partner, typed(), system)
+        converse(partner, typed(), system, kept_session)
 
 
-def converse(partner: ChatBackend, said: Iterator[str], system: str | None = None) -> None:
-    """Answer line after line until there are no more; an error costs the turn in which it comes, and no more."""
+def converse(
+    partner: ChatBackend, said: Iterator[str], system: str | None = None, session: ChatSession | None = None
+) -> None:
+    """Answer line after line until there are no more; an error costs the turn in which it comes, and no more.
+
+    Args:
+        session: whose messages come first, and which keeps those that are added.
+    """
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
+    messages = list(beginning) if session is None else session.load(system)
+    if len(messages) > len(beginning):
+        _note(f"{len(messages)} messages so far")
+        beginning = [message for message in messages[:1] if message["role"] == "system"]
+
+    def keep() -> None:
+        if session is not None:
+            try:
+                session.save(messages)
+            except MillpondError as error:
+                errors().print(f"[red]{escape(str(error))}[/]", soft_wrap=True, highlight=False)
+
     for line in said:
         match line.strip():
             case "":
@@ -97,6 +131,7 @@ def converse(partner: ChatBackend, said: Iterator[str], system: str | None = Non
                 return
             case "/reset":
                 messages = list(beginning)
+                keep()
                 _note("forgotten")
             case "/stats":
                 _note(partner.last())
@@ -111,6 +146,7 @@ def converse(partner: ChatBackend, said: Iterator[str], system: str | None = Non
                     messages.pop()
                 else:
                     messages.append({"role": "assistant", "content": answer})
+                    keep()
 
 
 def typed() -> Iterator[str]:

@@ -111,6 +111,7 @@ class LocalBackend:
         return (
             f"{self._clock} · {held_of(kv.kv_bytes, kv.unused_bytes, kv.full_kv_bytes)} · "
             f"{kv.held:,.0f} of {kv.seen:,} entries per head"
+            + (f" · {kv.restored_tokens:,} tokens of the session" if kv.restored_tokens else "")
         )
 
     def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:

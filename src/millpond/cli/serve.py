@@ -63,8 +63,10 @@ def serve(
     if workers.several:
         from millpond.cluster.async_llm import AsyncClusterLLM
 
-        if memory is not None or disk is not None or config.chunk_store is not None:
-            raise OptionError("--memory, --disk and --chunk-store are those of one engine: leave them out with workers")
+        if memory is not None or disk is not None or config.chunk_store is not None or config.cache_dir is not None:
+            raise OptionError(
+                "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
+            )
         llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
     else:
         llm = AsyncLLM(model, config, model_name=name, dtype=kind, threads=threads, memory=memory, disk=disk)

@@ -67,6 +67,15 @@ class EngineChoice(OptionGroup):
         str, typer.Option(metavar="RULE", help="Which chunks leave full tiers: a rule as of --prefix-cache.")
     ] = "lru"
 
+    cache_dir: Annotated[
+        Path | None,
+        optional(
+            help="Folder for the caches of finished turns: later requests that continue them go on from there, "
+            "after a restart too. Default: none."
+        ),
+    ] = None
+    cache_disk: Annotated[str, typer.Option(help="Files in --cache-dir, at most.")] = "20GiB"
+
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
 
@@ -75,11 +84,14 @@ class EngineChoice(OptionGroup):
         """
         if self.no_prefix_cache and self.prefix_cache is not None:
             raise OptionError(f"--prefix-cache {self.prefix_cache} and --no-prefix-cache contradict; leave one out")
+        if self.cache_dir is None and "cache_disk" in self.given:
+            raise OptionError("--cache-disk needs --cache-dir")
         prefixes = self.prefix_cache or (self.kv_memory is not None and not self.no_prefix_cache)
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
             "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
             "chunk_store": self._chunks(), "deterministic": self.deterministic, "overflow": self.overflow,
+            "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

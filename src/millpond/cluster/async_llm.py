@@ -77,6 +77,11 @@ class AsyncClusterLLM(ClusterClient):
         """Numbers of workers that take new requests, by role; 0 where there is none."""
         return self._cluster.dispatcher.live()
 
+    @property
+    def sessions(self) -> None:
+        """None: workers store no sessions."""
+        return None
+
     def trouble(self, limit_s: float) -> str | None:
         """Which role has no worker that serves; None: all is well. Workers that hang are replaced after `hang_s`."""
         missing = [role for role, number in self.live().items() if not number]

@@ -24,6 +24,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
+from millpond.engine.sessions.store import SessionStore
 from millpond.errors import MillpondError
 from millpond.models.weights.streamed import Verify
 
@@ -122,6 +123,11 @@ class AsyncLLM:
     def cache(self) -> CacheOptions:
         """How caches are kept where a request does not say."""
         return self._engine.cache
+
+    @property
+    def sessions(self) -> SessionStore | None:
+        """Caches of finished turns on the disk; None: none are stored."""
+        return self._engine.sessions
 
     def stats(self) -> EngineStats:
         """The engine after its last step."""

@@ -13,8 +13,9 @@ from millpond.engine.sampling.sampler import Sampled
 
 
 class ReuseCounts(NamedTuple):
-    """What a prompt has from a chunk store: see `KVStats`."""
+    """What a prompt has from a chunk store, or from an earlier turn: see `KVStats`."""
 
+    restored_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     exact: bool = True
@@ -29,7 +30,7 @@ class CompletionState:
 
     Attributes:
         forgotten: what its cache has lost of spans of the prompt, kv: what it holds, shared: tokens of its prompt that
-            others had read, and reuse: what came from a chunk store; set by the engine.
+            others had read, and reuse: what came from a chunk store or an earlier turn; set by the engine.
     """
 
     def __init__(

@@ -54,6 +54,8 @@ class EngineOptions(TypedDict, total=False):
     chunk_store: ChunkStore | None
     deterministic: bool
     overflow: Overflow
+    cache_dir: str | PathLike[str] | None
+    cache_disk: str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,9 @@ class EngineConfig:
         overflow: what becomes of a text that is longer than the model's context: "refuse" it, or let positions inside
             the cache go on ("rolling"): at the end of the context what is kept moves to its beginning, and the text
             goes on behind it.
+        cache_dir: folder for the caches of finished turns, from which later requests whose tokens continue them go on,
+            also in another process; made where it does not exist. None: none are stored.
+        cache_disk: most bytes of the files in `cache_dir`; those that were unused longest go first. None: 20 GiB.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
@@ -121,12 +126,18 @@ class EngineConfig:
     chunk_store: ChunkStore | None = None
     deterministic: bool = False
     overflow: Overflow = "refuse"
+    cache_dir: str | PathLike[str] | None = None
+    cache_disk: str | int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))
         check_slots(self.page_slots)
         if self.kv_memory is not None:
             object.__setattr__(self, "kv_memory", parse_bytes(self.kv_memory))
+        if self.cache_disk is not None:
+            if self.cache_dir is None:
+                raise OptionError(f"cache_disk={self.cache_disk!r} limits the files in cache_dir=; give that too")
+            object.__setattr__(self, "cache_disk", parse_bytes(self.cache_disk))
         for name in ("max_step_tokens", "max_running", "overcommit"):
             if not getattr(self, name) >= 1:
                 raise OptionError(f"{name}={getattr(self, name)} must be at least 1")

@@ -40,6 +40,9 @@ from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler, State, Step
+from millpond.engine.sessions.mark import session_mark
+from millpond.engine.sessions.reuse import SessionReuse, check_continues
+from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
 from millpond.engine.step_executor import StepExecutor
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
@@ -97,6 +100,11 @@ class Engine:
             raise OptionError(
                 "overflow='rolling' writes all entries of a sequence at once; leave it out where KV lies on a disk"
             )
+        if config.cache_dir is not None and (tier is not None or streamed is not None):
+            raise OptionError(
+                "cache_dir= needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
+            )
+        whole_mark = None if config.cache_dir is None else session_mark(model, config.weights)
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
@@ -118,6 +126,7 @@ class Engine:
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
         self._loads: ChunkLoads | None = None
+        self._sessions: SessionReuse | None = None
         try:
             if config.chunk_store is not None and mark is not None:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
@@ -133,6 +142,10 @@ class Engine:
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
+            if whole_mark is not None and config.cache_dir is not None:
+                check_continues(recipe, config.method)
+                store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
+                self._sessions = SessionReuse(store, self._model, whole_mark, self._sharing.has)
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
@@ -147,7 +160,7 @@ class Engine:
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
-            self._chunks, self._loads,
+            self._chunks, self._loads, self._sessions,
         )  # fmt: skip
         self._transfer = RequestTransfer(
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
@@ -178,6 +191,11 @@ class Engine:
     def vocab_size(self) -> int:
         """Ids below it are tokens."""
         return self._model.vocabulary
+
+    @property
+    def sessions(self) -> SessionStore | None:
+        """Caches of finished turns on the disk, safe to use from any thread; None: none are stored."""
+        return None if self._sessions is None else self._sessions.store
 
     @property
     def grammars(self) -> Grammars:
@@ -359,7 +377,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine after its last step; safe to call from any thread."""
-        return self._stats
+        store = self.sessions  # turns are written between two steps too
+        return self._stats if store is None else replace(self._stats, sessions=store.stats())
 
     def drain(self) -> list[RequestOutput]:
         """Step until nothing is left; returns what each request came to."""
@@ -450,6 +469,8 @@ class Engine:
             if (first.finished and first in live.group.answers) or live.stack is not None:
                 self._memories.note(live)
             note_forgotten(live)
+            if self._sessions is not None:
+                self._sessions.keep(live)
         for group in dict.fromkeys(live.group for live in lives):
             group.leave()
         for live in lives:
@@ -538,6 +559,8 @@ class Engine:
         if self._loads is not None:
             self._loads.close()
         self._model.close()
+        if self._sessions is not None:
+            self._sessions.store.close()
         if self._files is not None:
             self._files.close()
         if self._tier is not None:

@@ -21,6 +21,7 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
 from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.headers import has_safetensors
@@ -208,6 +209,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return self.engine.stats()
+
+    @property
+    def sessions(self) -> SessionStore | None:
+        """Caches of finished turns on the disk; None without `cache_dir`."""
+        return self.engine.sessions
 
     def close(self) -> None:
         """Give all memory back, and the model its own attention."""

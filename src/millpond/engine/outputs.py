@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from millpond.cache.chunks.store import ChunkStoreStats
+from millpond.engine.sessions.stats import SessionStats
 from millpond.errors import MillpondError
 
 #: Why a completion ended: a stop text, a stop token or the model's own end; its length (max_tokens or the model's
@@ -43,9 +44,10 @@ class KVStats:
         unused_bytes: bytes of `kv_bytes` in slots without an entry.
         shared_tokens: tokens of the prompt that were taken from shared pages.
         state_bytes: bytes of its recurrent and convolution states, in a hybrid, which no other count includes.
+        restored_tokens: tokens of the prompt that the stored cache of an earlier turn had read.
         reused_tokens: tokens of the prompt that came from a chunk store. recomputed_tokens: tokens of its reused chunks
             that were computed again.
-        exact: all of them are as the whole prompt would give them, up to rounding.
+        exact: all of them are as the whole prompt would give them, up to rounding: not behind a compressed turn.
     """
 
     seen: int
@@ -56,6 +58,7 @@ class KVStats:
     unused_bytes: int = 0
     shared_tokens: int = 0
     state_bytes: int = 0
+    restored_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     exact: bool = True
@@ -204,6 +207,7 @@ class EngineStats:
         weight_bytes: bytes of the model's weights in memory, with the slots of those that come and go.
         reused_tokens: counter of tokens taken from a chunk store. chunks: the store; None: there is none.
         prefix: the prefix cache; None without one.
+        restored_tokens: counter of tokens of prompts that stored turns had read. sessions: these; None: none.
     """
 
     running: int
@@ -224,3 +228,5 @@ class EngineStats:
     reused_tokens: int = 0
     chunks: ChunkStoreStats | None = None
     prefix: PrefixStats | None = None
+    restored_tokens: int = 0
+    sessions: SessionStats | None = None

@@ -67,6 +67,10 @@ class PrefixSharing:
             )  # fmt: skip
         return len(path) * live.group.slots
 
+    def known_tokens(self, live: RequestState) -> int:
+        """Tokens at the beginning of a prompt whose pages are known."""
+        return len(self._known(live)) * live.group.slots if self._enabled else 0
+
     def reader(self, live: RequestState, reading: Iterable[RequestState]) -> RequestState | None:
         """The request for which is being read what comes behind what is known of a prompt that begins; None: none."""
         if not self._shares(live):

@@ -25,6 +25,8 @@ class RequestState:
         ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
         spans: parts of a prompt that holds chunks. blend: what is computed of it, once it has begun; None: all.
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
+        restored: tokens of its prompt that the cache of an earlier turn had read. restored_exact: as the whole prompt
+            would give them.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
         waited: steps in which it waited for others to read what it begins with. access: by which the prefix tree knows
@@ -50,6 +52,8 @@ class RequestState:
     access: int | None = None
     stops: list[int] = field(default_factory=list)
     reader_read: int = 0
+    restored: int = 0
+    restored_exact: bool = True
     whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
@@ -65,7 +69,12 @@ class RequestState:
     @property
     def tainted(self) -> bool:
         """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
-        return self.blend is not None and self.blend.tainted
+        return self.restored > 0 or (self.blend is not None and self.blend.tainted)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all tokens of its prompt are as the whole prompt would give them, before its method's plan."""
+        return self.restored_exact and (self.blend is None or self.blend.exact)
 
     @property
     def rolled(self) -> bool:

@@ -22,6 +22,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
 from millpond.engine.scheduler import Job, Scheduler, State, Step
+from millpond.engine.sessions.reuse import SessionReuse
 from millpond.engine.trunks import Trunks
 from millpond.errors import MillpondError
 from millpond.runner.packed_model import PackedModel
@@ -37,7 +38,7 @@ class StepExecutor:
         live: the engine's requests by name.
 
     Attributes:
-        counts: of prompt_tokens, generated_tokens, shared_tokens and reused_tokens.
+        counts: of prompt_tokens, generated_tokens, shared_tokens, reused_tokens and restored_tokens.
     """
 
     def __init__(
@@ -51,9 +52,12 @@ class StepExecutor:
         tokenizer: object,
         chunks: ChunkReuse | None = None,
         loads: ChunkLoads | None = None,
+        sessions: SessionReuse | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter(prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0)
-        self._chunks, self._loads = chunks, loads
+        self.counts: Counter[str] = Counter(
+            prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0, restored_tokens=0
+        )
+        self._chunks, self._loads, self._sessions = chunks, loads, sessions
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
         self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
@@ -160,12 +164,26 @@ class StepExecutor:
             return live.blend.reach(live.job.read, n)
         if live.job.read or live.stack is not None:
             return min(n, self._sharing.next_stop(live) - live.job.read)
-        shared = self._trunks.begin(live) or self._sharing.begin(live)
+        shared = self._trunks.begin(live)
+        if not shared and (restored := self._restore(live)):
+            return min(n, live.job.prompt - restored)
+        shared = shared or self._sharing.begin(live)
         self._scheduler.mark_read(live.job, shared, served=False)
         self.counts["shared_tokens"] += shared if live.answers else 0
         for answer in live.answers:
             answer.shared = shared
         return min(n, self._sharing.next_stop(live) - live.job.read)
+
+    def _restore(self, live: RequestState) -> int:
+        """Let a prompt that begins go on from the stored cache of an earlier turn; returns the tokens that it read."""
+        if self._sessions is None:
+            return 0
+        restored = self._sessions.begin(live, self._sharing.known_tokens(live))
+        self._scheduler.mark_read(live.job, restored, served=False)
+        self.counts["restored_tokens"] += restored
+        for answer in live.answers if restored else []:
+            answer.reuse = ReuseCounts(restored_tokens=restored, exact=live.restored_exact)
+        return restored
 
     def _blend(self, live: RequestState) -> None:
         """Before a prompt with chunks begins: choose what is computed of it."""
@@ -176,7 +194,7 @@ class StepExecutor:
             live.numbers, live.spans, request.cache, window, request.cache_salt, loaded
         )
         for answer in live.answers:
-            answer.reuse = ReuseCounts(blend.n_reused, blend.n_recomputed, blend.exact)
+            answer.reuse = ReuseCounts(0, blend.n_reused, blend.n_recomputed, blend.exact)
 
     def _mark_read(self, live: RequestState, n: int, computed: int) -> None:
         """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
@@ -253,7 +271,7 @@ class StepExecutor:
         live.times = replace(live.times, first_token=time.monotonic())
         try:
             self._sharing.keep(live, later)
-            if going:
+            if going or self._sessions is not None:
                 stack.settle()
                 for error in stack.take_lost().values():
                     raise error

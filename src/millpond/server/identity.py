@@ -35,10 +35,14 @@ class Client:
 
 
 class ClientRegistry:
-    """Tells clients apart: by API key where the server has some, else by address. No key is kept in what it makes."""
+    """Tells clients apart: by API key where the server has some, else by address. No key is kept in what it makes.
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._secret = secrets.token_bytes(32)
+    Args:
+        secret: for the hashes of keys and salts, where they shall be the same after a restart; None: a new one.
+    """
+
+    def __init__(self, settings: ServerSettings, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(32) if secret is None else secret
         self._keyed = bool(settings.api_keys)
         self._best = {self._hash(key): best for key, best in settings.priority_limits.items() if key}
         self._usual = settings.priority_limits.get("", 0)
@@ -62,10 +66,12 @@ class ClientRegistry:
                 rule = f"lower goes first, and you may ask for {client.best_priority} at the lowest"
                 message = f"priority={request.priority}: {rule}; the operator sets that with --priority-limit"
                 raise ApiError(403, message, "priority_not_allowed", "millpond.priority")
-            parts = [part for part in (client.salt, request.cache_salt) if part]
-            salt = self._hash(client.salt, request.cache_salt or "") if parts else None
-            made.append(replace(request, client=client.name, cache_salt=salt))
+            made.append(replace(request, client=client.name, cache_salt=self.salt(client, request.cache_salt)))
         return made
+
+    def salt(self, client: Client, cache_salt: str | None) -> str | None:
+        """The salt of a client's requests with this `cache_salt`; None: they share with all that have none."""
+        return self._hash(client.salt, cache_salt or "") if client.salt or cache_salt else None
 
     def _hash(self, *parts: str) -> str:
         found = hashlib.blake2b(key=self._secret, digest_size=16)

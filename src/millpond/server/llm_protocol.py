@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sessions.store import SessionStore
 
 
 class ServedLLM(Protocol):
@@ -16,6 +17,7 @@ class ServedLLM(Protocol):
         tokenizer: of transformers. model_name: as clients name it. vocab_size: ids below it are tokens.
         context_length: tokens that the model sees at a time. text_limit: tokens of prompt and answer together: as many,
             or any number where texts go on beyond the context. cache: how caches are kept where a request does not say.
+        sessions: finished turns that later requests continue; None: none are stored.
     """
 
     @property
@@ -35,6 +37,9 @@ class ServedLLM(Protocol):
 
     @property
     def cache(self) -> CacheOptions: ...
+
+    @property
+    def sessions(self) -> SessionStore | None: ...
 
     def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The answers of a request as they grow; closing the generator cancels the request and frees its pages."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.cache.chunks.store import ChunkStoreStats
 from millpond.engine.outputs import EngineStats, PrefixStats, RequestOutput
+from millpond.engine.sessions.stats import SessionStats
 from millpond.server.admission import AdmissionControl
 from millpond.server.cluster_protocol import ServedCluster, ServedWorker
 from millpond.server.llm_protocol import ServedLLM
@@ -44,6 +45,31 @@ class EngineCollector(Collector):
             yield from _of_prefix_cache(stats.prefix)
         if stats.chunks is not None:
             yield from _of_chunks(stats.chunks)
+        if stats.sessions is not None:
+            yield from _of_sessions(stats.sessions)
+
+
+def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
+    """Bytes, hits and failures of stored sessions."""
+    gauges = {
+        "disk_bytes": ("Bytes of stored turns.", stats.disk_bytes),
+        "disk_limit_bytes": ("What stored turns may never exceed.", stats.disk_limit),
+        "waiting_bytes": ("Bytes of turns that wait to be written.", stats.waiting_bytes),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"millpond_session_{name}", text, value)
+    counters = {
+        "hits": ("Requests that continued a stored turn.", stats.hits),
+        "misses": ("Other requests that could have.", stats.misses),
+        "stored": ("Turns that were written.", stats.stored),
+        "evicted": ("Files of turns that were removed, for room.", stats.evicted),
+        "torn_files": ("Files of turns that were cut, changed or foreign.", stats.torn),
+        "dropped": ("Turns that were not written: too many waited, or too large.", stats.dropped),
+        "write_failures": ("Files of turns that the disk did not take.", stats.write_failures),
+        "read_failures": ("Files of turns that the disk did not give.", stats.read_failures),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"millpond_session_{name}", text, value)
 
 
 def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
@@ -71,6 +97,7 @@ def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "evicted_entries": ("Entries that left caches, over layers and heads.", stats.evicted_entries),
         "prefix_hit_tokens": ("Tokens of prompts that were read from shared pages.", stats.shared_tokens),
         "chunk_reused_tokens": ("Tokens of prompts that came from the chunk store.", stats.reused_tokens),
+        "session_restored_tokens": ("Tokens of prompts that stored turns had read.", stats.restored_tokens),
         "preemptions": ("Requests that had to make room.", stats.preemptions),
         "requests_finished": ("Requests that ended, however.", stats.finished),
     }

@@ -53,7 +53,7 @@ class Service:
         self.settings = settings
         self.tokens = TokenizerWorker(llm)
         self.calls = format_of(settings.tool_parser, self.tokens.shown)
-        self.clients = ClientRegistry(settings)
+        self.clients = ClientRegistry(settings, None if llm.sessions is None else llm.sessions.client_secret)
         self.gate = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
         self.pace = FrontPace(lambda: self.gate.clients)
         self.metrics = Metrics(llm, self.gate)

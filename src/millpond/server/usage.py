@@ -14,12 +14,13 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
     held = [c.kv for output in outputs for c in output.completions if c.kv is not None]
     shared = sum(max((c.kv.shared_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
+    restored = sum(max((c.kv.restored_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     reused = sum(max((c.kv.reused_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": shared + reused},
+        "prompt_tokens_details": {"cached_tokens": shared + restored + reused},
         "millpond": sums(held) | times(outputs) | _forgotten(outputs[0].completions[0]),
     }
 
@@ -42,6 +43,7 @@ def sums(held: Sequence[KVStats]) -> dict[str, Any]:
         "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
         "state_bytes": sum(kv.state_bytes for kv in held),
         "evicted": sum(kv.evicted for kv in held),
+        "restored_tokens": sum(kv.restored_tokens for kv in held),
         "reused_tokens": sum(kv.reused_tokens for kv in held),
         "recomputed_tokens": sum(kv.recomputed_tokens for kv in held),
         "exact": all(kv.exact for kv in held),

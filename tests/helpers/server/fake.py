@@ -60,6 +60,8 @@ class FakeLLM:
         self.hangs: str | None = None
         self._cancelled: set[str] = set()
 
+    sessions = None
+
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if request.cache.method is not None:
             METHODS.get(request.cache.method)

@@ -229,6 +229,18 @@ class LayerCache(LayerStorage):
         self._stepper.end(step, lse, self.columns)
         self.columns += 1
 
+    def reopen(self, dtype: torch.dtype) -> None:
+        """More of a prompt follows what was planned: entries move to the pages that prompts are read into.
+
+        Args:
+            dtype: that the model computes in.
+
+        Raises:
+            PoolFullError: no room; nothing was changed.
+        """
+        if self.policy.prefill != "greedy":
+            self._table = self._prompt.begin(self._require_table(), dtype)
+
     def allocate(self, k: Tensor, v: Tensor, shape: AttentionShape, *, planned: bool = False) -> PageTable:
         """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim).
 

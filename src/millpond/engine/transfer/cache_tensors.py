@@ -6,14 +6,16 @@ different sizes understand each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from millpond.cache.batch_cache import BatchCache
-from millpond.cache.serialization import ENTRIES, from_tensors, to_tensors
+from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.serialization import ENTRIES, from_tensors, part_prefix, to_tensors
 from millpond.errors import DataError
 from millpond.hf.state_layers import States
 from millpond.hf.state_tensors import PREFIX, restore_states, state_tensors
@@ -21,15 +23,48 @@ from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
 
-def cache_tensors(stack: BatchCache) -> dict[str, Tensor]:
-    """All that decoding needs of the one sequence of a stack, whose prompt was planned; on the host."""
+def cache_tensors(stack: BatchCache, *, later_prompts: bool = False) -> dict[str, Tensor]:
+    """All that is needed to continue the one sequence of a stack, whose prompt was planned; on the host.
+
+    later_prompts: see `to_tensors`.
+    """
     found = {
         f"{core.index}.{name}": t
         for core in stack.layers
-        for name, t in _dense(to_tensors(core, later_prompts=False)).items()
+        for name, t in _dense(to_tensors(core, later_prompts=later_prompts)).items()
     }
     found["closed"] = torch.tensor(int(stack.timeline.closed[0]))
     return found | (state_tensors(stack.states) if isinstance(stack.states, States) else {})
+
+
+def sequence_tensors(
+    recipe: CacheFactory, stack: BatchCache, place: int, *, later_prompts: bool = False
+) -> dict[str, Tensor]:  # fmt: skip
+    """`cache_tensors` of one sequence of a stack, which stays there."""
+    one = recipe.stack()
+    try:
+        stack.lend([place], one)
+        return cache_tensors(one, later_prompts=later_prompts)
+    finally:
+        one.clear()
+
+
+def pages_of(
+    recipe: CacheFactory, layers: Sequence[LayerShape], caches: Sequence[Mapping[str, Tensor]], n: int
+) -> Pages:  # fmt: skip
+    """Pages that stored sequences take, and slots of states for `n` answers; numbers are checked later."""
+    need: Counter[Pool] = Counter()
+    for cache in caches:
+        for index, layer in enumerate(layers):
+            pool = recipe.pool(layer)
+            lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
+            need[pool] += int((-(-lens // pool.slots)).sum())
+            for number, packed in enumerate(recipe.packed_pools(layer)):
+                owned = cache.get(f"{index}.{part_prefix(number)}owned", torch.zeros(1))
+                need[packed] += int(owned.long().clamp(min=0).sum())
+    if recipe.slots is not None:
+        need[cast(Pool, recipe.slots)] += n
+    return dict(need)
 
 
 def fill_cache(

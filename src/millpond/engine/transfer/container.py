@@ -45,6 +45,8 @@ def unpack(data: bytes | bytearray | memoryview) -> tuple[dict[str, str], dict[s
         raise _broken(f"it names {len(entries):,} tensors, and may name {MOST_TENSORS:,}")
     payload = bytearray(view[begin:])
     tensors = {name: _tensor(name, entry, payload) for name, entry in entries.items()}
+    if sum(t.nbytes for t in tensors.values()) != len(payload):
+        raise _broken(f"it has {len(payload):,} bytes of tensors, and they do not fill them")
     checksum = about.pop(_CHECKSUM, None)
     if checksum != digest_of(about, tensors):
         raise _broken("its checksum differs, so it is not as it was written")
@@ -56,12 +58,16 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
     n = int.from_bytes(view[:8], "little")
     if len(view) < 8 or not 2 <= n <= min(MOST_HEADER, len(view) - 8):
         raise _broken(f"it has {len(view):,} bytes, and a header of {n:,} does not fit")
+    written = bytes(view[8 : 8 + n])
     try:
-        found = json.loads(bytes(view[8 : 8 + n]))
+        found = json.loads(written)
+        again = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise _broken("its header is no JSON") from None
     if not isinstance(found, dict):
         raise _broken("its header is no object")
+    if again.ljust(n) != written:  # so that the checksum covers each byte of it
+        raise _broken("its header is not as `pack` writes it")
     return found, 8 + n
 
 

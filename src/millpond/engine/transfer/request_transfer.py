@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.serialization import part_prefix
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.swap.pages import parts_of
 from millpond.engine.completion import with_texts
@@ -24,7 +20,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.sampler import Sampled, Sampler
 from millpond.engine.scheduler import Scheduler, State
-from millpond.engine.transfer.cache_tensors import cache_tensors, fill_cache
+from millpond.engine.transfer.cache_tensors import fill_cache, pages_of, sequence_tensors
 from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, Logprob, RequestSnapshot, logprob_of
 from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile
@@ -201,7 +197,8 @@ class RequestTransfer:
         if snapshot.prompt_logprobs is not None and live.prompt_logprobs is not None:
             live.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
         job.read, job.width, job.state = job.prompt, len(going), State.DECODING
-        if not self._scheduler.may_join(job) or not self._sharing.has(_pages(recipe, self._model, caches, len(going))):
+        need = pages_of(recipe, self._model.layers, caches, len(going))
+        if not self._scheduler.may_join(job) or not self._sharing.has(need):
             raise PoolFullError(
                 f"the requests in flight leave no room for {job.reserved:,} bytes of a request with {job.width} "
                 "answers; take it over after some of them have ended, or raise kv_memory or max_running"
@@ -237,15 +234,8 @@ class RequestTransfer:
 
 def _caches(recipe: CacheFactory, stack: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
     """The tensors of some sequences of a stack, once where they have written nothing of their own yet."""
-    found = []
-    for place in places[:1] if _alike(stack, places) else places:
-        one = recipe.stack()
-        try:
-            stack.lend([place], one)
-            found.append(cache_tensors(one))
-        finally:
-            one.clear()
-    return found
+    chosen = places[:1] if _alike(stack, places) else places
+    return [sequence_tensors(recipe, stack, place) for place in chosen]
 
 
 def _alike(stack: BatchCache, places: Sequence[int]) -> bool:
@@ -262,22 +252,6 @@ def _alike(stack: BatchCache, places: Sequence[int]) -> bool:
         if not (lengths == lengths[:1]).all():
             return False
     return True
-
-
-def _pages(recipe: CacheFactory, model: PackedModel, caches: Sequence[Mapping[str, Tensor]], n: int) -> dict[Pool, int]:
-    """Pages that the stored sequences take, and slots of states for `n` answers; numbers are checked later."""
-    need: Counter[Pool] = Counter()
-    for cache in caches:
-        for index, layer in enumerate(model.layers):
-            pool = recipe.pool(layer)
-            lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
-            need[pool] += int((-(-lens // pool.slots)).sum())
-            for number, packed in enumerate(recipe.packed_pools(layer)):
-                owned = cache.get(f"{index}.{part_prefix(number)}owned", torch.zeros(1))
-                need[packed] += int(owned.long().clamp(min=0).sum())
-    if recipe.slots is not None:
-        need[cast(Pool, recipe.slots)] += n
-    return dict(need)
 
 
 def _logprobs(found: Sequence[TokenLogprob | None] | None) -> tuple[Logprob | None, ...] | None:

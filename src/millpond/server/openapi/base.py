@@ -41,6 +41,7 @@ class KeptFigures(Described):
     full_kv_bytes: int
     state_bytes: int
     evicted: int
+    restored_tokens: int
     reused_tokens: int
     recomputed_tokens: int
     exact: bool
@@ -66,6 +67,7 @@ class ChoiceFigures(Described):
     full_kv_bytes: int | None = None
     state_bytes: int | None = None
     evicted: int | None = None
+    restored_tokens: int | None = None
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
     exact: bool | None = None

@@ -20,6 +20,8 @@ from millpond.server.openapi.info import (
     MemoryOfLayer,
     ServedModel,
     ServedModels,
+    Sessions,
+    SessionsDeleted,
     Tokenized,
 )
 from millpond.server.openapi.responses import EVENTS, ResponseAnswer
@@ -77,6 +79,9 @@ _SENT = {
     ("/metrics", "get"): _Sent(None),
     ("/tokenize", "post"): _Sent(Tokenized, errors=(400, 404)),
     ("/detokenize", "post"): _Sent(Detokenized, errors=(400, 404)),
+    ("/v1/millpond/sessions", "get"): _Sent(Sessions, errors=(400, 404)),
+    ("/v1/millpond/sessions", "delete"): _Sent(SessionsDeleted, errors=(400, 404)),
+    ("/v1/millpond/sessions/{session_id}", "delete"): _Sent(SessionsDeleted, errors=(400, 404)),
     ("/v1/millpond/memory/{request_id}", "get"): _Sent(
         MemoryOfLayer, errors=(400, 404), empty=(204, "The request waits and holds nothing.")
     ),

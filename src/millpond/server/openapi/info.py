@@ -61,6 +61,30 @@ class Detokenized(Described):
     prompt: str
 
 
+class Session(Described):
+    """A finished turn whose cache is stored."""
+
+    id: str
+    object: Literal["millpond.session"]
+    tokens: int
+    bytes: int
+    last_used: float
+
+
+class Sessions(Described):
+    """The stored turns of a client, the last used first."""
+
+    object: Literal["list"]
+    data: list[Session]
+
+
+class SessionsDeleted(Described):
+    """How many stored turns were removed."""
+
+    object: Literal["millpond.sessions.deleted"]
+    deleted: int
+
+
 class MemoryOfLayer(Described):
     """Per token: its text (from `since` on), the share of heads that keep it, and its mean score; and what is held."""
 

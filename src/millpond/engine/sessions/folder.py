@@ -1,0 +1,223 @@
+"""Folder of stored turns: one file each, below a limit on the disk; several processes may share it.
+
+A file is written under another name and renamed, so that it is either whole or absent, and it never changes. Who writes
+holds a lock of the folder: it counts all files, evicts those that were unused longest, and writes what then fits. So
+the limit holds at every moment, for files that are being written too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from millpond.cache.atomic_files import PART, publish, remove_file, write_part
+from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.stats import SessionInfo
+from millpond.errors import OptionError
+
+_SECRET, _LOCK = "secret", "lock"
+_SECRET_BYTES = 32
+
+
+class SessionFolder:
+    """The files.
+
+    Args:
+        folder: is made where it does not exist, readable by its owner alone. limit: most bytes of all files of turns.
+
+    Attributes:
+        counts: of evicted files, write_failures and read_failures. nbytes: of all files, when last counted.
+        secret: of the folder, for keyed hashes.
+
+    Raises:
+        OptionError: it cannot be made, read or written.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.counts: Counter[str] = Counter()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._locked():
+                self.secret = self._read_secret()
+                self.nbytes = self._make_room(0)
+        except OSError as error:
+            raise OptionError(f"sessions cannot be stored in {str(folder)!r} ({error}); name another folder") from error
+
+    def derived(self, purpose: str) -> bytes:
+        """A secret for another purpose, the same after a restart."""
+        return hashlib.blake2b(purpose.encode(), key=self.secret, digest_size=32).digest()
+
+    # ------------------------------------------------------------------ reading
+
+    def lengths(self, salt: str, scope: str) -> dict[int, set[str]]:
+        """The keys of the turns that are stored there, by the number of their tokens."""
+        found: dict[int, set[str]] = {}
+        try:
+            names = os.listdir(self.folder / salt / scope)
+        except FileNotFoundError:
+            return found
+        except OSError:
+            self.counts["read_failures"] += 1
+            return found
+        for name in names:
+            place = Place.of(self.folder / salt / scope / name)
+            if place is not None:
+                found.setdefault(place.length, set()).add(place.key)
+        return found
+
+    def read(self, place: Place) -> bytes | None:
+        """The bytes of a file, which counts as used; None where it is gone, cannot be read, or is above the limit."""
+        path = place.path(self.folder)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > self.limit:
+                    return None
+                data = file.read(size)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            self.counts["read_failures"] += 1
+            return None
+        return data
+
+    def has(self, place: Place) -> bool:
+        """Whether there is such a file, which counts as used now."""
+        try:
+            os.utime(place.path(self.folder))
+        except OSError:
+            return False
+        return True
+
+    def infos(self, salt: str) -> list[SessionInfo]:
+        """The turns of one salt, the last used first."""
+        found = []
+        for path in self._files(salt):
+            place = Place.of(path)
+            with suppress(OSError):
+                if place is not None:
+                    stat = path.stat()
+                    found.append(SessionInfo(place.key, place.length, stat.st_size, stat.st_mtime))
+        return sorted(found, key=lambda one: (-one.last_used, one.session_id))
+
+    # ------------------------------------------------------------------ writing
+
+    def write(
+        self, place: Place, data: bytes, lock: AbstractContextManager[object], wanted: Callable[[], bool]
+    ) -> bool:  # fmt: skip
+        """Write a file; False where it cannot be written, and then nothing is left of it.
+
+        One that is larger than the limit is not written and evicts nothing.
+
+        Args:
+            lock, wanted: `wanted` is called while `lock` is held, right before the file gets its name.
+        """
+        if len(data) > self.limit:
+            return False
+        path = place.path(self.folder)
+        try:
+            with self._locked():
+                self.nbytes = self._make_room(len(data))
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                part = write_part(path, data)
+                with lock:
+                    if not wanted():
+                        remove_file(part)
+                        return False
+                    publish(part, path)
+                self.nbytes += len(data)
+                _sync(path.parent)
+        except OSError:
+            self.counts["write_failures"] += 1
+            return False
+        return True
+
+    def remove(self, place: Place) -> int:
+        """Remove a file; returns its bytes. One that is gone is no error."""
+        return self._gone(remove_file(place.path(self.folder)))
+
+    def remove_all(self, salt: str, session_id: str | None) -> int:
+        """Remove the turns of one salt, or one of them; returns how many there were."""
+        removed = 0
+        for path in self._files(salt):
+            place = Place.of(path)
+            if place is not None and session_id in (None, place.key):
+                removed += bool(self.remove(place))
+        return removed
+
+    def _gone(self, n_bytes: int) -> int:
+        self.nbytes = max(0, self.nbytes - n_bytes)
+        return n_bytes
+
+    def _make_room(self, n_bytes: int) -> int:
+        """Under the lock: evict until `n_bytes` more fit; returns the bytes of what stays.
+
+        Files that are being written are left-overs, since none is written now.
+        """
+        files: list[tuple[int, str, Path, int]] = []
+        for path in self._files():
+            with suppress(OSError):  # another process has removed it
+                if path.name.endswith(PART):
+                    remove_file(path)
+                else:
+                    stat = path.stat()
+                    files.append((stat.st_mtime_ns, path.name, path, stat.st_size))
+        total = sum(size for *_, size in files)
+        for _, _, path, size in sorted(files):
+            if total + n_bytes <= self.limit:
+                break
+            if remove_file(path):
+                total -= size
+                self.counts["evicted"] += 1
+            with suppress(OSError):  # not empty
+                path.parent.rmdir()
+                path.parent.parent.rmdir()
+        if total + n_bytes > self.limit:
+            raise OSError(f"files of {total:,} bytes cannot be removed")
+        return total
+
+    def _files(self, salt: str = "*") -> Iterator[Path]:
+        yield from (path for path in self.folder.glob(f"{salt}/*/*") if path.is_file())
+
+    # ------------------------------------------------------------------ the folder
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """While no other process, and no other engine of this one, writes here."""
+        with (self.folder / _LOCK).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _read_secret(self) -> bytes:
+        """The folder's secret, made where there is none, or a torn one, whose turns are then found no more.
+
+        Raises:
+            OSError: it cannot be read or written.
+        """
+        path = self.folder / _SECRET
+        with suppress(FileNotFoundError):
+            found = path.read_bytes()
+            if len(found) == _SECRET_BYTES:
+                return found
+        made = secrets.token_bytes(_SECRET_BYTES)
+        part = write_part(path, made)
+        part.chmod(0o600)
+        publish(part, path)
+        return made
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in a folder outlive a loss of power."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

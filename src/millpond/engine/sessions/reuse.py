@@ -1,0 +1,133 @@
+"""Sessions of an engine: what becomes of a finished turn, and how a request goes on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from millpond.cache.batch_cache import Pages
+from millpond.engine.completion import CompletionState
+from millpond.engine.request_state import RequestState
+from millpond.engine.sessions.store import SessionStore
+from millpond.engine.sessions.stored_turn import StoredTurn
+from millpond.engine.transfer.cache_tensors import fill_cache, pages_of, sequence_tensors
+from millpond.errors import OptionError, PoolFullError
+from millpond.hf.model_profile import ModelProfile
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape, PackedModel
+
+
+class SessionReuse:
+    """A session store with the model that it is used by.
+
+    Args:
+        mark: see `session_mark`. has: whether there is room for some pages.
+    """
+
+    def __init__(self, store: SessionStore, model: PackedModel, mark: str, has: Callable[[Pages], bool]) -> None:
+        self.store, self._model, self._mark, self._has = store, model, mark, has
+        self._n_heads = ModelProfile.of(model.model).n_heads
+
+    def begin(self, live: RequestState, least: int) -> int:
+        """Let a request that begins hold the cache of a stored turn that it continues.
+
+        What cannot be continued, or finds no room, is a miss.
+
+        Args:
+            least: tokens of its prompt that it gets otherwise: a turn has more.
+
+        Returns:
+            Tokens of its prompt that the cache has read.
+        """
+        recipe = live.group.recipe
+        if not live.answers or live.spans or live.prompt_logprobs is not None or why_not(recipe) is not None:
+            return 0
+        for place, turn in self.store.beginnings(live.request.cache_salt, self._scope(recipe), live.numbers):
+            if place.length <= least:
+                break
+            try:
+                self._fill(live, turn)
+            except PoolFullError:
+                break
+            except Exception:  # whatever a file makes of itself, its request reads the prompt
+                self.store.refuse(place)
+                continue
+            self.store.counts["hits"] += 1
+            live.restored, live.restored_exact = place.length, turn.exact and keeps_exactly(recipe, self._model.layers)
+            return place.length
+        self.store.counts["misses"] += 1
+        return 0
+
+    def _fill(self, live: RequestState, turn: StoredTurn) -> None:
+        """
+        Raises:
+            PoolFullError, DataError: see `fill_cache`; nothing is left behind.
+        """
+        recipe, layers = live.group.recipe, self._model.layers
+        if not self._has(pages_of(recipe, layers, [turn.tensors], 1)):
+            raise PoolFullError("no room for a stored turn; its request reads its prompt")
+        stack = recipe.stack(len(live.ids))
+        try:
+            ids = torch.from_numpy(turn.ids).to(self._model.device)
+            fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
+            for core in stack.layers:
+                core.reopen(self._model.dtype)
+        except BaseException:
+            stack.clear()
+            raise
+        live.stack = stack
+
+    def keep(self, live: RequestState) -> None:
+        """Store the caches behind the answers of a request that have just come to their ends."""
+        if why_not(live.group.recipe) is not None:
+            return
+        for answer in live.answers:
+            if answer.finish_reason in ("stop", "length"):
+                self._keep(live, answer)
+
+    def _keep(self, live: RequestState, answer: CompletionState) -> None:
+        found, recipe = live.cache(answer.index), live.group.recipe
+        if found is None or answer.kv is None or not self.store.has_room(answer.kv.kv_bytes):
+            return
+        stack, place = found
+        ids = np.concatenate([live.numbers, np.array(answer.tokens[:-1], dtype=np.int64)])
+        if int(stack.timeline.seen[place]) != len(ids):
+            return
+        tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
+        own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
+        self.store.put(live.request.cache_salt, self._scope(recipe), StoredTurn(ids, own, live.exact))
+
+    def _scope(self, recipe: CacheFactory) -> str:
+        slots = recipe.pool(self._model.layers[0]).slots
+        return self.store.scope(self._mark, recipe.described, str(slots))
+
+
+def why_not(recipe: CacheFactory) -> str | None:
+    """Why a cache cannot be stored and continued by a later turn; None: it can."""
+    if recipe.tier is not None:
+        return "its keys and values lie on a disk already, in files of one process"
+    if recipe.whole_prompt:
+        return "it reads a prompt in one pass, and a later turn would not see what it looked up"
+    return None
+
+
+def keeps_exactly(recipe: CacheFactory, layers: Sequence[LayerShape]) -> bool:
+    """Whether a later turn sees all tokens before it as the model made them."""
+    plain = all(
+        not recipe.packed_pools(layer) and recipe.pool(layer) is recipe.prompt_pool(layer) for layer in layers
+    )
+    return recipe.policy.keeps_all and plain
+
+
+def check_continues(recipe: CacheFactory, method: str) -> None:
+    """
+    Raises:
+        OptionError: caches of this method cannot be stored as sessions; the message says why.
+    """
+    if (why := why_not(recipe)) is not None:
+        raise OptionError(
+            f"cache_dir= stores caches of finished turns, and one of method {method!r} cannot be continued: {why}; "
+            "leave cache_dir out, or use a method such as 'h2o', 'snapkv' or 'full'"
+        )

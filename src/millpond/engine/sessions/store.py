@@ -1,0 +1,184 @@
+"""SessionStore: finished turns that wait to be written or lie on the disk, found by the beginning of a text."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+
+import numpy as np
+
+from millpond.budget import parse_bytes
+from millpond.engine.sessions.folder import SessionFolder
+from millpond.engine.sessions.key import Place, keyed, places
+from millpond.engine.sessions.stats import SessionInfo, SessionStats
+from millpond.engine.sessions.stored_turn import StoredTurn
+from millpond.engine.sessions.write_queue import WriteQueue
+from millpond.errors import MillpondError
+
+#: Bytes of turns that may wait to be written; those that end while as many wait are not stored.
+MOST_WAITING = 256 << 20
+#: Most bytes on the disk, where nothing is said.
+DEFAULT_DISK = "20GiB"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A turn that is not on the disk yet."""
+
+    place: Place
+    turn: StoredTurn
+    wanted: bool = True
+
+
+class SessionStore:
+    """Turns of one engine. Safe to use from several threads; `close` writes what waits.
+
+    Args:
+        folder: of the files. disk: most bytes of them. waiting: most bytes of turns that wait to be written.
+
+    Raises:
+        OptionError: the folder cannot be used. BudgetError: no amount of bytes.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], disk: str | int = DEFAULT_DISK, waiting: int = MOST_WAITING
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._files = SessionFolder(Path(folder), parse_bytes(disk))
+        self._waiting: dict[Place, _Waiting] = {}
+        self._lock = RLock()
+        self._queue: WriteQueue[_Waiting] = WriteQueue(self._write, waiting)
+
+    @property
+    def client_secret(self) -> bytes:
+        """For hashes of clients' keys that stay the same after a restart."""
+        return self._files.derived("clients")
+
+    def scope(self, *parts: str) -> str:
+        """Name of all turns of a model whose caches are kept in one way, in words."""
+        return keyed(self._files.secret, "scope", *parts)
+
+    def beginnings(self, salt: str | None, scope: str, ids: np.ndarray) -> Iterator[tuple[Place, StoredTurn]]:
+        """The stored turns that a text continues, the longest first. One that is torn is removed and passed over.
+
+        Args:
+            salt: of the request. ids: (n,) the text; a turn is shorter than it.
+        """
+        for place in self._known(salt, scope, ids):
+            turn = self._read(place, ids[: place.length])
+            if turn is not None:
+                yield place, turn
+
+    def put(self, salt: str | None, scope: str, turn: StoredTurn) -> bool:
+        """Store a turn, in a thread of its own; False: there is no room for it. One that is there stays."""
+        (place,) = places(self._files.secret, self._salt(salt), scope, turn.ids, [len(turn.ids)])
+        with self._lock:
+            if place in self._waiting or self._files.has(place):
+                return True
+            waiting = _Waiting(place, turn)
+            if turn.nbytes > self._files.limit or not self._queue.put(waiting, turn.nbytes):
+                self.counts["dropped"] += 1
+                return False
+            self._waiting[place] = waiting
+            return True
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
+        if n_bytes <= self._files.limit and self._queue.has_room(n_bytes):
+            return True
+        self.counts["dropped"] += 1
+        return False
+
+    def refuse(self, place: Place) -> None:
+        """A turn whose cache does not fit what it says: it is removed, and counted as torn."""
+        with self._lock:
+            self._forget(place)
+            self._files.remove(place)
+            self.counts["torn"] += 1
+
+    # ------------------------------------------------------------------ what a client sees
+
+    def sessions(self, salt: str | None) -> list[SessionInfo]:
+        """The turns on the disk of one salt, the last used first."""
+        return self._files.infos(self._salt(salt))
+
+    def remove(self, salt: str | None, session_id: str | None = None) -> int:
+        """Remove the turns of one salt, or one of them, also those that wait; returns how many there were."""
+        own = self._salt(salt)
+        with self._lock:
+            waiting = [p for p in self._waiting if p.salt == own and session_id in (None, p.key)]
+            for place in waiting:
+                self._forget(place)
+            return len(waiting) + self._files.remove_all(own, session_id)
+
+    def stats(self) -> SessionStats:
+        """Bytes and counters."""
+        files, counts = self._files, self.counts
+        return SessionStats(
+            disk_bytes=files.nbytes, disk_limit=files.limit, waiting_bytes=self._queue.nbytes, hits=counts["hits"],
+            misses=counts["misses"], stored=counts["stored"], evicted=files.counts["evicted"], torn=counts["torn"],
+            dropped=counts["dropped"], write_failures=files.counts["write_failures"],
+            read_failures=files.counts["read_failures"],
+        )  # fmt: skip
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no turn waits to be written; False: `timeout` seconds were not enough."""
+        return self._queue.wait(timeout)
+
+    def close(self) -> None:
+        """Write what waits, and take nothing more."""
+        self._queue.close()
+
+    # ------------------------------------------------------------------ internal
+
+    def _salt(self, salt: str | None) -> str:
+        return keyed(self._files.secret, "salt", salt)
+
+    def _known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[Place]:
+        own = self._salt(salt)
+        stored = self._files.lengths(own, scope)
+        with self._lock:
+            for place in self._waiting:
+                if (place.salt, place.scope) == (own, scope):
+                    stored.setdefault(place.length, set()).add(place.key)
+        lengths = [length for length in stored if 0 < length < len(ids)]
+        found = places(self._files.secret, own, scope, ids, lengths)
+        return [place for place in found if place.key in stored[place.length]][::-1]
+
+    def _read(self, place: Place, ids: np.ndarray) -> StoredTurn | None:
+        with self._lock:
+            waiting = self._waiting.get(place)
+        if waiting is not None:
+            turn = waiting.turn
+            return StoredTurn(turn.ids, {name: t.clone() for name, t in turn.tensors.items()}, turn.exact)
+        data = self._files.read(place)
+        if data is None:
+            return None
+        try:
+            return StoredTurn.from_bytes(data, place, ids)
+        except MillpondError:
+            self.refuse(place)
+            return None
+
+    def _write(self, waiting: _Waiting) -> None:
+        """In the thread of the queue: a turn goes to the disk."""
+        place = waiting.place
+        try:
+            if waiting.wanted:
+                written = self._files.write(place, waiting.turn.to_bytes(place), self._lock, lambda: waiting.wanted)
+                self.counts["stored"] += written
+        except Exception:  # it cannot be made bytes: it alone is lost
+            self._files.counts["write_failures"] += 1
+        finally:
+            with self._lock:
+                if self._waiting.get(place) is waiting:
+                    del self._waiting[place]
+
+    def _forget(self, place: Place) -> None:
+        waiting = self._waiting.pop(place, None)
+        if waiting is not None:
+            waiting.wanted = False

@@ -1,0 +1,67 @@
+"""StoredTurn: the cache behind one finished turn as bytes of a safetensors file, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.engine.sessions.key import Place
+from millpond.engine.transfer.container import pack, unpack
+from millpond.errors import CacheMismatchError, DataError
+
+#: Names this form of the bytes; another one is refused.
+FORMAT = "millpond-session-1"
+_CACHE = "cache."
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A text that was read, and what its cache holds.
+
+    Attributes:
+        ids: (n,) int64, all tokens that the cache has read. tensors: from `cache_tensors`, on the host.
+        exact: no token of it came from a chunk store as another text gave it.
+    """
+
+    ids: np.ndarray
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    exact: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.ids.nbytes + sum(t.nbytes for t in self.tensors.values())
+
+    def to_bytes(self, place: Place) -> bytes:
+        """As one safetensors buffer with a checksum, which names its place."""
+        tensors = {_CACHE + name: t for name, t in self.tensors.items()}
+        tensors["ids"] = torch.from_numpy(self.ids.astype(np.int64))
+        return pack({"format": FORMAT, "place": _named(place), "exact": str(self.exact)}, tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, place: Place, ids: np.ndarray) -> StoredTurn:
+        """What `to_bytes` was given.
+
+        Args:
+            ids: (place.length,) the tokens that it must have read.
+
+        Raises:
+            DataError: bytes that are cut off or changed. CacheMismatchError: a turn of another place or text.
+        """
+        about, tensors = unpack(data)
+        if about.get("format") != FORMAT or about.get("place") != _named(place):
+            raise CacheMismatchError("the file is of another format, or of another session; it is read as missing")
+        found = tensors.pop("ids", torch.zeros(0))
+        if found.dtype != torch.int64 or not np.array_equal(found.numpy(), ids):
+            raise CacheMismatchError("the file is of another text; it is read as missing")
+        if about.get("exact") not in ("True", "False") or not all(name.startswith(_CACHE) for name in tensors):
+            raise DataError("the file holds more than a session; it is read as missing")
+        return cls(ids, {name.removeprefix(_CACHE): t for name, t in tensors.items()}, about["exact"] == "True")
+
+
+def _named(place: Place) -> str:
+    return " ".join(map(str, place))
