@@ -14,6 +14,7 @@ from torch import Tensor
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.state.kept_spans import Span
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.cache.swap.files import SwapFile, SwapFiles
@@ -88,6 +89,13 @@ class BatchCache:
         for core in [] if self.tier is None else self.layers:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Let every head of every layer keep spans of the one text that is read, or begins with the next pass."""
+        if self.n_seq:
+            self.timeline.kept.add(spans, 0)
+        else:
+            self.timeline.kept.expect(spans)
 
     def begin_with(self, tables: Sequence[PageTable]) -> None:
         """Begin one sequence with the tokens of a prompt that these tables hold, one per layer."""

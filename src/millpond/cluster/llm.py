@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from queue import SimpleQueue
 from typing import Any, Unpack
 
+from millpond.cache.state.kept_spans import Span
 from millpond.cluster.dispatcher import Dispatcher, MakeWorker
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
 from millpond.cluster.ledger import check_movable
@@ -128,6 +129,7 @@ class ClusterLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
     ) -> list[RequestOutput]:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts.
 
@@ -135,7 +137,7 @@ class ClusterLLM:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        return sorted(self.stream(prompts, params, cache=cache), key=lambda output: int(output.request_id))
+        return sorted(self.stream(prompts, params, cache=cache, keep=keep), key=lambda output: int(output.request_id))
 
     def stream(
         self,
@@ -143,9 +145,10 @@ class ClusterLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(prompts, params, cache, self._names)
+        asked = requests_of(prompts, params, cache, self._names, keep)
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
+from millpond.cache.state.kept_spans import Span
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.chunked_prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
@@ -106,6 +107,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -115,6 +117,7 @@ class LLM:
             prompts: one or several, texts, token ids or `Prompt`s.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
+            keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
             progress: show a bar (needs rich).
@@ -125,7 +128,7 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        found = self.stream(prompts, params, cache=cache, schedule=schedule, progress=progress)
+        found = self.stream(prompts, params, cache=cache, keep=keep, schedule=schedule, progress=progress)
         return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
@@ -134,13 +137,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names)
+        asked = requests_of(prompts, params, cache, self._names, keep)
         try:
             if schedule == "batch":
                 self.engine.add_batch(asked)
@@ -287,7 +291,7 @@ def load(
 
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
-    names: Iterator[int],
+    names: Iterator[int], keep: Sequence[Span] = (),
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
@@ -299,7 +303,7 @@ def requests_of(
     if len(chosen) != len(each):
         raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
     return [
-        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions())
+        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), keep=tuple(keep))
         for prompt, own in zip(each, chosen, strict=True)
     ]
 

@@ -63,6 +63,8 @@ class Request:
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
         tell_forgotten: spans [begin, end) of the prompt, in tokens, at most `MOST_SPANS`: each answer tells in the end
             how much of them is not held any more, see `Completion.forgotten`.
+        keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
+            they count in the budget. See `kept_spans`.
     """
 
     request_id: str
@@ -76,3 +78,4 @@ class Request:
     watch: bool = False
     known: tuple[tuple[int, ...], ...] = ()
     tell_forgotten: tuple[tuple[int, int], ...] = ()
+    keep: tuple[tuple[int, int], ...] = ()

@@ -41,12 +41,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+class Kept(Body):
+    """`millpond` of a message, or of a part of one: whether every head of every layer keeps it."""
+
+    keep: StrictBool = False
+
+
 class TextPart(Body):
     """A piece of a message; a chunk is a text of its own, whose keys and values the chunk store keeps."""
 
     type: Literal["text"]
     text: str
     chunk: StrictBool = False
+    millpond: Kept | None = None
 
 
 class CalledFunction(Body):
@@ -94,6 +101,7 @@ class Message(Body):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
+    millpond: Kept | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None

@@ -13,7 +13,7 @@ from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
-from millpond.server.message_spans import Span
+from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
@@ -55,7 +55,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt, spans = await _prompt(service, body)
+    prompt, spans, keep = await _prompt(service, body)
     check_room([prompt], asked, service.llm.context_length)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -64,27 +64,34 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans)
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, keep)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
-async def _prompt(service: Service, body: ChatBody) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...]]:
-    """What the model reads of a chat; and where each message lies in it, if `millpond.forgotten` is set.
+async def _prompt(
+    service: Service, body: ChatBody
+) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[Span, ...]]:
+    """What the model reads of a chat; where each message lies in it, if `millpond.forgotten` is set; and what stays.
 
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and `millpond.forgotten` is set.
+            are chunks, and `millpond.forgotten` is set or something stays.
     """
     refuse_spans(body.millpond.chunks)
-    use_tools = body.tool_choice != "none"
+    refuse_keep(body.millpond.keep, 'in a chat mark messages or text parts with "millpond": {"keep": true}')
+    use_tools, told = body.tool_choice != "none", body.millpond.forgotten
+    stays = any(kept_pieces(message) for message in body.messages)
     if has_chunks(body.messages):
-        if body.millpond.forgotten:
-            message = "messages with chunks do not tell what was forgotten; leave out one of the two"
-            raise ApiError(400, message, "invalid_value", "millpond.forgotten")
-        return await service.tokens.chunked_chat(body.messages, body, use_tools), ()
-    if body.millpond.forgotten:
-        return await service.tokens.chat_spans(body.messages, body, use_tools)
-    _, prompt = await service.tokens.chat(body.messages, body, use_tools)
-    return prompt, ()
+        if told or stays:
+            field, what = (FORGOTTEN, "do not tell what was forgotten") if told else (KEEP, "are not kept by span")
+            raise ApiError(400, f"messages with chunks {what}; leave out one of the two", "invalid_value", field)
+        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), ()
+    prompt, spans = await service.tokens.chat_spans(body.messages, body, use_tools) if told else ((), ())
+    if stays:
+        prompt, keep = await service.tokens.kept_in_chat(body.messages, body, use_tools)
+        return prompt, spans, keep
+    if not told:
+        _, prompt = await service.tokens.chat(body.messages, body, use_tools)
+    return prompt, spans, ()

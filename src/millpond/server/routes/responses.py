@@ -12,7 +12,7 @@ from starlette.responses import Response
 from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chunk_parts import refuse_spans
-from millpond.server.message_spans import refuse_forgotten
+from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses_format import ResponseJob
@@ -46,6 +46,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     fields = ChatFields(chat_template_kwargs=body.chat_template_kwargs)
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
+    refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
     _, prompt = await service.tokens.chat(_messages(body), fields, use_tools=False)
     check_room([prompt], body.max_output_tokens, service.llm.context_length)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
