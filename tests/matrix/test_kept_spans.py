@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"special": "1", "punctuation": "5;6;7"},
     "kvzip": {"ask": "none"},
     "streaming": {"positions": "absolute"},
-    **dict.fromkeys(("dms", "finch", "rkv", "snapkv"), {"window": 4}),
+    **{name: {"window": 4} for name in ("dms", "finch", "rkv", "snapkv")},
     "ems": {"window": 4},
     "duo_attention": {"recent": 4},
     "simlayerkv": {"recent": 4},

@@ -105,7 +105,9 @@ class Engine:
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(self._account, self._model.layers, rule_named(config.prefix_cache, config.pager))
+        self._sharing = PrefixSharing(
+            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager)
+        )
         self._files: SwapFiles | None = None
         self._chunks: ChunkReuse | None = None
         try:

@@ -28,8 +28,8 @@ class RequestState:
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        kept: spans of the prompt that stay. waited: steps in which it waited for others to read what it begins with. access: by which the prefix tree knows
-            its prompt; None: it has kept nothing yet.
+        kept: spans of the prompt that stay. waited: steps in which it waited for others to read what it begins with.
+        access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
     """
 
     request: Request

@@ -82,8 +82,8 @@ def decode(
     """A decoding step.
 
     Args:
-        kept: see `StepRegions`. packed: the struct of the regions' packed parts, see native/packed.py; empty where there
-            are none.
+        kept: see `StepRegions`.
+        packed: the struct of the regions' packed parts, see native/packed.py; empty where there are none.
     """
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
     table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
