@@ -15,6 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.kept_spans import Span
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
@@ -94,6 +95,13 @@ class BatchCache:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
 
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Let every head of every layer keep spans of the one text that is read, or begins with the next pass."""
+        if self.n_seq:
+            self.timeline.kept.add(spans, 0)
+        else:
+            self.timeline.kept.expect(spans)
+
     def begin_with(
         self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None
     ) -> None:
@@ -103,7 +111,8 @@ class BatchCache:
             ids: (n,) the tokens, which a policy may need. sums: over their queries, see `sums`; None: none are needed.
         """
         columns = int(tables[0].lengths()[0, 0])
-        for core, table, own in zip(self.layers, tables, sums or [None] * len(tables), strict=True):
+        each: Sequence[LayerSums | None] = sums or [None] * len(tables)
+        for core, table, own in zip(self.layers, tables, each, strict=True):
             core.begin_with(table, columns, own)
         if self.timeline.tokens is not None and ids is not None:
             self.timeline.adopt(ids[None, :columns])

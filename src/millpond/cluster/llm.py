@@ -7,6 +7,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Self
 
+from millpond.cache.state.kept_spans import Span
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
 from millpond.engine.llm import Prompts, requests_of
@@ -41,6 +42,7 @@ class ClusterLLM(ClusterClient):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
     ) -> list[RequestOutput]:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts.
 
@@ -48,7 +50,7 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        return sorted(self.stream(prompts, params, cache=cache), key=lambda output: int(output.request_id))
+        return sorted(self.stream(prompts, params, cache=cache, keep=keep), key=lambda output: int(output.request_id))
 
     def stream(
         self,
@@ -56,9 +58,10 @@ class ClusterLLM(ClusterClient):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(prompts, params, cache, self._names)
+        asked = requests_of(prompts, params, cache, self._names, keep)
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

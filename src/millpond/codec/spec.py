@@ -153,6 +153,11 @@ def before_rope(codec: Codec) -> Codec:
     Raises:
         OptionError: its keys are stored in a way that a rotation does not go through.
     """
+    if codec.ages:
+        raise OptionError(
+            f"codec {codec.name!r}: number formats by age are not there for texts longer than the model's context "
+            "(overflow='rolling'); name one format"
+        )
     if codec.pre_rope:
         return codec
     changed = codec.rotated or codec.balanced or codec.tiered or codec.prune > 0

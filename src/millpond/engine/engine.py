@@ -581,5 +581,6 @@ class Engine:
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
             finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
             weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(),
-            chunks=None if self._chunks is None else self._chunks.store.stats(), **self._turn.counts,
+            chunks=None if self._chunks is None else self._chunks.store.stats(),
+            sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip

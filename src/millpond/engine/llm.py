@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
+from millpond.cache.state.kept_spans import Span
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.chunked_prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
@@ -107,6 +108,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
@@ -117,6 +119,7 @@ class LLM:
             prompts: one or several, texts, token ids or `Prompt`s.
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
+            keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
             breakpoints: see `Request.breakpoints`: of all prompts, or a list for each of them.
@@ -128,7 +131,9 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        found = self.stream(prompts, params, cache=cache, schedule=schedule, breakpoints=breakpoints, progress=progress)
+        found = self.stream(
+            prompts, params, cache=cache, keep=keep, schedule=schedule, breakpoints=breakpoints, progress=progress
+        )
         return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
@@ -137,6 +142,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
+        keep: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
@@ -144,7 +150,7 @@ class LLM:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names, breakpoints)
+        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep)
         for request in asked:
             self.engine.require_breakpoints(request)
         try:
@@ -298,7 +304,7 @@ def load(
 
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
-    names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
+    names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
@@ -311,7 +317,10 @@ def requests_of(
         raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
     places = _places(breakpoints, len(each))
     return [
-        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at)
+        Request(
+            request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
+            keep=tuple(keep),
+        )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]
 

@@ -70,6 +70,8 @@ class Request:
         breakpoints: with `prefix_cache`, numbers of tokens of the prompt behind which others may go on, at most
             `MOST_BREAKPOINTS`: methods that sum over all queries keep their sums there, at the last end of a block
             before. Other methods share every block and need none; where nothing is shared they change nothing.
+        keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
+            they count in the budget. See `kept_spans`.
     """
 
     request_id: str
@@ -84,3 +86,4 @@ class Request:
     known: tuple[tuple[int, ...], ...] = ()
     tell_forgotten: tuple[tuple[int, int], ...] = ()
     breakpoints: tuple[int, ...] = ()
+    keep: tuple[tuple[int, int], ...] = ()

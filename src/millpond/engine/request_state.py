@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.state.kept_spans import Span
 from millpond.engine.blend import PromptBlend
 from millpond.engine.chunked_prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
@@ -29,8 +30,8 @@ class RequestState:
             would give them.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        waited: steps in which it waited for others to read what it begins with. access: by which the prefix tree knows
-            its prompt; None: it has kept nothing yet.
+        kept: spans of the prompt that stay. waited: steps in which it waited for others to read what it begins with.
+        access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
         reader_read: tokens that another had read of what this one waits for, when it last waited.
     """
@@ -48,6 +49,7 @@ class RequestState:
     blend: PromptBlend | None = None
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
+    kept: tuple[Span, ...] = ()
     waited: int = 0
     access: int | None = None
     stops: list[int] = field(default_factory=list)

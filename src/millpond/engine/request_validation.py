@@ -14,6 +14,7 @@ from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.forgotten import check_spans
 from millpond.engine.group_registry import GroupRegistry
+from millpond.engine.kept import checked_spans
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
@@ -68,6 +69,7 @@ class RequestValidator:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
+        kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
         reach = group.recipe.reach
@@ -94,7 +96,7 @@ class RequestValidator:
         ]
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(
-            request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans,
+            request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans, kept=kept,
             stops=self._stops(request, len(ids), bool(spans), group),
         )  # fmt: skip
 

@@ -210,6 +210,8 @@ class StepExecutor:
             live.times = replace(live.times, started=time.monotonic())
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
+        if live.kept and not live.stack.timeline.kept.of(0):
+            live.stack.keep(live.kept)
         start = live.job.read
         ends = start + n == len(live.ids) and not live.job.trunk
         span = None if live.blend is None else live.blend.span(start, start + n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,11 +18,13 @@ from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.heap import give_back
 from millpond.cache.pages.layer_pools import LayerPools
+from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.kept_spans import kept_spans
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.token_ids import TokenIds
-from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
 from millpond.hf.fork import check_pages, share
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
@@ -93,7 +95,7 @@ class MillpondCache(Cache):
         make = layer_cache(profile.latent)
         cores = [
             make(
-                index, policy, partial(budgets.entries, index), of.plain, self.timeline,
+                index, policy, partial(_entries, budgets, policy, self.timeline, index), of.plain, self.timeline,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder), rotation=rotation,
                 sealed=of.sealing, reading=of.reading,
             )
@@ -163,6 +165,42 @@ class MillpondCache(Cache):
             CacheMismatchError: it was given embeddings in place of ids.
         """
         return image_tokens(self, self._image_ids)
+
+    def protect(self, spans: Sequence[Sequence[int]], *, sequence: int | None = None) -> None:
+        """Keep spans of a text in every head of every layer, whatever the method, until `reset`.
+
+        They count in the budget. Before a prompt they are spans of that prompt, in place of those that were given
+        before. Later they are added to what is kept, and lie in tokens that are still to be read.
+
+        Args:
+            spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt: none.
+            sequence: of this sequence of the batch alone; None: of each.
+
+        Raises:
+            OptionError: no spans, spans that overlap, or a method that cannot keep them (the message says why). Where
+                they leave less of the budget than the method protects, the pass that reads them raises `BudgetError`.
+            CacheMismatchError: no such sequence, or a span of tokens that were read already.
+        """
+        refusal = self.policy.kept_refusal()
+        if refusal is not None:
+            raise OptionError(f"spans cannot be kept: {refusal}")
+        if any(codec.ages for codec in self._pools.codecs):
+            raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
+        found, timeline = kept_spans(spans), self.timeline
+        if not timeline.n_seq:
+            timeline.kept.expect(found, sequence)
+            return
+        if sequence is not None and not 0 <= sequence < timeline.n_seq:
+            raise CacheMismatchError(f"sequence {sequence}: the cache holds {timeline.n_seq}")
+        chosen = range(timeline.n_seq) if sequence is None else [sequence]
+        for s in chosen:
+            if found and found[0][0] < timeline.seen[s]:
+                raise CacheMismatchError(
+                    f"span [{found[0][0]}, {found[0][1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
+                    "some may have left; keep spans of what is read next, or protect() before the prompt"
+                )
+        for s in chosen:
+            timeline.kept.add(found, s)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
@@ -408,3 +446,11 @@ class MillpondCache(Cache):
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """The first layer that has not seen `columns` columns, with its number in the model."""
         return next((layer for layer in self.entry_layers.items() if layer[1].columns != columns), None)
+
+
+def _entries(
+    budgets: LayerBudgets, policy: Policy, timeline: PositionTracker, layer: int, table: PageTable, sequence: int,
+    seen: int,
+) -> int:  # fmt: skip
+    """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
+    return budgets.entries(layer, table, sequence, seen, timeline.kept.count(sequence, policy.protect.sinks))

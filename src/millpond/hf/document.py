@@ -68,6 +68,8 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
     tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
+    if timeline.kept.of(0):
+        tensors["kept"] = torch.tensor(timeline.kept.of(0), dtype=torch.int32)
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
@@ -122,6 +124,8 @@ def restore_document(
     ids = tensors.pop("ids").long().to(model.device)
     n_tokens = ids.shape[-1]
     try:
+        if "kept" in tensors:
+            cache.protect(tensors.pop("kept").tolist())
         for core in cache.layer_caches:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}

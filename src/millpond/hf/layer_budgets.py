@@ -16,6 +16,7 @@ from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.allocation.layers import LayerAllocation, PromptLayers, split_budget
 from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
 from millpond.policy.policy import Policy
+from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.scores.attention import Recency
 
 
@@ -56,8 +57,14 @@ class LayerBudgets:
         self.cores: list[LayerCache] = []
         self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
-    def entries(self, layer: int, table: PageTable, sequence: int, seen: int) -> int:
-        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens."""
+    def entries(self, layer: int, table: PageTable, sequence: int, seen: int, kept: int = 0) -> int:
+        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens.
+
+        kept: tokens, sinks left out, that every layer keeps whatever the method says; layers share out the rest.
+
+        Raises:
+            BudgetError: kept tokens leave less than the method protects.
+        """
         if self.budget is None:
             return UNBOUNDED
         seen = self.at_prompt_end(sequence, seen)
@@ -66,7 +73,9 @@ class LayerBudgets:
             layers = self._decide(layers, layer, sequence)
         most = [min(seen, max(window - 1, 1) if window else seen) for window in self._windows]
         least = self._policy.protect.minimum()
-        return split_budget(layers, self._average(table, seen), least, most)[layer]
+        average = self._average(table, seen, kept)
+        most = [max(entries - kept, least) for entries in most] if kept else most
+        return split_budget(layers, average - kept, least, most)[layer] + kept
 
     def _decide(self, layers: PromptLayers, layer: int, sequence: int) -> LayerAllocation:
         """What the first layer decides when its turn to plan comes, the others follow.
@@ -83,15 +92,18 @@ class LayerBudgets:
             self._decided[sequence] = layers.decide([core.measure(sequence, layers.measure) for core in self.cores])
         return self._decided[sequence]
 
-    def _average(self, table: PageTable, seen: int) -> int:
+    def _average(self, table: PageTable, seen: int, kept: int = 0) -> int:
         """Entries per KV head on average over the layers."""
         assert self.budget is not None
-        entries = self._asked(table, seen)
-        self._tell_of_few(entries, seen)
+        entries = self._asked(table, seen, floor=not kept)
+        least = self._policy.protect.minimum()
+        if kept and entries - kept < least:
+            raise BudgetError(f"budget {self.budget}: {kept_beyond_budget(kept, least, entries)}")
+        self._tell_of_few(entries - kept, seen - kept)
         return entries
 
-    def _asked(self, table: PageTable, seen: int) -> int:
-        """What the budget means for a sequence of `seen` tokens."""
+    def _asked(self, table: PageTable, seen: int, floor: bool = True) -> int:
+        """What the budget means for a sequence of `seen` tokens; with `floor` a share is at least what is protected."""
         assert self.budget is not None
         if self.budget.kind == "bytes":
             entries = self._entries_of_bytes(table, int(self.budget.amount))
@@ -104,7 +116,7 @@ class LayerBudgets:
             return entries
         entries = self.budget.entries(seen)
         least = self._policy.protect.minimum()
-        if self.budget.kind == "ratio" and entries < least:
+        if floor and self.budget.kind == "ratio" and entries < least:
             self._warn(
                 BudgetFloorWarning,
                 f"{self.budget} of a prompt of {seen} tokens is {entries} entries, fewer than the {least} that "

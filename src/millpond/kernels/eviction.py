@@ -47,12 +47,21 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
     return value
 
 
+def in_spans(positions: Tensor, spans: Tensor) -> Tensor:
+    """(R, n) bool: which positions (R, n) lie in one of the spans (R, k, 2) of their row."""
+    begin, end = spans[..., None].unbind(2)
+    return ((positions[:, None] >= begin) & (positions[:, None] < end)).any(1)
+
+
 def choose_evicted(
-    rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, recent: Tensor, window: int, n_kv_heads: int
-) -> Tensor:
-    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first."""
+    rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, recent: Tensor, window: int, n_kv_heads: int,
+    kept: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first. kept: `StepRegions`."""
     value = eviction_value(rule, scores, positions, q_pos, n_kv_heads).double()
     protected = (positions < rule.sinks) | (q_pos - positions < recent[:, None])
+    if kept is not None:
+        protected |= in_spans(positions, kept.repeat_interleave(n_kv_heads, 0))
     value = value.masked_fill(protected, INF)
     if window:
         value = value.masked_fill(q_pos + 1 - positions >= window, -INF)

@@ -33,8 +33,8 @@ class OpSet(Protocol):
         leaves). Where the pages have masses, the log mass of a stored entry is added to its logit (after the softcap);
         the new entry has log mass 0. A region never holds more than its cap.
 
-        Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, and the `recent[r]`
-        newest positions (q_pos - position < recent[r]). Chosen first: what the sliding window hides from the next
+        Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, the `recent[r]`
+        newest positions (q_pos - position < recent[r]), and those in `kept` spans of their sequence. Chosen first: what the sliding window hides from the next
         query.
 
         Regions of two parts have one softmax, one score update and one victim over both. The new entry is stored in

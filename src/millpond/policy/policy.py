@@ -20,7 +20,7 @@ from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.protect import Protect
 from millpond.policy.retaining.gates import Gates
 from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.scores.attention import Score
+from millpond.policy.scores.attention import Recency, Score
 from millpond.policy.scores.gated import FindGates
 from millpond.policy.scores.retained import FindHeads, retained, with_heads
 from millpond.policy.scores.strided import Strided
@@ -374,6 +374,15 @@ class Policy:
             )
         if self.merge is not None:
             return f"this method merges evicted entries, so nothing is left for a lower tier; {WAY_OUT}"
+        return None
+
+    def kept_refusal(self) -> str | None:
+        """Why spans of a text cannot be kept in every head, and what to do instead; None where they can."""
+        if self.positions == "cache_relative" and isinstance(self.score, Recency):
+            return (
+                "this method turns its first tokens to the places before its newest ones at each step, and has no such "
+                "place for tokens between them; give positions='absolute'"
+            )
         return None
 
     def layer_seed(self, layer: int) -> int:

@@ -14,6 +14,18 @@ from millpond.policy.view import View
 SHORT_TURN_TOKENS = 64
 
 
+def kept_beyond_budget(n_kept: int, least: int, budget: int) -> str:
+    """Why kept spans are refused that leave of a budget less than a method protects.
+
+    Args:
+        n_kept: their tokens, sinks left out. least: entries that the method protects. budget: entries per KV head.
+    """
+    return (
+        f"{n_kept} kept tokens and {least} entries that the method protects are more than the budget of {budget} "
+        f"entries per KV head; keep fewer tokens, or raise the budget to {n_kept + least} or more"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Protect:
     """Sinks, recent entries and a grace period.

@@ -44,9 +44,12 @@ class CacheLayout:
         self._dtype, self._device = dtype, device
         self._budgets = _RequestBudgets(budget, policy, [layer.window for layer in layers])
 
-    def entries(self, layer: int, seen: int, table: PageTable) -> int:
-        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says."""
-        return self._budgets.expected(layer, table, self.within_reach(seen))
+    def entries(self, layer: int, seen: int, table: PageTable, kept: int = 0) -> int:
+        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says.
+
+        kept: tokens that every layer keeps, see `LayerBudgets.entries`.
+        """
+        return self._budgets.expected(layer, table, self.within_reach(seen), kept)
 
     def within_reach(self, seen: int) -> int:
         """Of `seen` tokens of a text those that may be held at a time, before any is evicted."""
@@ -86,11 +89,11 @@ class CacheLayout:
 class _RequestBudgets(LayerBudgets):
     """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
 
-    def expected(self, layer: int, table: PageTable, seen: int) -> int:
+    def expected(self, layer: int, table: PageTable, seen: int, kept: int = 0) -> int:
         """Entries per KV head, before the text is known."""
         if self.budget is not None and self._policy.needs_all_layers:
-            return self._average(table, seen)
-        return self.entries(layer, table, 0, seen)
+            return self._average(table, seen, kept)
+        return self.entries(layer, table, 0, seen, kept)
 
     def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
         return super()._entries_of_bytes(table, amount * table.n_seq)

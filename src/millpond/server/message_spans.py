@@ -11,35 +11,42 @@ from millpond.server.messages import Message
 
 #: [begin, end) in characters or tokens.
 Span = tuple[int, int]
+FORGOTTEN, KEEP = "millpond.forgotten", "millpond.keep"
 
 
 class EnclosedMessages:
-    """Messages with a mark at each end of their text, so that they can be found behind a chat template.
+    """Messages with a mark at each end of some pieces of their texts, so that these can be found behind a template.
+
+    Args:
+        pieces: of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
 
     Attributes:
         messages: with the marks, inside of white space, which templates strip.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, messages: Sequence[Message], pieces: Sequence[Sequence[Span]] | None = None) -> None:
         self._secret = secrets.token_hex(12)
-        self._marked: list[bool] = []
-        self.messages = [self._enclosed(number, message) for number, message in enumerate(messages)]
+        self._marked: list[bool] = []  # by piece
+        every = [[(0, len(text_of(message)))] for message in messages] if pieces is None else pieces
+        self.messages = [self._enclosed(message, own) for message, own in zip(messages, every, strict=True)]
 
-    def _enclosed(self, number: int, message: Message) -> Message:
-        content = message.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        self._marked.append(bool(text.strip()))
-        if not text.strip():
-            return message
-        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        first, last = self._marks(number)
-        return message.model_copy(update={"content": text[:begin] + first + text[begin:end] + last + text[end:]})
+    def _enclosed(self, message: Message, pieces: Sequence[Span]) -> Message:
+        text, out, behind = text_of(message), "", 0
+        for begin, end in pieces:
+            piece = text[begin:end]
+            if piece.strip():
+                first, last = self._marks(len(self._marked))
+                inside = begin + len(piece) - len(piece.lstrip()), begin + len(piece.rstrip())
+                out += text[behind : inside[0]] + first + text[slice(*inside)] + last
+                behind = inside[1]
+            self._marked.append(bool(piece.strip()))
+        return message.model_copy(update={"content": out + text[behind:]}) if out else message
 
     def _marks(self, number: int) -> tuple[str, str]:
         return f"b{self._secret}n{number}e", f"e{self._secret}n{number}e"
 
     def spans(self, marked: str, text: str) -> list[Span]:
-        """Where each message lies in `text`, in characters; (0, 0) for one without a text.
+        """Where each piece lies in `text`, in characters; (0, 0) for one without a text.
 
         Args:
             marked: what a template has made of `messages`. text: what it has made of the messages as they were.
@@ -66,6 +73,45 @@ class EnclosedMessages:
         return found
 
 
+def text_of(message: Message) -> str:
+    """All its text."""
+    content = message.content
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def kept_pieces(message: Message) -> list[Span]:
+    """Where the parts of a message that stay lie in its text, in characters."""
+    if message.millpond is not None and message.millpond.keep:
+        return [(0, len(text_of(message)))]
+    found, behind = [], 0
+    for part in message.content if isinstance(message.content, list) else ():
+        if part.millpond is not None and part.millpond.keep:
+            found.append((behind, behind + len(part.text)))
+        behind += len(part.text)
+    return found
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans without those that are empty, ascending, and those that share a token as one."""
+    found: list[Span] = []
+    for begin, end in sorted(span for span in spans if span[0] < span[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def refuse_keep(wanted: object, way_out: str) -> None:
+    """
+    Raises:
+        ApiError: `millpond.keep` is given where there is no prompt of a completion.
+    """
+    if wanted is not None:
+        message = f"millpond.keep goes with the one prompt of a completion; {way_out}"
+        raise ApiError(400, message, "invalid_value", KEEP)
+
+
 def refuse_forgotten(wanted: bool) -> None:
     """
     Raises:
@@ -73,18 +119,22 @@ def refuse_forgotten(wanted: bool) -> None:
     """
     if wanted:
         message = "millpond.forgotten goes with a chat, of whose messages it tells: use /v1/chat/completions"
-        raise ApiError(400, message, "invalid_value", "millpond.forgotten")
+        raise ApiError(400, message, "invalid_value", FORGOTTEN)
 
 
-def token_spans(tokenizer: Any, text: str, special: bool, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
+def token_spans(
+    tokenizer: Any, text: str, special: bool, spans: Sequence[Span], field: str = FORGOTTEN
+) -> tuple[list[int], list[Span]]:
     """The ids of a text, and where spans of its characters lie among them; a token that lies in part in one is of it.
+
+    field: of the body, which asks for it.
 
     Raises:
         ApiError: the tokenizer does not tell which characters a token stands for.
     """
     if not getattr(tokenizer, "is_fast", False):
         message = "this model's tokenizer does not tell which characters a token stands for"
-        raise ApiError(400, message, "unsupported_parameter", "millpond.forgotten")
+        raise ApiError(400, message, "unsupported_parameter", field)
     found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     offsets = [(begin, end) for begin, end in found["offset_mapping"]]
     return list(found["input_ids"]), [_among(offsets, span) for span in spans]
@@ -97,5 +147,5 @@ def _among(offsets: Sequence[Span], span: Span) -> Span:
 
 
 def _changed() -> ApiError:
-    message = "the model's chat template leaves a message out or changes it, so its forgotten share is unknown"
-    return ApiError(400, message, "template_error", "millpond.forgotten")
+    message = "the model's chat template leaves a message out or changes it, so where it lies is unknown"
+    return ApiError(400, message, "template_error", "messages")

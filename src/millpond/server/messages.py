@@ -47,6 +47,12 @@ class CacheControl(Body):
     type: Literal["ephemeral"]
 
 
+class Kept(Body):
+    """`millpond` of a message, or of a part of one: whether every head of every layer keeps it."""
+
+    keep: StrictBool = False
+
+
 class TextPart(Body):
     """A piece of a message; a chunk is a text of its own, whose keys and values the chunk store keeps."""
 
@@ -54,6 +60,7 @@ class TextPart(Body):
     text: str
     chunk: StrictBool = False
     cache_control: CacheControl | None = Field(default=None, exclude=True)
+    millpond: Kept | None = None
 
 
 class CalledFunction(Body):
@@ -101,6 +108,7 @@ class Message(Body):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
+    millpond: Kept | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None

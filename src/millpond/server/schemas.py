@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
+from millpond.cache.state.kept_spans import MOST_KEPT
 from millpond.engine.request import MOST_SALT
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
@@ -32,6 +33,8 @@ class CacheFields(Body):
         watch: let /v1/millpond/memory/{id} show what the cache held at the end, too.
         chunks: [begin, end] of each chunk of a completion's only prompt, in characters of a text, or in tokens.
         forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
+        keep: [begin, end] of spans of a completion's only prompt that every head keeps, in characters of a text, or in
+            tokens. In chats messages and their parts say so themselves.
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
@@ -46,6 +49,7 @@ class CacheFields(Body):
     watch: bool = False
     chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
+    keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
 

@@ -16,7 +16,7 @@ from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
-from millpond.server.message_spans import EnclosedMessages, Span, token_spans
+from millpond.server.message_spans import KEEP, EnclosedMessages, Span, joined, kept_pieces, token_spans
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
 from millpond.server.tools.plain import in_words
@@ -207,6 +207,38 @@ class TokenizerWorker:
             raise ApiError(400, message, "unsupported_parameter", "millpond.forgotten")
         return tuple(found)
 
+    async def kept_in_chat(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        """A chat as the model reads it, in token ids, and the spans among them of messages and parts that stay.
+
+        Raises:
+            ApiError: as `chat_spans`.
+        """
+        text, _ = await self.chat(said, body, use_tools)
+        enclosed = EnclosedMessages(said, [kept_pieces(message) for message in said])
+        marked, _ = await self.chat(enclosed.messages, body, use_tools)
+        return await self.kept_in_text(text, enclosed.spans(marked, text), special=not self.has_template)
+
+    async def kept_in_text(
+        self, text: str, spans: Sequence[Span], special: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        """The ids of a text, and the spans among them of spans of its characters.
+
+        Raises:
+            ApiError: spans that leave the text; or the tokenizer tells no characters of tokens.
+        """
+        for begin, end in spans:
+            if not 0 <= begin <= end <= len(text):
+                message = f"keep: [{begin}, {end}] must lie in the prompt of {len(text)} characters"
+                raise ApiError(400, message, "invalid_value", KEEP)
+        ids = await self.encode(text, special)
+        read, found = await self._run(lambda own: token_spans(own, text, special, spans, KEEP), len(text))
+        if tuple(read) != ids:
+            message = "this model's tokenizer does not tell which characters a token stands for"
+            raise ApiError(400, message, "unsupported_parameter", KEEP)
+        return ids, joined(found)
+
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""
         added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
@@ -273,7 +305,7 @@ def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> s
 
 def _plain(message: Message) -> dict[str, Any]:
     """A message as templates expect it: one text, and nothing that says nothing."""
-    found = message.model_dump(exclude_none=True, exclude={"annotations"})
+    found = message.model_dump(exclude_none=True, exclude={"annotations", "millpond"})
     if isinstance(message.content, list):
         found["content"] = "".join(part.text for part in message.content)
     found.setdefault("content", "")

@@ -20,6 +20,7 @@ from millpond.cache.pages.aged_store import PackedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
+from millpond.cache.state.kept_spans import KeptSpans
 from millpond.cache.types import Entries, by_position
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
@@ -129,9 +130,9 @@ def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.nd
     return True
 
 
-def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray) -> None:
+def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpans) -> None:
     """After a decoding step at positions `at` (S,), -1 for none: what a page's worth of new entries puts beyond the
-    budget is sealed, the lowest by `rule` first."""
+    budget is sealed, the lowest by `rule` first. `kept` entries stay in the upper tier."""
     (sealed,) = table.packed_parts
     over = table.lengths() - table.budgets()
     for sequence in np.flatnonzero((at >= 0) & (over >= sealed.slots).any(1)).tolist():
@@ -140,7 +141,8 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray) -> None:
         query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
         value = eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
         pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
-        value = value.masked_fill(pinned, torch.inf)
+        stays = kept.mask(sequence, positions)
+        value = value.masked_fill(pinned if stays is None else pinned | stays, torch.inf)
         by_age = by_position(positions)
         lowest = by_age.gather(1, value.gather(1, by_age).argsort(dim=1, stable=True))
         places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)

@@ -169,6 +169,7 @@ class DecodeStep:
         rule, always = self._rule, self._rule.evict is Evict.NEVER
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
+        table.kept = self._timeline.kept.tensor(device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
         table.copy_on_write(whole=moves or rule.signal is not Signal.NONE)  # a signal goes into every slot
@@ -192,10 +193,10 @@ class DecodeStep:
             self._finite.check(lse, columns)
         if headwise is not None:
             assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.apply(table, self._timeline.tokens, positions, shape.window)
+            headwise.apply(table, self._timeline.tokens, positions, shape.window, self._timeline.kept)
         if rivals is not None:
-            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window)
+            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._timeline.kept)
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._demotes.evict is not Evict.NEVER:
-            quantize.demote_due(table, self._demotes, positions)
+            quantize.demote_due(table, self._demotes, positions, self._timeline.kept)

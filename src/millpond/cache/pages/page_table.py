@@ -38,11 +38,13 @@ class PageTable:
         recent: (R,) int32 how many newest positions are protected.
         head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
         sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
+        kept: of the step that follows, see `StepRegions`.
     """
 
     def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: PackedPart | None = None) -> None:
         self.pool = pool
         self.sealed = sealed
+        self.kept: Tensor | None = None
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self._rows = PageLists(pool, n)
@@ -121,7 +123,7 @@ class PageTable:
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
         """All regions at a decoding step of tokens at q_pos (S,)."""
         packed = None if self.sealed is None else self.sealed.regions()
-        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed)
+        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, self.kept)
 
     @property
     def page_lists(self) -> PageLists:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond.cache.entries.slot_view import SlotView
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.kept_spans import KeptSpans
 from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eviction import INF, eviction_value
@@ -56,8 +57,12 @@ class HeadCompetition:
             self.table.set_budgets(before)
             raise
 
-    def compete(self, rule: DecodeRule, q_pos: Tensor, window: int) -> None:
-        """After the step: the lowest entries of all heads leave. q_pos (S,): positions of the new tokens."""
+    def compete(self, rule: DecodeRule, q_pos: Tensor, window: int, kept: KeptSpans) -> None:
+        """After the step: the lowest entries of all heads leave.
+
+        Args:
+            q_pos: (S,) positions of the new tokens. kept: of the sequences; their entries take no part.
+        """
         table, n_heads = self.table, self.table.n_kv_heads
         rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
         slots = SlotView.of(table, rows)
@@ -68,13 +73,22 @@ class HeadCompetition:
             value = value.masked_fill(query + 1 - positions >= window, -INF)
         recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
         pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
+        aside = self._aside(positions, kept, rule.sinks)
+        if aside is not None:
+            pinned &= ~aside
         caps = table.budgets()
         budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(value.device)
-        floor = self.heads.floor(pinned.sum(1), budget.repeat_interleave(n_heads))
+        budget = budget.repeat_interleave(n_heads)
+        if aside is None:
+            free, floor = valid & ~pinned, self.heads.floor(pinned.sum(1), budget)
+        else:
+            n_kept = (valid & aside).sum(1)
+            free = valid & ~pinned & ~aside
+            floor = n_kept + self.heads.floor(pinned.sum(1), (budget - n_kept).clamp(min=0))
         spare = (valid.sum(1) - floor).clamp(min=0)
         by_head = (len(self.sequences), n_heads, -1)
         leave = lowest_scored(
-            value.view(by_head), positions.view(by_head), (valid & ~pinned).view(by_head), spare.view(by_head[:2]),
+            value.view(by_head), positions.view(by_head), free.view(by_head), spare.view(by_head[:2]),
             n_heads,
         ).flatten(0, 1)  # fmt: skip
         lengths = slots.evict(leave).reshape(by_head[:2])
@@ -82,3 +96,12 @@ class HeadCompetition:
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
             table.set_lengths(sequence, lens)
         table.set_budgets(caps)
+
+    def _aside(self, positions: Tensor, kept: KeptSpans, sinks: int) -> Tensor | None:
+        """(n, N) bool: which positions (n, N) of the competing sequences are kept, sinks left out; None: none is."""
+        by_sequence = positions.view(len(self.sequences), self.table.n_kv_heads, -1)
+        masks = [kept.mask(s, own, sinks) for s, own in zip(self.sequences.tolist(), by_sequence, strict=True)]
+        if all(mask is None for mask in masks):
+            return None
+        none = torch.zeros_like(by_sequence[0], dtype=torch.bool)
+        return torch.cat([none if mask is None else mask for mask in masks])

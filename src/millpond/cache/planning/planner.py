@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,13 +20,14 @@ from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
 from millpond.codec.rotate import rotate
-from millpond.errors import OptionError
+from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.merging.protocol import Merged
 from millpond.policy.policy import REDUCE, EvictionPlan, Policy, with_rest
+from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.step_merge import slot_plan
 from millpond.policy.variants.head_rules import NestedPlan
-from millpond.policy.view import View
+from millpond.policy.view import View, columns_of
 
 
 class Planner:
@@ -51,6 +53,7 @@ class Planner:
         self._entries = entries
         self._attention = attention
         self._companions = companions
+        self._timeline = timeline
         slots = slot_plan(policy, attention.index)
         self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, companions)
 
@@ -66,8 +69,17 @@ class Planner:
         numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
         if self._attention.shape.window:
             numbers = np.minimum(numbers, self._attention.shape.window)
-        newest = self._policy.newest(self._attention.index, torch.from_numpy(numbers), budget).numpy()
+        n_kept = self._n_kept(sequence)
+        free = torch.from_numpy(numbers - n_kept).clamp(min=0) if n_kept else torch.from_numpy(numbers)
+        newest = self._policy.newest(self._attention.index, free, max(budget - n_kept, 0)).numpy()
         table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
+
+    def _n_kept(self, sequence: int) -> int:
+        """Positions of kept spans, those that no query of a sliding window will see, and sinks, left out."""
+        window, first = self._attention.shape.window, self._policy.protect.sinks
+        if window and sequence < self._timeline.n_seq:
+            first = max(first, int(self._timeline.seen[sequence]) - window + 1)
+        return self._timeline.kept.count(sequence, first)
 
     def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
@@ -170,9 +182,10 @@ class Planner:
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
-            if due.any():
-                merger.merge(table, q_pos, due)
-            return
+            apart = due & np.array([self._timeline.kept.count(s) > 0 for s in range(table.n_seq)])
+            if (due & ~apart).any():
+                merger.merge(table, q_pos, due & ~apart)
+            due = apart  # the kernel knows nothing of kept spans
         for s in np.flatnonzero(due).tolist():
             budget = self._companions.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
@@ -211,37 +224,72 @@ class Planner:
             plan = self._choose(table, sequence, found, alive, seen, budget, between)
             if self._policy.gates is not None:
                 self._companions.ceilings[sequence] = budget
-            self.set_budget(table, sequence, budget, plan.caps)
+            self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
         if self._companions.headwise is not None:
             assert plan is None or isinstance(plan, NestedPlan)
             self._companions.headwise.settle(table, sequence, plan)
 
     def _choose(
         self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
-    ) -> EvictionPlan:
-        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps."""
+    ) -> EvictionPlan | None:
+        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps; None: it is not asked.
+
+        Raises:
+            BudgetError: kept spans leave less of the budget than the policy protects.
+        """
         found = self.views.signal(sequence, found)
+        aside, n_kept = self._kept_aside(sequence, found.positions, alive, seen, budget)
+        if aside is not None:
+            alive = alive & ~aside
+            if not bool(alive.any()):
+                read_write.replace(table, sequence, found, aside, last=not between)
+                return None
         if table.sealed is not None and table.sealed.codec.tiered:
             alive = alive.clone()
             alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)
-        plan = self._policy.plan(view, budget, between=between)
+        plan = self._policy.plan(view, budget - n_kept, between=between)
         if plan.standing is not None:
             found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))
         if plan.merged is None:
             keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
+            keep = keep if aside is None else keep | aside
             read_write.replace(table, sequence, found, keep, last=not between)
         else:
-            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep)
-        return plan
+            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep, found, aside)
+        return replace(plan, caps=(plan.caps + n_kept).clamp(max=UNBOUNDED)) if n_kept else plan
 
-    def _hold_merged(self, table: PageTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor) -> None:
-        """Hold what a plan has merged, in fresh pages."""
+    def _kept_aside(
+        self, sequence: int, positions: Tensor, alive: Tensor, seen: int, budget: int
+    ) -> tuple[Tensor | None, int]:
+        """(H, N) bool: which candidates stay whatever the policy says, which plans without them; and how many entries
+        of the `budget` of each head are for such, read or not. None where the sequence keeps none.
+
+        Raises:
+            BudgetError: they leave less of the budget than the policy protects.
+        """
+        n_kept = self._n_kept(sequence)
+        aside = self._timeline.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
+        if aside is None:
+            return None, 0
+        least = self._policy.protect.minimum()
+        if budget - n_kept < least:
+            raise BudgetError(kept_beyond_budget(n_kept, least, budget))
+        return aside & alive, n_kept if budget < UNBOUNDED else 0
+
+    def _hold_merged(
+        self, table: PageTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor, before: Entries,
+        aside: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Hold what a plan has merged, in fresh pages, and the entries (H, N) `aside` as they were `before`."""
         masses = merged.log_masses if self._policy.mass_bias else None
         keys, values = (rotate(t) if table.is_hadamard_rotated else t for t in (merged.keys, merged.values))
         found = Entries(keys, values, positions, merged.scores, masses)
+        if aside is not None:
+            found, kept = _behind(found, before, aside)
+            keep = torch.cat([keep, kept], 1)
         read_write.replace(table, sequence, found, keep)
         if merged.memory is not None:
             self._companions.memories[sequence] = merged.memory
@@ -251,3 +299,17 @@ class Planner:
         found = self.views.signal(sequence, read_write.read(table, sequence))
         order = by_position(found.positions)
         return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))
+
+
+def _behind(first: Entries, before: Entries, aside: Tensor) -> tuple[Entries, Tensor]:
+    """Merged entries, and behind them those of `before` that were set `aside` (H, N); and (H, n) where these are."""
+    order = by_position(torch.where(aside, before.positions, -1))[:, : int(aside.sum(1).max())]
+    masses = None
+    if first.log_masses is not None:
+        logs = before.log_masses if before.log_masses is not None else torch.zeros_like(before.scores)
+        masses = torch.cat([first.log_masses, columns_of(logs, order)], 1)
+    parts = [
+        torch.cat([own, columns_of(old, order).to(own.dtype)], 1)
+        for own, old in zip(first[:4], before[:4], strict=True)
+    ]
+    return Entries(parts[0], parts[1], parts[2], parts[3], masses), aside.gather(1, order)

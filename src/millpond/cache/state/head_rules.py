@@ -15,6 +15,7 @@ from torch import Tensor
 from millpond.cache.entries.slot_view import SlotView
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.per_sequence import PerSequence
+from millpond.cache.state.kept_spans import KeptSpans
 from millpond.cache.state.token_ids import TokenIds
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, HeadRuleArgs, WindowSignalArgs
@@ -104,11 +105,15 @@ class HeadRuleState:
 
     # ------------------------------------------------------------------ decoding
 
-    def apply(self, table: PageTable, tokens: TokenIds, positions: np.ndarray, window: int) -> None:
-        """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves."""
-        n_heads = table.n_kv_heads
+    def apply(
+        self, table: PageTable, tokens: TokenIds, positions: np.ndarray, window: int, kept: KeptSpans | None = None
+    ) -> None:
+        """After a step that stored the tokens at `positions` (S,), -1 for none: what no head keeps leaves.
+
+        kept: spans of the sequences, which stay in every head; None: none.
+        """
         limits = self._limits_of(table)
-        active, device, policy = positions >= 0, table.lens.device, self._rules
+        active, device = positions >= 0, table.lens.device
         if limits.everyone is not None and active.all():
             chosen, together, seen = limits.everyone, limits.most, torch.from_numpy(positions + 1).to(device)
         else:
@@ -117,13 +122,33 @@ class HeadRuleState:
                 return
             chosen = torch.from_numpy(numbers).to(device)
             together, seen = limits.most[chosen], torch.from_numpy(positions[numbers] + 1).to(device)
-        args = HeadRuleArgs(
-            table.regions, chosen, tokens.all, policy.classes.table(device), table.head_rules, table.recent, seen,
-            policy.quota(seen), together, policy.protect.sinks, window,
-        )  # fmt: skip
-        if table.sealed is None and ops.admit(args):
-            table.trim()
-            return
+        if kept is None or kept.tensor(device) is None:
+            return self._release(table, tokens, chosen, together, seen, window, None)
+        keeps = [kept.count(s, self._rules.protect.sinks) > 0 for s in chosen.tolist()]
+        for some, own in ((~np.array(keeps), None), (np.array(keeps), kept)):
+            if some.any():
+                rows = torch.from_numpy(np.flatnonzero(some)).to(device)
+                self._release(table, tokens, chosen[rows], together[rows], seen[rows], window, own)
+
+    def _release(
+        self, table: PageTable, tokens: TokenIds, chosen: Tensor, together: Tensor, seen: Tensor, window: int,
+        kept: KeptSpans | None,
+    ) -> None:  # fmt: skip
+        """What no head of the sequences `chosen` (n,) keeps leaves.
+
+        Args:
+            together, seen: (n,) int64, entries that all their heads may hold, and tokens so far.
+            kept: their spans, entries of which take no part; None: none.
+        """
+        n_heads, device, policy = table.n_kv_heads, table.lens.device, self._rules
+        if kept is None:
+            args = HeadRuleArgs(
+                table.regions, chosen, tokens.all, policy.classes.table(device), table.head_rules, table.recent, seen,
+                policy.quota(seen), together, policy.protect.sinks, window,
+            )  # fmt: skip
+            if table.sealed is None and ops.admit(args):
+                table.trim()
+                return
         sequences = chosen.cpu().numpy()
         slots = SlotView.of(table, (sequences[:, None] * n_heads + np.arange(n_heads)).ravel())
         rows, by_head = torch.from_numpy(slots.rows).to(device), (len(sequences), n_heads, -1)
@@ -134,7 +159,12 @@ class HeadRuleState:
             table.recent[rows].view(by_head)[:, 0, 0], together,
         )  # fmt: skip
         hidden = (here >= 0) & (seen[:, None, None] - here >= window) if window else torch.zeros_like(here).bool()
-        leave = hidden | policy.leaving(heads._replace(positions=here.masked_fill(hidden, -1)))
+        out = hidden
+        if kept is not None:
+            masks = [kept.mask(s, own, policy.protect.sinks) for s, own in zip(sequences.tolist(), here, strict=True)]
+            aside = torch.stack([torch.zeros_like(hidden[0]) if mask is None else mask for mask in masks])
+            out, heads = hidden | aside, heads._replace(most=together - aside.sum((1, 2)))
+        leave = hidden | policy.leaving(heads._replace(positions=here.masked_fill(out, -1)))
         if bool(leave.any()):
             table.shrink(sequences, slots.evict(leave.flatten(0, 1)).reshape(by_head[:2]))
 

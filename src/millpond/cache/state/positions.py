@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.state.kept_spans import KeptSpans
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
 
@@ -83,6 +84,7 @@ class PositionTracker:
     Attributes:
         seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
             away: `seen + closed` tokens were read.
+        kept: spans of positions that stay in every head of every layer.
     """
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class PositionTracker:
         self.closed: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
+        self.kept = KeptSpans()
         self.tokens: TokenIds | None = None  # set where a policy reads them
         self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
@@ -126,6 +129,7 @@ class PositionTracker:
                 "interrupted, or the cache used by two models? Call reset() and run the prompt again"
             )
         if self.n_seq == 0:
+            self.kept.begin(n_seq)
             self.seen, self.closed = np.zeros(n_seq, dtype=np.int64), np.zeros(n_seq, dtype=np.int64)
             self.origin = np.arange(n_seq)
         if self.n_seq != n_seq:
@@ -186,6 +190,7 @@ class PositionTracker:
         """Follow a choice or re-ordering of sequences."""
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self.closed = self.closed[sequences]
+        self.kept.select(sequences)
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         if self.tokens is not None:
             self.tokens.select(sequences)
@@ -193,6 +198,7 @@ class PositionTracker:
 
     def begin_with(self, columns: int) -> None:
         """One sequence, with the number of tokens seen before."""
+        self.kept.begin(1)
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.closed = np.zeros(1, dtype=np.int64)
         self.columns = columns
@@ -209,6 +215,7 @@ class PositionTracker:
         self.rewind(0, other.seen)
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
         self.closed = other.closed.copy()
+        self.kept = other.kept.copy(range(other.n_seq))
         if other.tokens is not None:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
@@ -217,6 +224,7 @@ class PositionTracker:
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]
+        other.kept = self.kept.copy(sequences)
         if self.tokens is not None:
             other.tokens = self.tokens.copy(sequences)
         return other
@@ -225,6 +233,7 @@ class PositionTracker:
         """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         self.closed = np.concatenate([self.closed, other.closed])
+        self.kept.join(other.kept)
         if self.tokens is not None:
             assert other.tokens is not None, "batches that are joined keep the same things"
             self.tokens.join(other.tokens)
@@ -240,6 +249,7 @@ class PositionTracker:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))
         self.closed = self.seen.copy()
+        self.kept.reset()
         if self.tokens is not None:
             self.tokens.reset()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.frames import CacheRelativePositions, stored, turn
 from millpond.cache.types import by_position
@@ -59,6 +60,7 @@ def renumber(
     numbered = dense._replace(positions=plain.int())
     turn(rotation, table, sequence, numbered, old, plain.clamp(min=0))
     if table.sealed is not None:
+        assert isinstance(table.sealed, QuantizedStore), "formats by age are refused where gaps close"
         table.sealed.renumber(table.rows(sequence), new[:, :n_sealed])
     if rolling is not None:
         rolling.restart(table, sequence)

@@ -42,7 +42,7 @@ class SessionReuse:
             Tokens of its prompt that the cache has read.
         """
         recipe = live.group.recipe
-        if not live.answers or live.spans or live.prompt_logprobs is not None or why_not(recipe) is not None:
+        if not live.answers or live.spans or live.kept or live.prompt_logprobs is not None or why_not(recipe) is not None:
             return 0
         for place, turn in self.store.beginnings(live.request.cache_salt, self._scope(recipe), live.numbers):
             if place.length <= least:
@@ -81,7 +81,7 @@ class SessionReuse:
 
     def keep(self, live: RequestState) -> None:
         """Store the caches behind the answers of a request that have just come to their ends."""
-        if why_not(live.group.recipe) is not None:
+        if why_not(live.group.recipe) is not None or live.kept:
             return
         for answer in live.answers:
             if answer.finish_reason in ("stop", "length"):

@@ -51,6 +51,7 @@ class StepRegions:
         rule: what is scored and what is evicted.
         shape: of the attention.
         packed: what lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
+        kept: (S, n, 2) int32, spans [begin, end) of positions that never leave, empty ones at the end; None: none.
     """
 
     plain: PageRegions
@@ -60,3 +61,4 @@ class StepRegions:
     rule: DecodeRule
     shape: AttentionShape
     packed: PackedRegions | None = None
+    kept: Tensor | None = None

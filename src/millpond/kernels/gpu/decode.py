@@ -22,6 +22,7 @@ from torch import Tensor
 from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.kernels.eager.decode_rows import one_by_one
+from millpond.kernels.eager.packed_decode import decode as eager
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.packed import attend_codes
@@ -81,7 +82,9 @@ def _parts(
 
 @on_its_device
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """Over two parts where there are two: one softmax, one victim."""
+    """Over two parts where there are two: one softmax, one victim. With kept spans in plain torch."""
+    if args.regions.kept is not None:
+        return eager(args)
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
     (pages, table, lens), packed, rule = regions.plain.parts, regions.packed, regions.rule
     caps, recent, q_pos, shape = regions.caps, regions.recent, regions.q_pos, regions.shape

@@ -19,7 +19,7 @@ from millpond.kernels.thread_count import thread_count
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/common/args.hpp
-DECODE = Struct("=44q3d").pack
+DECODE = Struct("=46q3d").pack
 COLUMNS_OF_TOKENS = Struct("=4q").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
@@ -77,9 +77,14 @@ def rule_numbers(rule: DecodeRule) -> list[int]:
 def decode(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, packed: bytes = b"",
+    scale: float, softcap: float, decay: float, kept: Tensor | None = None, packed: bytes = b"",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`packed`: the struct of the regions' packed parts, see native/packed.py; empty where there are none."""
+    """A decoding step.
+
+    Args:
+        kept: see `StepRegions`.
+        packed: the struct of the regions' packed parts, see native/packed.py; empty where there are none.
+    """
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
     table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
@@ -91,7 +96,7 @@ def decode(
     )
     struct = decode_struct(
         q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks, pool, rule, window,
-        scale, softcap, decay, *result,
+        scale, softcap, decay, *result, None if kept is None else kept.contiguous(),
     )  # fmt: skip
     if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
         raise MemoryError("no memory for the work space of the decode kernel")
@@ -101,9 +106,11 @@ def decode(
 def decode_struct(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, out: Tensor, lse: Tensor, evicted: Tensor,
+    scale: float, softcap: float, decay: float, out: Tensor, lse: Tensor, evicted: Tensor, kept: Tensor | None = None,
 ) -> bytes:  # fmt: skip
     """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
+    if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
+        raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     n_seq, n_heads, _ = q.shape
@@ -117,7 +124,8 @@ def decode_struct(
         table.data_ptr(), table.stride(0), lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
-        n_seq, n_heads, k_new.shape[1], window, *rule, thread_count(), scale, softcap, decay,
+        n_seq, n_heads, k_new.shape[1], window, *rule, thread_count(),
+        *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[1])), scale, softcap, decay,
     )  # fmt: skip
 
 

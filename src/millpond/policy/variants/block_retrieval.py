@@ -97,5 +97,11 @@ class BlockRetrievalPolicy(Policy):
         """Blocks are compared, and looked up, by keys before RoPE."""
         return True
 
+    def kept_refusal(self) -> str | None:
+        return (
+            "this method holds every token and each query attends to the blocks that it looks up, so that no span is "
+            "sure to be seen; use a method that evicts"
+        )
+
     def codec_refusal(self, codec: Codec) -> str | None:
         return f"this method looks single positions up in plain pages; {WAY_OUT}"

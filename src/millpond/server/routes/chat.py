@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -14,7 +15,7 @@ from millpond.server.chat_breakpoints import breakpoints_of, check_marks
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
-from millpond.server.message_spans import Span
+from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
@@ -56,7 +57,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt, spans, breakpoints = await _prompt(service, body)
+    prompt, spans, breakpoints, keep = await _prompt(service, body)
     check_room([prompt], asked, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -66,7 +67,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints, keep
     )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
@@ -75,27 +76,33 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
 
 async def _prompt(
     service: Service, body: ChatBody
-) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...]]:
-    """What the model reads of a chat; where each message lies in it, if `millpond.forgotten` is set; and breakpoints.
+) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...], tuple[Span, ...]]:
+    """What the model reads of a chat; where its messages lie in it, for `millpond.forgotten`; breakpoints; what stays.
 
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and `millpond.forgotten` is set; or too many marks.
+            are chunks, and `millpond.forgotten` is set or something stays; or too many marks.
     """
     refuse_spans(body.millpond.chunks)
+    refuse_keep(body.millpond.keep, 'in a chat mark messages or text parts with "millpond": {"keep": true}')
     check_marks(body.messages)
-    use_tools = body.tool_choice != "none"
+    use_tools, told = body.tool_choice != "none", body.millpond.forgotten
+    stays = any(kept_pieces(message) for message in body.messages)
     if has_chunks(body.messages):
-        if body.millpond.forgotten:
-            message = "messages with chunks do not tell what was forgotten; leave out one of the two"
-            raise ApiError(400, message, "invalid_value", "millpond.forgotten")
-        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), ()
+        if told or stays:
+            field, what = (FORGOTTEN, "do not tell what was forgotten") if told else (KEEP, "are not kept by span")
+            raise ApiError(400, f"messages with chunks {what}; leave out one of the two", "invalid_value", field)
+        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), (), ()
     stops = service.breakpoints.needed(cache_options(body.millpond))
-    if body.millpond.forgotten:
-        prompt, spans = await service.tokens.chat_spans(body.messages, body, use_tools)
-        return prompt, spans, breakpoints_of(body.messages, spans) if stops else ()
-    if stops:
+    found: Sequence[Span] | None = None
+    if told:
+        prompt, found = await service.tokens.chat_spans(body.messages, body, use_tools)
+    elif stops:
         prompt, found = await service.tokens.chat_ends(body.messages, body, use_tools)
-        return prompt, (), () if found is None else breakpoints_of(body.messages, found)
-    _, prompt = await service.tokens.chat(body.messages, body, use_tools)
-    return prompt, (), ()
+    elif not stays:
+        _, prompt = await service.tokens.chat(body.messages, body, use_tools)
+    keep: tuple[Span, ...] = ()
+    if stays:
+        prompt, keep = await service.tokens.kept_in_chat(body.messages, body, use_tools)
+    breakpoints = breakpoints_of(body.messages, found) if stops and found is not None else ()
+    return prompt, tuple(found or ()) if told else (), breakpoints, keep

@@ -14,7 +14,7 @@ from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
-from millpond.server.message_spans import refuse_forgotten
+from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.response_format import CompletionVoice
 from millpond.server.schemas import CompletionBody
@@ -53,6 +53,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     asked = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
     prompts, texts = await _prompts(service, body.prompt)
     read: Sequence[tuple[int, ...] | Prompt] = prompts
+    keep = await _kept(service, body, prompts, texts, body.millpond.keep) if body.millpond.keep else ()
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
     check_room(read, asked, service.llm.text_limit)
@@ -66,9 +67,29 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         token_ids=not service.tokens.exists,
     )  # fmt: skip
     name = f"cmpl-{uuid.uuid4().hex}"
-    made = requests(name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    made = requests(name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+
+
+async def _kept(
+    service: Service,
+    body: CompletionBody,
+    prompts: list[tuple[int, ...]],
+    texts: list[str | None],
+    spans: list[tuple[int, int]],
+) -> tuple[Span, ...]:
+    """The tokens of the only prompt of a body that stay.
+
+    Raises:
+        ApiError: several prompts, or chunks; or spans that leave the prompt.
+    """
+    if len(prompts) != 1 or body.millpond.chunks:
+        message = "millpond.keep goes with one prompt without chunks; send a request for each"
+        raise ApiError(400, message, "invalid_value", KEEP)
+    if texts[0] is None:
+        return tuple(spans)
+    return (await service.tokens.kept_in_text(texts[0], spans))[1]
 
 
 async def _chunked(

@@ -13,7 +13,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of
 from millpond.server.chunk_parts import refuse_spans
-from millpond.server.message_spans import refuse_forgotten
+from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses_format import ResponseJob
@@ -47,7 +47,9 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     fields = ChatFields(chat_template_kwargs=body.chat_template_kwargs)
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
-    said, breakpoints = _messages(body), ()
+    refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
+    said = _messages(body)
+    breakpoints: tuple[int, ...] = ()
     if service.breakpoints.needed(cache_options(body.millpond)):
         prompt, spans = await service.tokens.chat_ends(said, fields, use_tools=False)
         breakpoints = () if spans is None else breakpoints_of(said, spans)

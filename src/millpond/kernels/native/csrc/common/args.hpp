@@ -42,6 +42,8 @@ struct DecodeArgs {
   int64_t signal, reduce, evict, sinks, shared, seed;
   int64_t unit_width, unit_shift, stride;  // of SPACED
   int64_t n_threads;
+  const int32_t* kept;  // (S, n_kept, 2): spans [begin, end) of positions that never leave; null without any
+  int64_t n_kept;
   double scale, softcap, decay;
 };
 

@@ -44,14 +44,16 @@ inline bool by_score(int64_t evict) { return evict == ACC || evict == ACC_MEAN |
 
 // The value by which entries of region r leave, lowest first.
 struct Valuation {
-  int64_t evict, window;
+  int64_t evict, window, n_kept;
   int32_t q_pos, sinks, recent, unit_width, unit_shift, stride;
   uint32_t seed, head;
+  const int32_t* kept;
 
   Valuation(const Call& c, int r)
-      : evict(c.a.evict), window(c.a.window), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)), recent(c.a.recent[r]),
+      : evict(c.a.evict), window(c.a.window), n_kept(c.a.n_kept), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)), recent(c.a.recent[r]),
         unit_width(int32_t(c.a.unit_width)), unit_shift(int32_t(c.a.unit_shift)), stride(int32_t(c.a.stride)),
-        seed(uint32_t(c.a.seed)), head(c.a.shared ? 0u : uint32_t(c.head(r))) {}
+        seed(uint32_t(c.a.seed)), head(c.a.shared ? 0u : uint32_t(c.head(r))),
+        kept(c.a.n_kept > 0 ? c.a.kept + 2 * c.a.n_kept * c.seq(r) : nullptr) {}
 
   // What the score and position say, before protection.
   MP_INLINE vf raw(vf score, vi position) const {
@@ -70,6 +72,8 @@ struct Valuation {
   MP_INLINE vf guard(vf value, vi position) const {
     const vi age = q_pos - position;
     value = select((position < sinks) | (age < recent), splat(__builtin_inff()), value);
+    for (int64_t n = 0; n < n_kept; ++n)
+      value = select((position >= kept[2 * n]) & (position < kept[2 * n + 1]), splat(__builtin_inff()), value);
     if (window > 0) value = select(age >= int32_t(window - 1), splat(-__builtin_inff()), value);
     return value;
   }

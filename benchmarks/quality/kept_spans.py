@@ -1,0 +1,106 @@
+"""Facts in a kept "system prompt" of pond-recall, beside the same prompts without keep.
+
+Usage: python benchmarks/quality/kept_spans.py [--samples 40] [--length 1000] [--facts 8] [--budget 10%] [--threads 1]
+    [--seed 0] [--out benchmarks/results/kept-spans]
+
+A prompt begins with `facts` facts among words that say nothing, then comes a long text without facts, and at its end a
+question about one of the facts. Each method answers every prompt twice: as it is, and with the beginning kept. An
+answer is right if its first token is the right one; greedy, float32, through the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import millpond as mp
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.common.report import markdown_table
+from millpond.models.pond import words as w
+from millpond.models.pond.text import filler
+
+#: Name in the table, method and options.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("window", {}),
+    "streaming": ("streaming", {"positions": "absolute"}),
+    "h2o": ("h2o", {}),
+    "tova": ("tova", {}),
+    "keydiff": ("keydiff", {}),
+    "snapkv": ("snapkv", {}),
+}
+#: Words that say nothing before each fact.
+GAP = 4
+
+
+def sample(seed: int, index: int, length: int, n_facts: int) -> tuple[list[int], int, int]:
+    """Ids of a prompt, how many of them are its beginning with the facts, and the id of the answer."""
+    rng = np.random.default_rng((seed, index))
+    names = rng.choice(np.array(w.ids(w.NAMES)), n_facts, replace=False)
+    things = rng.choice(np.array(w.ids(w.THINGS)), n_facts, replace=False)
+    ids = [w.ID[w.BOS]]
+    for name, thing in zip(names.tolist(), things.tolist(), strict=True):
+        ids += [*filler(rng, GAP, "uniform").tolist(), name, thing]
+    begins, asked = len(ids), int(rng.integers(n_facts))
+    question = [w.ID[w.ASK], int(names[asked]), w.ID[w.IS]]
+    rest = filler(rng, length - begins - len(question), "uniform").tolist()
+    return [*ids, *rest, *question], begins, int(things[asked])
+
+
+def share_right(model: Any, name: str, budget: str, rows: list[tuple[list[int], int, int]], keep: bool) -> float:
+    """The share of prompts whose answer is right."""
+    method, options = METHODS[name]
+    params = mp.SamplingParams(max_tokens=1, temperature=0)
+    with mp.LLM(model, method=method, options=options, budget=budget) as llm:
+        found = [
+            llm.generate([ids], params, keep=((0, begins),) if keep else ())[0].completions[0].token_ids[0] == answer
+            for ids, begins, answer in rows
+        ]
+    return float(np.mean(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--length", type=int, default=1000)
+    parser.add_argument("--facts", type=int, default=8)
+    parser.add_argument("--budget", default="10%")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kept-spans"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore", category=UserWarning)
+    rows = [sample(args.seed, index, args.length, args.facts) for index in range(args.samples)]
+    model, began = mp.load_model("pond-recall", "f32"), time.perf_counter()
+    found = {}
+    for name in METHODS:
+        found[name] = {kind: share_right(model, name, args.budget, rows, kind == "kept") for kind in ("plain", "kept")}
+        print(name, found[name], f"{time.perf_counter() - began:.0f} s", flush=True)
+    table = markdown_table(
+        ["method", "as it is", "beginning kept"],
+        [[name, f"{of['plain']:.3f}", f"{of['kept']:.3f}"] for name, of in found.items()],
+    )
+    kept = float(np.mean([begins for _, begins, _ in rows]))
+    about = {
+        "samples": args.samples, "length": args.length, "facts": args.facts, "budget": args.budget,
+        "kept_tokens": kept, "seed": args.seed, "machine": describe_machine(), "right": found,
+    }  # fmt: skip
+    text = (
+        f"# Facts in a kept beginning, pond-recall\n\n{args.samples} prompts of {args.length} tokens, budget "
+        f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right first tokens:\n\n{table}\n"
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Kept spans of a request's prompt, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.kept_spans import Span, kept_spans, tokens_in
+from millpond.errors import OptionError
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+
+def checked_spans(
+    spans: Sequence[Span], recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int
+) -> tuple[Span, ...]:
+    """Spans of a prompt of `n_tokens` as its cache keeps them, see `kept_spans`.
+
+    Raises:
+        OptionError: no spans of this prompt, or a method that cannot keep them; the message says why.
+        BudgetError: they leave less of the budget than the method protects.
+    """
+    if not spans:
+        return ()
+    refusal = recipe.policy.kept_refusal()
+    if refusal is not None:
+        raise OptionError(f"spans cannot be kept: {refusal}")
+    if any(codec.ages for codec in recipe.pools.codecs):
+        raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
+    if recipe.reach is not None:
+        raise OptionError("spans cannot be kept with overflow='rolling', which moves positions; leave one of the two out")
+    found = kept_spans(spans, "keep")
+    if found and found[-1][1] > n_tokens:
+        raise OptionError(
+            f"keep: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to {n_tokens - 1}"
+        )
+    n_kept = tokens_in(found, recipe.policy.protect.sinks)
+    for index, layer in enumerate(layers if n_kept and not recipe.policy.keeps_all else ()):
+        recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads), n_kept)
+    return found
