@@ -3,9 +3,9 @@
 Usage: python benchmarks/quality/kept_spans.py [--samples 40] [--length 1000] [--facts 8] [--budget 10%] [--threads 1]
     [--seed 0] [--out benchmarks/results/kept-spans]
 
-A prompt begins with `facts` facts among words that say nothing, then comes a long text without facts, and at its end a
-question about one of the facts. Each method answers every prompt twice: as it is, and with the beginning kept. An
-answer is right if its first token is the right one; greedy, float32, through the engine.
+A text begins with `facts` facts among words that say nothing, and goes on without facts. When it was read and compressed
+a question about one of the facts comes as a later turn. Each method reads every text twice: as it is, and with the
+beginning kept. An answer is right if the token behind the name is the right one; greedy, float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "keydiff": ("keydiff", {}),
     "snapkv": ("snapkv", {}),
 }
-#: Words that say nothing before each fact.
-GAP = 4
+#: Words that say nothing before each fact, and tokens of a question and the name that its answer begins with.
+GAP, QUESTION = 4, 4
 
 
 def sample(seed: int, index: int, length: int, n_facts: int) -> tuple[list[int], int, int]:
@@ -48,20 +49,24 @@ def sample(seed: int, index: int, length: int, n_facts: int) -> tuple[list[int],
     for name, thing in zip(names.tolist(), things.tolist(), strict=True):
         ids += [*filler(rng, GAP, "uniform").tolist(), name, thing]
     begins, asked = len(ids), int(rng.integers(n_facts))
-    question = [w.ID[w.ASK], int(names[asked]), w.ID[w.IS]]
+    question = [w.ID[w.ASK], int(names[asked]), w.ID[w.IS], int(names[asked])]
     rest = filler(rng, length - begins - len(question), "uniform").tolist()
     return [*ids, *rest, *question], begins, int(things[asked])
 
 
+@torch.no_grad()
 def share_right(model: Any, name: str, budget: str, rows: list[tuple[list[int], int, int]], keep: bool) -> float:
-    """The share of prompts whose answer is right."""
+    """The share of texts whose question is answered."""
     method, options = METHODS[name]
-    params = mp.SamplingParams(max_tokens=1, temperature=0)
-    with mp.LLM(model, method=method, options=options, budget=budget) as llm:
-        found = [
-            llm.generate([ids], params, keep=((0, begins),) if keep else ())[0].completions[0].token_ids[0] == answer
-            for ids, begins, answer in rows
-        ]
+    found = []
+    with mp.compress(model, method, budget, **options) as cache:
+        for ids, begins, answer in rows:
+            cache.reset()
+            if keep:
+                cache.protect([(0, begins)])
+            tokens = torch.tensor([ids])
+            model(tokens[:, :-QUESTION], cache=cache, logits_to_keep=1)
+            found.append(int(model(tokens[:, -QUESTION:], cache=cache).logits[0, -1].argmax()) == answer)
     return float(np.mean(found))
 
 
@@ -90,11 +95,11 @@ def main() -> None:
     kept = float(np.mean([begins for _, begins, _ in rows]))
     about = {
         "samples": args.samples, "length": args.length, "facts": args.facts, "budget": args.budget,
-        "kept_tokens": kept, "seed": args.seed, "machine": describe_machine(), "right": found,
+        "kept_tokens": kept, "seed": args.seed, "machine": asdict(describe_machine()), "right": found,
     }  # fmt: skip
     text = (
-        f"# Facts in a kept beginning, pond-recall\n\n{args.samples} prompts of {args.length} tokens, budget "
-        f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right first tokens:\n\n{table}\n"
+        f"# Facts in a kept beginning, pond-recall\n\n{args.samples} texts of {args.length} tokens, budget "
+        f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right answers to a later turn:\n\n{table}\n"
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

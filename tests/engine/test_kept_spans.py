@@ -18,6 +18,16 @@ SPANS = ((5, 9), (12, 15))
 KEPT = {position for begin, end in SPANS for position in range(begin, end)}
 
 
+OPTIONS = METHODS | {"snapkv": {"window": 4}, "pyramidkv": {"score": "snapkv/window=4"}}
+
+
+def small_engine(method: str, **more: Any) -> Engine:
+    return Engine(
+        shared_model("llama"), method=method, options=OPTIONS[method], budget="30%", max_step_tokens=16, page_slots=4,
+        **more,
+    )  # fmt: skip
+
+
 def steps_that_hold(engine: Engine, names: tuple[str, ...]) -> dict[str, Any]:
     """Step to the end; after each step the named requests that have read their prompts hold their spans."""
     done, seen = {}, 0
@@ -41,10 +51,10 @@ def steps_that_hold(engine: Engine, names: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "fastgen", "pyramidkv"])
 def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
-    alone = engine_for(method)
+    alone = small_engine(method)
     add(alone, ask(40), ask(31))
     before = finish(alone)
-    engine = engine_for(method)
+    engine = small_engine(method)
     add(engine, ask(40), ask(LENGTH, name="kept", keep=SPANS), ask(31))
     done = steps_that_hold(engine, ("kept",))
     for name in ("40", "31"):
@@ -54,21 +64,32 @@ def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_answers_of_one_prompt_swap_and_prefixes_hold_them() -> None:
-    engine = engine_for("snapkv", prefix_cache="lru", kv_memory="96KiB")
+def test_answers_of_one_prompt_and_prefixes_hold_them() -> None:
+    engine = small_engine("snapkv", prefix_cache="lru")
     add(engine, ask(LENGTH, name="first"))
     while not any(output.finished for output in engine.step()):
         pass
     both = [ask(LENGTH, name=name, params=greedy(n=2), keep=SPANS) for name in ("kept", "again")]
     add(engine, *both, ask(40), ask(31))
     done = steps_that_hold(engine, ("kept", "again"))
+    assert engine.stats().shared_tokens
     assert {len(tokens(done["kept"], index)) for index in (0, 1)} == {len(tokens(done["40"]))}
     engine.close()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_requests_that_leave_the_pool_come_back_with_them() -> None:
+    engine = small_engine("snapkv", prefix_cache=False, kv_memory="40kB", overcommit=4)
+    names = tuple(f"kept {n}" for n in range(4))
+    add(engine, *(ask(LENGTH, greedy(40), name=name, keep=SPANS) for name in names))
+    steps_that_hold(engine, names)
+    assert engine.stats().preemptions, "a limit that does not matter tests nothing"
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_request_that_moves_takes_them_along() -> None:
-    here, there, whole = engine_for("h2o"), engine_for("h2o"), engine_for("h2o")
+    here, there, whole = (engine_for("window") for _ in range(3))
     add(here, ask(LENGTH, name="kept", keep=SPANS))
     add(whole, ask(LENGTH, name="kept", keep=SPANS))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
