@@ -40,7 +40,7 @@ def steps_that_hold(engine: Engine, names: tuple[str, ...]) -> dict[str, Any]:
             seen += 1
             for layer in found[0].layers:
                 assert layer.table is not None
-                for positions in zip(*held_positions(layer.table, found[1]), strict=True):
+                for positions in zip(*held_positions(layer, found[1]), strict=True):
                     held = {int(position) for part in positions for position in part}
                     assert held >= KEPT
         engine.check_integrity()
