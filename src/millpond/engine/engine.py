@@ -344,7 +344,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine after its last step; safe to call from any thread."""
-        store = self.sessions  # turns are written between two steps too
+        store = self.sessions
         return self._stats if store is None else replace(self._stats, sessions=store.stats())
 
     def drain(self) -> list[RequestOutput]:
@@ -522,5 +522,6 @@ class Engine:
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
             finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
             weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(),
-            chunks=None if self._chunks is None else self._chunks.store.stats(), **self._turn.counts,
+            chunks=None if self._chunks is None else self._chunks.store.stats(),
+            sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip
