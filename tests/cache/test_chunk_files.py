@@ -122,13 +122,12 @@ def test_a_file_that_is_no_chunk_is_torn(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_storing_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path, memory="1MiB")
-    real = files._write_bytes
 
-    def full(path: Path, data: bytes) -> None:
-        real(path, data[: len(data) // 2])
+    def full(descriptor: int) -> None:
+        os.truncate(descriptor, 100)
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(files, "_write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     store.put(variant())
     assert store.stats().write_failures == 1
     assert len(taken(store, variant().facts.chunk)) == 1, "memory has it"

@@ -175,7 +175,7 @@ def test_a_buffer_of_another_form_and_headers_that_lie_about_sizes() -> None:
         RequestSnapshot.from_bytes(pack({"format": "other"}, {}))
 
     def made(entry: dict[str, Any]) -> bytes:
-        text = json.dumps({"__metadata__": {}, "x": entry}).encode()
+        text = json.dumps({"__metadata__": {}, "x": entry}, separators=(",", ":")).encode()
         return len(text).to_bytes(8, "little") + text + bytes(64)
 
     for entry, rule in (

@@ -13,6 +13,7 @@ import jsonschema_rs
 import pytest
 import schemathesis
 
+from millpond.engine.sessions.stats import SessionInfo
 from millpond.errors import BudgetError, MillpondError
 from millpond.server.app import create_app
 from millpond.server.routes import ui
@@ -21,7 +22,7 @@ from server.test_chat import templated
 from tests.helpers.server.fake import FakeLLM
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 4}
-#: Path of the document -> method, what is asked for, and a body.
+#: Path of the document, after another word where it has several methods -> method, what is asked for, and a body.
 ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "/v1/completions": ("post", "/v1/completions", {"prompt": "w5", "max_tokens": 4}),
     "/v1/chat/completions": ("post", "/v1/chat/completions", CHAT),
@@ -33,9 +34,30 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "/tokenize": ("post", "/tokenize", {"prompt": "w5"}),
     "/detokenize": ("post", "/detokenize", {"tokens": [5]}),
     "/v1/millpond/memory/{request_id}": ("get", "/v1/millpond/memory/one", None),
+    "/v1/millpond/sessions": ("get", "/v1/millpond/sessions", None),
+    "remove /v1/millpond/sessions": ("delete", "/v1/millpond/sessions", None),
+    "/v1/millpond/sessions/{session_id}": ("delete", f"/v1/millpond/sessions/{'a' * 32}", None),
 }
 ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+SESSIONS = tuple(route for route in ROUTES if "sessions" in route)
 KEYED = ServerSettings(api_keys=("one",), max_body_bytes=2_000, max_bytes_under_way=3_000, body_timeout_s=0.1)
+
+
+class FakeSessions:
+    """One stored turn of everyone."""
+
+    client_secret = bytes(32)
+
+    def sessions(self, salt: str | None) -> list[SessionInfo]:
+        return [SessionInfo("a" * 32, 12, 4_096, 1e9)]
+
+    def remove(self, salt: str | None, session_id: str | None = None) -> int:
+        return int(session_id in (None, "a" * 32))
+
+
+def path_of(route: str) -> str:
+    """The path of the document."""
+    return route.rpartition(" ")[2]
 
 
 def app_of(llm: FakeLLM | None = None, settings: ServerSettings | None = None) -> Any:
@@ -69,7 +91,7 @@ def name_of(case: Case) -> str:
 def check(route: str, status: int, headers: Any, body: bytes) -> None:
     """That the document describes this answer."""
     method = ROUTES[route][0]
-    described = DOCUMENT["paths"][route][method]["responses"]
+    described = DOCUMENT["paths"][path_of(route)][method]["responses"]
     assert str(status) in described, f"{status} of {route}: {body.decode()}"
     said = described[str(status)]
     kind = headers.get("content-type", "").split(";")[0]
@@ -113,6 +135,8 @@ def run(case: Case, **settings: Any) -> httpx.Response:
     llm = templated()
     if "memory" in case.route:
         llm.running.add("one")
+    if "sessions" in case.route:
+        llm.sessions = FakeSessions()
     app = app_of(llm, ServerSettings(**{"api_keys": ("one",), "max_body_bytes": 2_000} | settings))
     case.prepare(app, llm)
     found = asyncio.run(ask(case, app))
@@ -125,7 +149,7 @@ def test_every_route_is_described() -> None:
     served = {pair for pair in all_routes(app_of()) if pair[0] not in ui.PATHS and not pair[0].startswith("/page/")}
     served -= {("/openapi.json", "get")}
     assert served == {(path, method) for path, found in DOCUMENT["paths"].items() for method in found}
-    assert served == {(path, method) for path, (method, _, _) in ROUTES.items()}
+    assert served == {(path_of(route), method) for route, (method, _, _) in ROUTES.items()}
 
 
 def all_routes(app: Any) -> set[tuple[str, str]]:
@@ -209,6 +233,8 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
             raise error
 
         service = app.state.service
+        if llm.sessions is not None:
+            llm.sessions.sessions = llm.sessions.remove = fail
         service.check_model = service.metrics.text = llm.memory = llm.stats = llm.trouble = fail
 
     return prepare
@@ -222,6 +248,8 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
     Case("/v1/millpond/memory/{request_id}", 404, path="/v1/millpond/memory/other"),
     Case("/v1/models/{name}", 404, path="/v1/models/other"),
     *(Case(route, 404, {"model": "other"}) for route, (method, _, _) in ROUTES.items() if method == "post"),
+    *(Case(route, 404, prepare=lambda app, llm: setattr(llm, "sessions", None)) for route in SESSIONS),
+    *(Case(route, 400, headers={"Millpond-Cache-Salt": "x" * 300}) for route in SESSIONS),
     *(Case(route, 403, {"millpond": {"priority": -5}}) for route in ANSWERS),
     *(Case(route, 408, {"millpond": {"deadline_s": 0.01}}, prepare=lambda _, llm: llm.open.clear())
       for route in ANSWERS),
@@ -292,8 +320,8 @@ def test_every_status_that_is_described_is_seen() -> None:
     seen: set[tuple[str, str]] = set()
     for test in (test_answers_are_as_described, test_errors_are_as_described):
         (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
-        seen |= {(case.route, str(case.status)) for case in mark.args[1]}
-    seen |= {(route, status) for route in ROUTES for status in ("408", "421", "503")}
+        seen |= {(path_of(case.route), str(case.status)) for case in mark.args[1]}
+    seen |= {(path_of(route), status) for route in ROUTES for status in ("408", "421", "503")}
     described = {
         (path, status)
         for path, operations in DOCUMENT["paths"].items()

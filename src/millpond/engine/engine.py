@@ -377,7 +377,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine after its last step; safe to call from any thread."""
-        store = self.sessions  # turns are written between two steps too
+        store = self.sessions
         return self._stats if store is None else replace(self._stats, sessions=store.stats())
 
     def drain(self) -> list[RequestOutput]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.engine.request import CacheOptions
+from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
 from tests.helpers.engine.sessions import NEW, TURNS, ask, kv, model, open_engine, said, stored, words
 
@@ -192,7 +192,7 @@ def test_requests_that_decode_together_continue_their_own_turns(tmp_path: Path) 
     texts = [ids + said(ask(engine, ids)) + words(6, 50 + i) for i, ids in enumerate(texts)]
     alone = [said(ask(engine, ids)) for ids in texts]
     for i, ids in enumerate(texts):
-        engine.add(mp.Request(request_id=str(i), prompt=tuple(ids), params=params))
+        engine.add(Request(request_id=str(i), prompt=tuple(ids), params=params))
     done = {output.request_id: output for output in engine.drain()}
     assert [said(done[str(i)]) for i in range(4)] == alone
     assert all(kv(output).restored_tokens for output in done.values())

@@ -60,7 +60,7 @@ class FakeLLM:
         self.hangs: str | None = None
         self._cancelled: set[str] = set()
 
-    sessions = None
+    sessions: Any = None
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if request.cache.method is not None:
