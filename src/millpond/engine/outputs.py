@@ -171,6 +171,8 @@ class PrefixStats:
         hits: counter of blocks of prompts that were taken from it.
         misses: counter of other full blocks of the prompts that share.
         evicted: counter of blocks that the rule chose, because their memory was needed.
+        disk_blocks, disk_bytes: blocks on the disk and their bytes; 0 without `prefix_disk`.
+        returned: counter of blocks that came back from the disk. lost: of those that could not be read there.
     """
 
     rule: str
@@ -178,6 +180,10 @@ class PrefixStats:
     hits: int
     misses: int
     evicted: int
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    returned: int = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
+from millpond.cache.tiered.block_store import BlockStore
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
@@ -27,10 +29,18 @@ class PrefixSharing:
 
     Args:
         layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
+        store: of the blocks that leave the memory; None: they are forgotten.
     """
 
-    def __init__(self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None) -> None:
-        self.tree = PrefixTree(rule)
+    def __init__(
+        self,
+        account: MemoryLimit,
+        layers: list[LayerShape],
+        rule: PagingRule | None,
+        store: BlockStore | None = None,
+    ) -> None:
+        self.tree = PrefixTree(rule, store)
+        self._store = store
         self._rule = rule
         self._hits = self._misses = 0
         self._account = account
@@ -43,6 +53,8 @@ class PrefixSharing:
         if not self._shares(live):
             return 0
         path = self._known(live)
+        if self.tree.n_stored:
+            path = self.tree.bring_back(path, self._stored(live, path), self.has, self._access(live))
         self._hits += len(path)
         self._misses += len(live.ids) // live.group.slots - len(path)
         if path:
@@ -55,7 +67,8 @@ class PrefixSharing:
         if not self._shares(live):
             return False
         slots, kind = live.group.slots, self._kind(live)
-        end = (len(self._known(live)) + 1) * slots
+        known = self._known(live)
+        end = (len(known) + len(self._stored(live, known)) + 1) * slots
         if end > self._most(live):
             return False
         return any(
@@ -102,7 +115,14 @@ class PrefixSharing:
         """Blocks held, found and evicted; None where nothing is shared."""
         if self._rule is None:
             return None
-        return PrefixStats(self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted)
+        tree = self.tree
+        figures = PrefixStats(self._rule.name, len(tree), self._hits, self._misses, tree.evicted)
+        if self._store is None:
+            return figures
+        return replace(
+            figures, disk_blocks=tree.n_stored, disk_bytes=self._store.bytes_used, returned=tree.returned,
+            lost=tree.lost,
+        )  # fmt: skip
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
@@ -129,6 +149,13 @@ class PrefixSharing:
         if not self._shares(live) or most <= 0:
             return []
         return self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
+
+    def _stored(self, live: RequestState, known: list[PrefixNode]) -> list[PrefixNode]:
+        """The blocks on the disk behind those that are `known` of a prompt."""
+        most = self._most(live)
+        if not self.tree.n_stored or most <= 0:
+            return []
+        return self.tree.find_stored(self._kind(live), live.numbers[:most], live.group.slots, known)
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""

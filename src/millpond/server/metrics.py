@@ -90,7 +90,12 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
     held = GaugeMetricFamily("millpond_prefix_blocks", "Blocks that the prefix cache holds.", labels=["rule"])
     held.add_metric([prefix.rule], prefix.blocks)
     yield held
+    stored = GaugeMetricFamily("millpond_prefix_disk_blocks", "Blocks of prompts on the disk.", labels=["rule"])
+    stored.add_metric([prefix.rule], prefix.disk_blocks)
+    yield stored
     counters = {
+        "prefix_blocks_returned": ("Blocks of prompts that came back from the disk.", prefix.returned),
+        "prefix_blocks_lost": ("Blocks of prompts on the disk that could not be read.", prefix.lost),
         "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
         "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),
