@@ -62,8 +62,7 @@ def ask(engine: Engine, number: int, method: str = "full") -> int:
     engine.add(request(number, method))
     output: Any = None
     while engine.busy:
-        for output in engine.step():
-            pass
+        output = [output, *engine.step()][-1]
         engine.check_integrity()
     assert tokens(output) == alone(number, method)
     return int(output.completions[0].kv.shared_tokens)

@@ -85,9 +85,9 @@ class FaultyScratch(ScratchFile):
     """A file of KV that fails as a test says.
 
     Attributes:
-        bad: reads of these offsets fail. flipped: a byte at these offsets is another one when it is read.
-        short: reads end half-way. stale: offset -> what is read there in place of what was written. full: bytes that the disk has. fails: errors
-            of the next writes.
+        bad: reads of these offsets fail. flipped: a byte at these offsets is another one when it is read. short: reads
+            end half-way. stale: offset -> what is read there in place of what was written.
+        full: bytes that the disk has. fails: errors of the next writes.
     """
 
     full: int | None = None

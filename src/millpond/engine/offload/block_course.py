@@ -16,7 +16,7 @@ class BlockCourse(NamedTuple):
         prefill: sweeps that read prompts; sequences whose prompts have ended decode in them. decode: sweeps after them.
         prompt_rows, pieces, ends: of a sweep that reads prompts: tokens, pieces of different prompts, and prompts that
             end. meanwhile: sequences that decode in it. decoding: in a sweep after them.
-        again: tokens that were read in earlier sweeps of the prompts that a sweep reads; from a disk their KV comes back.
+        again: tokens that earlier sweeps have read of the prompts of a sweep; from a disk their KV comes back.
     """
 
     prefill: int
