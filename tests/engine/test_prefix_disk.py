@@ -203,6 +203,8 @@ def test_inside_a_memory_limit(tmp_path: Path) -> None:
         assert llm.plan.bytes["host"]["slots for prompts"] == STORE_BYTES
         assert llm.engine.config.prefix_folder == tmp_path
         assert sum(llm.plan.bytes["host"].values()) <= 32 << 20
+    with pytest.raises(BudgetError, match=rf"prefix_disk= takes {STORE_BYTES:,} bytes of memory for slots"):
+        mp.LLM(tmp_path / "m", memory=1 << 20, prefix_cache=True, prefix_disk="1MiB", machine=EXAMPLE)
 
 
 # ---------------------------------------------------------------------- the tree alone

@@ -147,7 +147,12 @@ def open_in_memory(
     elif limit is None or _whole_bytes(size, config) + beside <= limit:
         plan, workload = Plan(), None
     else:
-        plan, workload = fastest_plan(size, config, limit - beside, place, machine, workload, report)
+        try:
+            plan, workload = fastest_plan(size, config, limit - beside, place, machine, workload, report)
+        except BudgetError as error:
+            if not beside:
+                raise
+            raise BudgetError(f"{error}; besides, prefix_disk= takes {beside:,} bytes of memory for slots") from error
         config, searched = _with_plan(config, plan), True
     step = _step(size, config)
     every = range(len(size.layers))
