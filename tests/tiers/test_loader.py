@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,3 +199,46 @@ def test_a_ledger_refuses_what_a_tier_lacks() -> None:
     kept.release()
     ledger.take("host", "slots", 50)
     assert (ledger.used("host"), ledger.peak("host"), ledger.free("disk")) == (50, 60, None)
+
+
+def test_what_no_one_foresaw_fails_its_ticket_and_no_thread(tmp_path: Path) -> None:
+    """A file that raises what no file should: the ticket says so, and the backend reads on."""
+    file = NumberedFile()
+
+    def raises(room: memoryview) -> None:
+        file.writes = lambda room: None
+        raise ZeroDivisionError("a defect")
+
+    file.writes = raises
+    loader = Loader(ThreadBackend(1))
+    slots = [Slot(aligned_buffer(ALIGNMENT)) for _ in range(2)]
+    first, second = (loader.read([Extent(file, 0, ALIGNMENT, ALIGNMENT, 0)], slot) for slot in slots)
+    with pytest.raises(DataError, match="ZeroDivisionError: a defect"):
+        first.wait()
+    assert first.slot.state is SlotState.FREE
+    assert second.wait() is slots[1]
+    loader.close()
+
+
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (2, True)])
+def test_bytes_that_were_read_wrong_once_are_read_again(times: int, fails: bool) -> None:
+    class Flipping(NumberedFile):
+        left = times
+
+        def read_into(self, offset: int, room: memoryview) -> int:
+            n = super().read_into(offset, room)
+            if self.left:
+                self.left -= 1
+                room[5] ^= 1
+            return n
+
+    loader = Loader(ThreadBackend(1))
+    whole = np.full(ALIGNMENT // 4, 3, dtype=np.int32).tobytes()
+    extent = Extent(Flipping(), 3 * ALIGNMENT, ALIGNMENT, ALIGNMENT, 0, zlib.crc32(whole))
+    ticket = loader.read([extent], Slot(aligned_buffer(ALIGNMENT)))
+    if fails:
+        with pytest.raises(DataError, match="offset 12,288: 4,096 bytes have the checksum"):
+            ticket.wait()
+    else:
+        assert bytes(ticket.wait().view) == whole
+    loader.close()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from torch import Tensor
@@ -78,7 +78,9 @@ class BatchCache:
         """The prompt is complete: every layer plans what it keeps."""
         self.reading = False
         self._before_plan()
-        for core, then in zip(self.layers, [*self.layers[1:], None], strict=True):
+        due = [core for core in self.layers if core.settles]
+        for core, then in pairwise([*due, None]):
+            assert core is not None, "only what follows the last one is none"
             with self.here(core, then):
                 core.settle()
 

@@ -4,10 +4,14 @@ What a page of a prompt holds before anything is planned depends on the tokens u
 kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known
 blocks takes them over instead of reading them. They are never written: a plan writes what it keeps to pages of the
 request's own, and a token behind a full block goes to a new page.
+
+With a store, blocks that leave the memory go to a disk and come back when a prompt begins with them. All blocks behind
+one on the disk are there too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +21,18 @@ import numpy.typing as npt
 
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PageIds, PagePool
+from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.pages.sum_memory import SumMemory
 from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
+from millpond.cache.tiered.block_store import BlockStore, StoredBlock, unpack
+from millpond.errors import DataError
 
 Ids = npt.NDArray[np.int64]
+#: How many pages of each pool.
+Pages = dict[Pool, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +42,9 @@ class PrefixNode:
     Attributes:
         number: under which the paging rule knows it; used again once the block is gone.
         hash: of its tokens and all before them, 64 bits.
-        request: the last one that used it.
+        n_children: blocks in memory that follow it. request: the last one that used it.
         sums: over the queries of all tokens up to its end, by what is summed, where a prompt had a breakpoint.
+        stored: where it lies on the disk; None: in memory. below: blocks on the disk that follow it.
     """
 
     key: tuple[Hashable, ...]
@@ -46,6 +56,8 @@ class PrefixNode:
     n_children: int = 0
     request: int = -1
     sums: dict[SumKind, PromptSums] = field(default_factory=dict, repr=False)
+    stored: StoredBlock | None = None
+    below: dict[PrefixNode, None] = field(default_factory=dict, repr=False)
 
 
 class PrefixTree:
@@ -54,14 +66,20 @@ class PrefixTree:
     Args:
         rule: which block is evicted of those that none follows and no request holds; None: the longest unused.
         sum_memory: what counts the bytes of sums; None: one of its own.
+        store: where blocks go that leave the memory, without their sums; None: they are forgotten.
 
     Attributes:
         evicted: blocks that were evicted by the rule so far. sum_memory: counts the bytes of sums.
+        returned: blocks that came back from the disk. lost: blocks on the disk that could not be read.
     """
 
-    def __init__(self, rule: PagingRule | None = None, sum_memory: SumMemory | None = None) -> None:
+    def __init__(
+        self, rule: PagingRule | None = None, sum_memory: SumMemory | None = None, store: BlockStore | None = None
+    ) -> None:
         self._rule = rule or LeastRecentlyUsed()
         self.sum_memory = sum_memory or SumMemory()
+        self._store = store
+        self.returned = self.lost = 0
         self._blocks: dict[tuple[Hashable, ...], PrefixNode] = {}
         self._numbered: list[PrefixNode | None] = []
         self._unused: list[int] = []  # numbers
@@ -70,20 +88,65 @@ class PrefixTree:
         self._requests = self.evicted = 0
 
     def __len__(self) -> int:
-        """Blocks held."""
-        return len(self._blocks)
+        """Blocks in memory."""
+        return len(self._numbered) - len(self._unused)
+
+    @property
+    def n_stored(self) -> int:
+        """Blocks on the disk."""
+        return len(self._blocks) - len(self)
 
     def find(self, kind: Hashable, tokens: Ids, slots: int) -> list[PrefixNode]:
-        """The blocks of `slots` tokens that this text begins with, as far as they are known.
+        """The blocks of `slots` tokens that this text begins with, as far as they are known and in memory.
 
         kind: of entries: blocks of different kinds are never taken for each other.
         """
         found: list[PrefixNode] = []
         for begin in range(0, len(tokens) - slots + 1, slots):
             block = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
-            if block is None:
+            if block is None or block.stored is not None:
                 break
             found.append(block)
+        return found
+
+    def find_stored(self, kind: Hashable, tokens: Ids, slots: int, path: list[PrefixNode]) -> list[PrefixNode]:
+        """The blocks on the disk with which this text goes on behind `path`, which `find` returned."""
+        found: list[PrefixNode] = []
+        last = path[-1] if path else None
+        for begin in range(len(path) * slots, len(tokens) - slots + 1, slots):
+            last = self._blocks.get(_key(kind, last, tokens[begin : begin + slots]))
+            if last is None:
+                break
+            found.append(last)
+        return found
+
+    def bring_back(
+        self, path: list[PrefixNode], stored: list[PrefixNode], room: Callable[[Pages], bool], request: int
+    ) -> list[PrefixNode]:
+        """Put blocks of the disk into memory again; returns the path with those that came.
+
+        One that cannot be read is forgotten, with all that follow it.
+
+        Args:
+            path, stored: from `find` and `find_stored`. room: whether there is room for pages, or will be without other
+                blocks. request: that uses them.
+        """
+        if self._store is None or not stored:
+            return path
+        for block in reversed(stored):  # so that none makes room before those behind it
+            assert block.stored is not None, "it is on the disk"
+            self._store.use(block.stored)
+        for block in path:  # which must stay meanwhile
+            _retain(block)
+        found = list(path)
+        for block in stored:
+            if not self._take_back(block, room):
+                break
+            found.append(block)
+        for block in path:
+            _release(block)
+        if len(found) > len(path):
+            self._use(found, len(found), request)
         return found
 
     def new_request(self) -> int:
@@ -151,15 +214,19 @@ class PrefixTree:
         return True
 
     def clear(self) -> None:
-        """Release all."""
-        for block in reversed(list(self._blocks.values())):  # followers came later
-            self._drop(block)
+        """Release all, on the disk too."""
+        while self._blocks:
+            block = next(reversed(self._blocks.values()))  # followers came later
+            if block.stored is None:
+                self._leave(block)
+            self._forget(block)
 
     def held(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """The pages of one pool that blocks hold."""
         return [
             ids
             for block in self._blocks.values()
+            if block.stored is None
             for owner, ids in zip(block.pools, block.pages, strict=True)
             if owner is pool
         ]
@@ -175,34 +242,101 @@ class PrefixTree:
         self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
     ) -> PrefixNode:
         key = _key(kind, parent, tokens)
-        chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
+        block = self._blocks.get(key)
+        if block is None:
+            chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
+            block = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
+        block.pools, block.pages = pools, pages
+        _retain(block)
+        self._enter(block)
+        return block
+
+    def _enter(self, block: PrefixNode) -> None:
+        """A block is in memory from now on, and no longer on the disk."""
+        parent = block.parent
+        if block.stored is not None:
+            assert self._store is not None, "it is on the disk"
+            self._store.free(block.stored)
+            block.stored = None
+            if parent is not None:
+                del parent.below[block]
         if not self._unused:
             self._unused.append(len(self._numbered))
             self._numbered.append(None)
-        block = PrefixNode(key, parent, pools, pages, self._unused.pop(), chained)
-        for pool, ids in zip(pools, pages, strict=True):
-            pool.retain(ids)
+        block.number = self._unused.pop()
+        self._numbered[block.number] = block
         if parent is not None:
             parent.n_children += 1
             if parent.n_children == 1 and parent.request >= 0:
                 self._rule.forbid(parent.number)
-        self._blocks[key] = self._numbered[block.number] = block
-        return block
+
+    def _take_back(self, block: PrefixNode, room: Callable[[Pages], bool]) -> bool:
+        """Read a block of the disk into fresh pages; False where there is no room, or it cannot be read."""
+        assert self._store is not None, "it is on the disk"
+        need: Counter[Pool] = Counter()
+        for pool, n in zip(block.pools, [] if block.stored is None else block.stored.counts, strict=False):
+            need[pool] += n
+        if not room(dict(need)) or block.stored is None:  # it may have made room for those that left meanwhile
+            return False
+        try:
+            data = self._store.read(block.stored)
+        except DataError:
+            self.lost += 1
+            self._forget(block)
+            return False
+        block.pages = [pool.allocate(n) for pool, n in zip(block.pools, block.stored.counts, strict=True)]
+        unpack(block.pools, block.pages, data)
+        self._enter(block)
+        self.returned += 1
+        return True
 
     def _drop(self, block: PrefixNode) -> None:
-        for pool, ids in zip(block.pools, block.pages, strict=True):
-            pool.release(ids)
+        """A block leaves the memory, for the disk where there is one."""
+        stored = None
+        if self._store is not None:
+            stored = self._store.put(block.pools, block.pages, lambda: self._made_room(block))
+        self._leave(block)
+        if stored is None:
+            return self._forget(block)
+        block.stored = stored
+        if block.parent is not None:
+            block.parent.below[block] = None
+
+    def _leave(self, block: PrefixNode) -> None:
+        """A block gives its pages back."""
+        _release(block)
         self.sum_memory.release(sum(sums.nbytes for sums in block.sums.values()))
+        block.sums.clear()
         self._rule.drop(block.number)
         self._numbered[block.number] = None
         self._unused.append(block.number)
         self._in_use.pop(block, None)
-        del self._blocks[block.key]
+        block.pages, block.request = [], -1
         parent = block.parent
         if parent is not None:
             parent.n_children -= 1
             if not parent.n_children:
                 self._rule.allow(parent.number)
+
+    def _made_room(self, block: PrefixNode) -> None:
+        """The store gave a block up."""
+        block.stored = None
+        self._forget(block)
+
+    def _forget(self, block: PrefixNode) -> None:
+        """A block is not in memory, and no longer on the disk; so are those that follow it."""
+        if block.parent is not None:
+            block.parent.below.pop(block, None)
+        gone = [block]
+        while gone:
+            block = gone.pop()
+            if block.stored is not None:
+                assert self._store is not None, "it is on the disk"
+                self._store.free(block.stored)
+                block.stored = None
+            gone += block.below
+            block.below = {}
+            del self._blocks[block.key]
 
     def _use(self, path: list[PrefixNode], known: int, request: int) -> None:
         """A request uses these blocks, the first `known` of which were there before it."""
@@ -227,6 +361,16 @@ class PrefixTree:
 
     def _count_releases(self) -> dict[PagePool, int]:
         return {pool: pool.n_releases for block in self._in_use for pool in block.pools}
+
+
+def _retain(block: PrefixNode) -> None:
+    for pool, ids in zip(block.pools, block.pages, strict=True):
+        pool.retain(ids)
+
+
+def _release(block: PrefixNode) -> None:
+    for pool, ids in zip(block.pools, block.pages, strict=True):
+        pool.release(ids)
 
 
 def _alone(block: PrefixNode) -> bool:

@@ -46,6 +46,13 @@ class EngineChoice(OptionGroup):
     pager: Annotated[
         Path | None, optional(help="A file of 'millpond train pager' for a rule that predicts. Default: ours.")
     ] = None
+    prefix_disk: Annotated[
+        str | None,
+        optional(help="Disk for kept prompts that leave the memory ('20GiB'). Default: they are forgotten."),
+    ] = None
+    prefix_folder: Annotated[
+        Path | None, optional(help="Folder of --prefix-disk. Default: the system's folder for temporary files.")
+    ] = None
     swap_to: Annotated[
         Path | None, optional(help="Folder for the caches of preempted requests. Default: the host's memory.")
     ] = None
@@ -89,9 +96,10 @@ class EngineChoice(OptionGroup):
         prefixes = self.prefix_cache or (self.kv_memory is not None and not self.no_prefix_cache)
         return {
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
-            "pager": self.pager, "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights,
-            "chunk_store": self._chunks(), "deterministic": self.deterministic, "overflow": self.overflow,
-            "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
+            "pager": self.pager, "prefix_disk": self.prefix_disk, "prefix_folder": self.prefix_folder,
+            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
+            "deterministic": self.deterministic, "overflow": self.overflow, "cache_dir": self.cache_dir,
+            "cache_disk": None if self.cache_dir is None else self.cache_disk,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

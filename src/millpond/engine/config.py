@@ -46,6 +46,8 @@ class EngineOptions(TypedDict, total=False):
     overcommit: float
     prefix_cache: bool | str
     pager: str | PathLike[str] | None
+    prefix_disk: str | int | None
+    prefix_folder: str | PathLike[str] | None
     swap_to: str | PathLike[str] | None
     page_slots: int
     runner: Runner
@@ -80,6 +82,9 @@ class EngineConfig:
             the name of the paging rule that says which blocks go first (`list_paging_rules`), or True for "lru".
         pager: file of `millpond train pager` for a rule that predicts ("learned", "mark0", "mark_predict"); None: the
             predictor of the package.
+        prefix_disk: most bytes ("2GiB") of a disk for blocks of the prefix cache that leave the memory, and come back
+            when a prompt begins with them; None: they are forgotten.
+        prefix_folder: where these lie, in a file without a name; None: the system's folder for temporary files.
         swap_to: folder for the caches of preempted requests; None keeps them in the host's memory.
         page_slots: entries per page, a power of two.
         runner: "lean" runs the model's weights without its modules, "modules" runs its modules, "auto" is "lean"
@@ -118,6 +123,8 @@ class EngineConfig:
     overcommit: float = 1.0
     prefix_cache: bool | str = False
     pager: str | PathLike[str] | None = None
+    prefix_disk: str | int | None = None
+    prefix_folder: str | PathLike[str] | None = None
     swap_to: str | PathLike[str] | None = None
     page_slots: int = DEFAULT_SLOTS
     runner: Runner = "auto"
@@ -144,6 +151,7 @@ class EngineConfig:
         if self.runner not in get_args(Runner):
             raise unknown("runner", self.runner, get_args(Runner))
         rule_named(self.prefix_cache, self.pager)
+        self._check_prefix_disk()
         check_weights(self.weights, self.runner, self.native_layers)
         check_deterministic(self.deterministic, self.runner, self.native_layers)
         self._check_blocks()
@@ -163,6 +171,19 @@ class EngineConfig:
             policy = rolling_policy(policy, self.method, bool(codecs))
         for one in codecs:
             policy.check_codec(one)
+
+    def _check_prefix_disk(self) -> None:
+        """
+        Raises:
+            OptionError, BudgetError: a disk for a prefix cache that there is not, or a size that is none.
+        """
+        if self.prefix_disk is None:
+            if self.prefix_folder is not None:
+                raise OptionError("prefix_folder= is where prefix_disk= lies; give its size, such as '2GiB', too")
+            return
+        if not self.prefix_cache:
+            raise OptionError(f"prefix_disk={self.prefix_disk!r} is for a prefix cache; give prefix_cache=True, too")
+        object.__setattr__(self, "prefix_disk", parse_bytes(self.prefix_disk))
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: EngineOptions) -> EngineConfig:

@@ -7,18 +7,22 @@ step is one forward pass of the model over everything that runs.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
+from millpond.budget import parse_bytes
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.swap.files import SwapFiles
+from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
@@ -51,6 +55,7 @@ from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.model_support import unwrapped
+from millpond.models.cache_folder import check_folder
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -120,10 +125,8 @@ class Engine:
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
         self._told: list[RequestState] = []  # requests that changed outside a step
-        self._sharing = PrefixSharing(
-            self._account, self._model.layers, rule_named(config.prefix_cache, config.pager), config.prompt_block or 1
-        )
         self._files: SwapFiles | None = None
+        self._prefixes: BlockStore | None = None
         self._chunks: ChunkReuse | None = None
         self._loads: ChunkLoads | None = None
         self._sessions: SessionReuse | None = None
@@ -132,6 +135,11 @@ class Engine:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
                 self._loads = None if config.chunk_store.folder is None else ChunkLoads(self._chunks)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
+            self._prefixes = _prefix_store(config)
+            self._sharing = PrefixSharing(
+                self._account, self._model.layers, rule_named(config.prefix_cache, config.pager),
+                config.prompt_block or 1, self._prefixes,
+            )  # fmt: skip
             defaults = CacheOptions(
                 method=config.method, options=config.options, budget=config.budget, codec=config.codec,
                 max_kl=config.max_kl,
@@ -563,8 +571,9 @@ class Engine:
             self._sessions.store.close()
         if self._files is not None:
             self._files.close()
-        if self._tier is not None:
-            self._tier.close()
+        for on_disk in (self._tier, self._prefixes):
+            if on_disk is not None:
+                on_disk.close()
 
     def _trim(self) -> None:
         for pool in self._account.pools:
@@ -584,3 +593,16 @@ class Engine:
             chunks=None if self._chunks is None else self._chunks.store.stats(),
             sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip
+
+
+def _prefix_store(config: EngineConfig) -> BlockStore | None:
+    """The disk of the prefix cache; None where it has none.
+
+    Raises:
+        OptionError: a folder that is missing or cannot be written. DataError: no file can be made there.
+    """
+    if config.prefix_disk is None:
+        return None
+    folder = Path(tempfile.gettempdir() if config.prefix_folder is None else config.prefix_folder)
+    check_folder(folder)
+    return BlockStore(folder, parse_bytes(config.prefix_disk))

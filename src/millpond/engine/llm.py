@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -48,8 +49,8 @@ class LLM:
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
-        disk: a folder for files of this package: packed `weights`, and KV that a plan puts on the disk, which without
-            it lies in the model's folder; goes with `memory` or `plan`.
+        disk: a folder for files of this package: packed `weights`, blocks of `prefix_disk`, and KV that a plan puts on
+            the disk, which without it lies in the model's folder; goes with `memory` or `plan`.
         plan: which layers stay in memory, and how many sequences run together, or its file; None or "auto": the
             fastest that fits in `memory`.
         prompt_tokens: of the prompts that a plan is made for; None: 512, or fewer where no such sequence fits.
@@ -260,6 +261,8 @@ def open_engine(
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
     if threads is not None:
         torch.set_num_threads(threads)
+    if offload.disk is not None and config.prefix_disk is not None and config.prefix_folder is None:
+        config = replace(config, prefix_folder=offload.disk)
     opened = offload.open(model, dtype, config)
     try:
         tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer

@@ -175,6 +175,8 @@ class PrefixStats:
         misses: counter of other full blocks of the prompts that share.
         evicted: counter of blocks that the rule chose, because their memory was needed.
         sums_bytes: bytes of the sums that are kept at breakpoints.
+        disk_blocks, disk_bytes: blocks on the disk and their bytes; 0 without `prefix_disk`.
+        returned: counter of blocks that came back from the disk. lost: of those that could not be read there.
     """
 
     rule: str
@@ -183,6 +185,10 @@ class PrefixStats:
     misses: int
     evicted: int
     sums_bytes: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    returned: int = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.engine.breakpoints import common_ends
+from millpond.cache.tiered.block_store import BlockStore
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
@@ -37,12 +39,19 @@ class PrefixSharing:
     Args:
         layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
         unit: prompts take over multiples of as many tokens; a multiple of the entries of a page, or 1.
+        store: of the blocks that leave the memory; None: they are forgotten.
     """
 
     def __init__(
-        self, account: MemoryLimit, layers: list[LayerShape], rule: PagingRule | None, unit: int = 1
+        self,
+        account: MemoryLimit,
+        layers: list[LayerShape],
+        rule: PagingRule | None,
+        unit: int = 1,
+        store: BlockStore | None = None,
     ) -> None:
-        self.tree = PrefixTree(rule, None if rule is None else SumMemory(account))
+        self.tree = PrefixTree(rule, None if rule is None else SumMemory(account), store)
+        self._store = store
         self._rule = rule
         self._hits = self._misses = 0
         self._account = account
@@ -55,6 +64,7 @@ class PrefixSharing:
         """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
         if not self._shares(live):
             return 0
+        self._bring_back(live)
         path = self._known(live)
         self._hits += len(path)
         self._misses += len(live.ids) // live.group.slots - len(path)
@@ -75,7 +85,7 @@ class PrefixSharing:
         """The request for which is being read what comes behind what is known of a prompt that begins; None: none."""
         if not self._shares(live):
             return None
-        known, most = len(self._known(live)) * live.group.slots, self._most(live)
+        known, most = self._coming(live) * live.group.slots, self._most(live)
         return next((other for other in reading if self._will_help(live, other, known, most)), None)
 
     def _will_help(self, live: RequestState, other: RequestState, known: int, most: int) -> bool:
@@ -190,9 +200,16 @@ class PrefixSharing:
         """Blocks held, found and evicted; None where nothing is shared."""
         if self._rule is None:
             return None
-        return PrefixStats(
-            self._rule.name, len(self.tree), self._hits, self._misses, self.tree.evicted, self.tree.sum_memory.nbytes
+        tree = self.tree
+        figures = PrefixStats(
+            self._rule.name, len(tree), self._hits, self._misses, tree.evicted, tree.sum_memory.nbytes
         )
+        if self._store is None:
+            return figures
+        return replace(
+            figures, disk_blocks=tree.n_stored, disk_bytes=self._store.bytes_used, returned=tree.returned,
+            lost=tree.lost,
+        )  # fmt: skip
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""
@@ -221,8 +238,7 @@ class PrefixSharing:
         path = self.tree.find(self._kind(live), live.numbers[:most], live.group.slots)
         kind = SumKind.of(live.group.recipe.policy)
         if kind is None:
-            whole = self._tokens_of_unit(live.group.slots) // live.group.slots
-            return path[: len(path) - len(path) % whole]
+            return path[: self._whole_units(live, len(path))]
         return path[: next((n for n in range(len(path), 0, -1) if kind in path[n - 1].sums), 0)]
 
     def _tokens_of_unit(self, slots: int) -> int:
@@ -232,6 +248,30 @@ class PrefixSharing:
     def _stops(self, live: RequestState) -> list[int]:
         """The breakpoints of a prompt at which it may be cut."""
         return [stop for stop in live.stops if stop % self._unit == 0]
+
+    def _whole_units(self, live: RequestState, blocks: int) -> int:
+        return blocks - blocks % (self._tokens_of_unit(live.group.slots) // live.group.slots)
+
+    def _with_stored(self, live: RequestState) -> tuple[list[PrefixNode], list[PrefixNode]]:
+        """The blocks in memory with which a prompt begins, and those on the disk behind them; they lie there without
+        sums, so that those who need sums find nothing."""
+        most = self._most(live)
+        if not self.tree.n_stored or most <= 0 or SumKind.of(live.group.recipe.policy) is not None:
+            return [], []
+        kind, numbers, slots = self._kind(live), live.numbers[:most], live.group.slots
+        path = self.tree.find(kind, numbers, slots)
+        return path, self.tree.find_stored(kind, numbers, slots, path)
+
+    def _bring_back(self, live: RequestState) -> None:
+        """Put blocks of the disk into memory with which a prompt goes on."""
+        path, stored = self._with_stored(live)
+        if stored:
+            self.tree.bring_back(path, stored, self.has, self._access(live))
+
+    def _coming(self, live: RequestState) -> int:
+        """Blocks that a prompt will begin with: known ones, with those that come back from the disk."""
+        path, stored = self._with_stored(live)
+        return self._whole_units(live, len(path) + len(stored)) if stored else len(self._known(live))
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""

@@ -130,12 +130,15 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
     gauges = {
         "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
+        "prefix_disk_blocks": ("Blocks of prompts on the disk.", prefix.disk_blocks),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"millpond_{name}", text, labels=["rule"])
         gauge.add_metric([prefix.rule], value)
         yield gauge
     counters = {
+        "prefix_blocks_returned": ("Blocks of prompts that came back from the disk.", prefix.returned),
+        "prefix_blocks_lost": ("Blocks of prompts on the disk that could not be read.", prefix.lost),
         "prefix_block_hits": ("Blocks of prompts that were taken from the prefix cache.", prefix.hits),
         "prefix_block_misses": ("Blocks of prompts that were not in the prefix cache.", prefix.misses),
         "prefix_blocks_evicted": ("Blocks that the paging rule chose to evict.", prefix.evicted),

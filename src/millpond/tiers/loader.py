@@ -91,27 +91,29 @@ class Ticket:
         try:
             for extent in self._extents:
                 self._read(extent)
-        except DataError as error:
-            self._error = error
+        except BaseException as error:  # whatever it was, the slot does not count as read
+            self._error = as_data_error(error)
         finally:
             self._done.set()
 
     def _read(self, extent: Extent) -> None:
-        for begin in range(0, extent.nbytes, REQUEST_BYTES):
-            if self._cancelled:
+        """Read an extent; once more where its checksum is another one."""
+        found = None
+        for _ in range(_TRIES):
+            for begin in range(0, extent.nbytes, REQUEST_BYTES):
+                if self._cancelled:
+                    return
+                end = min(begin + REQUEST_BYTES, extent.nbytes)
+                self._request(extent, begin, end)
+            if extent.checksum is None:
                 return
-            end = min(begin + REQUEST_BYTES, extent.nbytes)
-            self._request(extent, begin, end)
-        if extent.checksum is not None:
-            self._check(extent, extent.checksum)
-
-    def _check(self, extent: Extent, checksum: int) -> None:
-        found = zlib.crc32(self.slot.view[extent.place : extent.place + extent.needed])
-        if found != checksum:
-            raise DataError(
-                f"{extent.file.path} at offset {extent.offset:,}: {extent.needed:,} bytes have the checksum "
-                f"{found:08x} instead of {checksum:08x}; the file was damaged: remove it, so that it is made again"
-            )
+            found = zlib.crc32(self.slot.view[extent.place : extent.place + extent.needed])
+            if found == extent.checksum:
+                return
+        raise DataError(
+            f"{extent.file.path} at offset {extent.offset:,}: {extent.needed:,} bytes have the checksum "
+            f"{found:08x} instead of {extent.checksum:08x}; the file was damaged: remove it, so that it is made again"
+        )
 
     def _request(self, extent: Extent, begin: int, end: int) -> None:
         room = self.slot.view[extent.place + begin : extent.place + end]
@@ -145,13 +147,19 @@ class Errand:
         """The backend calls it."""
         try:
             self._task()
-        except DataError as error:
-            self.error = error
         except BaseException as error:  # whatever it was, the one who waits gets it
-            self.error = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
-            self.error.__cause__ = error
+            self.error = as_data_error(error)
         finally:
             self._done.set()
+
+
+def as_data_error(error: BaseException) -> DataError:
+    """What a task of a backend has raised, for the one who waits for it."""
+    if isinstance(error, DataError):
+        return error
+    found = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
 
 
 def transfer(

@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 
+import millpond as mp
 from millpond.cache.tiered.departure import MOST_PATCHES
+from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
+from millpond.engine.offload.block_course import block_course
 from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
-from millpond.engine.offload.kv_size import cache_layout, kv_size
+from millpond.engine.offload.kv_size import KVSize, cache_layout, kv_size
 from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve, solve_linear
 from millpond.engine.offload.step_memory import StepMemory
+from millpond.engine.request import Request
 from millpond.errors import BudgetError
 from millpond.models.load import load_model
 from millpond.models.weights.sizes import WeightSizes
@@ -299,3 +304,55 @@ def test_answers_of_one_token_end_with_their_prompts(recall: ModelSize) -> None:
     found = search(cost, Limits(memory=32 * MiB)).prediction
     assert found is not None
     assert found.decode_s == 0 < found.prefill_s
+
+
+def test_prompts_whose_kv_goes_to_the_disk_take_their_reads_and_writes(recall: ModelSize) -> None:
+    """Two prompts of 100 tokens, 40 rows in a sweep, and one answer token each, so that none decodes."""
+    kv = replace(
+        cost_of(recall).kv, prompt=100, new=1, prompt_bytes=1e8, kept_bytes=3e7, new_bytes=1e6, step_bytes=0.0,
+        step_flops=0.0, settles=True, overwrites=False,
+    )  # fmt: skip
+    calls = replace(EXAMPLE.calls, step_s=0.0, layer_s=0.0, sequence_s=0.0, piece_s=0.0, prompt_s=0.0)
+    machine = replace(
+        EXAMPLE, read_per_s=2e8, write_per_s=5e7, read_cpu_s=0.0, calls=calls, disk_calls=calls, attention=1e30,
+        flops={name: {1: 1e30} for name in EXAMPLE.flops},
+    )  # fmt: skip
+    block = BlockShape(sequences=2, micro_batch=2, prompt_rows=40)
+    far = {"weights host": 1.0, "kv disk": 1.0}
+
+    def seconds(kv: KVSize) -> dict[str, float]:
+        return {term.name: term.at(far) for term in CostModel(recall, kv, machine).prefill(block)}
+
+    # Sweeps read tokens 0-40, 40-80, 80-100 and 0-20, 20-60, 60-100: before these 0, 40, 80, 20 and 60 of a prompt.
+    course = CostModel(recall, kv, machine).course(block)
+    assert (course.prefill, course.prompt_rows, course.again, course.ends) == (5, 40, 40, 0.4)
+    came = 40 * 1e6 + 0.4 * 1e8
+    left = 40 * 1e6 + 0.4 * 3e7
+    planned = seconds(kv)
+    assert planned["disk reads"] == pytest.approx(came / 2e8)
+    assert planned["disk writes"] == pytest.approx(left / 5e7)
+    assert planned["compute"] == pytest.approx((came + left) / 1e9 + 0.4 * 1e8 / 2e8)
+    kept = seconds(replace(kv, settles=False))
+    assert kept["disk reads"] == pytest.approx(40 * 1e6 / 2e8)
+    assert kept["disk writes"] == pytest.approx(40 * 1e6 / 5e7)
+    assert kept["compute"] == pytest.approx(80 * 1e6 / 1e9)
+
+
+def test_the_tier_reads_of_prompts_what_is_counted(recall: ModelSize, tmp_path: Path) -> None:
+    """A prompt in pieces: bytes of files beyond the decoded tokens are those of the terms, in whole pages."""
+    model = load_model("pond-recall", "bf16")
+    for method, budget in (("full", None), ("snapkv", 64)):
+        tier = DiskTier(tmp_path, range(len(recall.layers)))
+        engine = Engine(model, method=method, budget=budget, max_step_tokens=64, tier=tier)
+        params = mp.SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        engine.add(Request(request_id="a", prompt=tuple(n % 50 + 5 for n in range(256)), params=params))
+        for _ in range(4):
+            engine.step()
+        kv = kv_size(recall, 256, 2, method=method, budget=budget)
+        assert kv.settles == (method == "snapkv")
+        assert kv.prompt_bytes == 256 * kv.new_bytes
+        again = block_course(1, 256, 2, 64).again * 4
+        assert again == 64 + 128 + 192
+        assert tier.bytes_read == pytest.approx(again * kv.new_bytes + kv.settles * kv.prompt_bytes, rel=0.05)
+        assert tier.bytes_written == pytest.approx(kv.prompt_bytes + kv.settles * kv.kept_bytes, rel=0.05)
+        engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import signal
 import subprocess
@@ -81,30 +80,17 @@ def check(folder: Path, name: str, method: str, codec: str, plan: Plan, **more: 
     return found
 
 
-#: Each family with half of the methods, and in turns each codec, placement and order.
+#: The rest is in test_placements. Each family with half of the methods, and in turns each codec, placement and order.
 SOME = [
     (name, METHODS[m], CODECS[(n + m) % 3], WEIGHTS[(n + m) % 2], KV[(n + m // 2) % 2], ORDERS[(2 * n + m) % 6])
     for n, name in enumerate(FAMILIES)
     for m in range(n % 2, 6, 2)
-]
-#: All of them, each with three of the placements and orders in turns.
-EVERYTHING = [
-    (name, method, codec, WEIGHTS[n % 2], KV[n // 2 % 2], ORDERS[(n + n // 6 + turn) % 6])
-    for n, (name, method, codec, turn) in enumerate(itertools.product(FAMILIES, METHODS, CODECS, (0, 2, 5)))
 ]
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "order"), SOME)
 def test_tokens_are_those_of_the_model_in_memory(
-    name: str, method: str, codec: str, weights: Any, kv: Any, order: Any, folders: dict[str, Path]
-) -> None:
-    check(folders[name], name, method, codec, plan_of(weights, kv, order))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "order"), EVERYTHING)
-def test_all_of_them(
     name: str, method: str, codec: str, weights: Any, kv: Any, order: Any, folders: dict[str, Path]
 ) -> None:
     check(folders[name], name, method, codec, plan_of(weights, kv, order))

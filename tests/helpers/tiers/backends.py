@@ -85,9 +85,9 @@ class FaultyScratch(ScratchFile):
     """A file of KV that fails as a test says.
 
     Attributes:
-        bad: reads of these offsets fail. flipped: a byte at these offsets is another one when it is read.
-        stale: offset -> what is read there in place of what was written. full: bytes that the disk has. fails: errors
-            of the next writes.
+        bad: reads of these offsets fail. flipped: a byte at these offsets is another one when it is read. short: reads
+            end half-way. stale: offset -> what is read there in place of what was written.
+        full: bytes that the disk has. fails: errors of the next writes.
     """
 
     full: int | None = None
@@ -97,6 +97,7 @@ class FaultyScratch(ScratchFile):
         self.bad: set[int] = set()
         self.flipped: set[int] = set()
         self.stale: dict[int, bytes] = {}
+        self.short = False
         self.fails: list[OSError] = []
         self.written: dict[int, bytes] = {}
 
@@ -110,7 +111,7 @@ class FaultyScratch(ScratchFile):
         for at, data in self.stale.items():
             if offset <= at and at + len(data) <= offset + n:
                 room[at - offset : at - offset + len(data)] = data
-        return n
+        return n // 2 if self.short else n
 
     def write_from(self, offset: int, data: memoryview) -> int:
         if self.fails:

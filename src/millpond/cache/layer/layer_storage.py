@@ -60,6 +60,11 @@ class LayerStorage:
         """Whether there are entries that no plan has seen."""
         return bool(self.companions.pending) or (self._table is not None and self._table.unplanned)
 
+    @property
+    def settles(self) -> bool:
+        """Whether the end of a prompt may change entries: a plan waits for it, or entries become codes."""
+        return self.pending or (self._table is not None and self._table.sealed is not None)
+
     def read(self, sequence: int) -> PaddedEntries:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
         table = self._require_table()

@@ -116,6 +116,15 @@ class LayerExtents:
         """Bytes of all runs."""
         return self._space.used
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file, free ones included."""
+        return self._space.size
+
+    def growth(self, nbytes: int) -> int:
+        """Bytes by which the file must grow for a run of `nbytes`; 0 where there is a gap for it."""
+        return self._space.lacking(nbytes)
+
     def reserve(self, nbytes: int) -> None:
         """Let the file have at least `nbytes`.
 

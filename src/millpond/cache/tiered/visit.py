@@ -150,15 +150,13 @@ class PageVisit:
         self.errands = self.away.extents.read(runs, take)
 
     def _wait(self) -> None:
-        """Of what was read together and failed, each run is read once more alone: the others may be whole."""
+        """Of what was read together and failed, each run is read once more alone: it may be whole, or be so now."""
         for errand, runs in self.errands:
-            if (error := errand.finish()) is None:
+            if errand.finish() is None:
                 continue
             for run in runs:
-                if len(runs) > 1:
-                    ((alone, _),) = self.away.extents.read([run], self.take)
-                    error = alone.finish()
-                if error is not None:
+                ((alone, _),) = self.away.extents.read([run], self.take)
+                if (error := alone.finish()) is not None:
                     self._fail(run, error)
         self.errands = []
 

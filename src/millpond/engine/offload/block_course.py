@@ -16,6 +16,7 @@ class BlockCourse(NamedTuple):
         prefill: sweeps that read prompts; sequences whose prompts have ended decode in them. decode: sweeps after them.
         prompt_rows, pieces, ends: of a sweep that reads prompts: tokens, pieces of different prompts, and prompts that
             end. meanwhile: sequences that decode in it. decoding: in a sweep after them.
+        again: tokens that earlier sweeps have read of the prompts of a sweep; from a disk their KV comes back.
     """
 
     prefill: int
@@ -25,6 +26,7 @@ class BlockCourse(NamedTuple):
     ends: float
     meanwhile: float
     decoding: float
+    again: float
 
 
 @lru_cache(maxsize=4096)
@@ -37,11 +39,12 @@ def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> Blo
     """
     few, total = max(step_tokens // READING_SHARE, 1), sequences * prompt
     ends: deque[int] = deque()  # the sweep in which a sequence decodes no more
-    sweep = read = pieces = meanwhile = 0
+    sweep = read = pieces = meanwhile = again = 0
     while read < total:
         while ends and ends[0] <= sweep:
             ends.popleft()
         first = read // prompt
+        again += read % prompt
         read = min(read + max(step_tokens - len(ends), few), (first + MOST_PIECES) * prompt, total)
         pieces += (read - 1) // prompt - first + 1
         meanwhile += len(ends)
@@ -52,4 +55,5 @@ def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> Blo
     return BlockCourse(
         prefill=sweep, decode=decode, prompt_rows=total / sweep, pieces=pieces / sweep, ends=sequences / sweep,
         meanwhile=meanwhile / sweep, decoding=rest / decode if decode else 0.0,
+        again=again / sweep,
     )  # fmt: skip

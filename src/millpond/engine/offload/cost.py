@@ -70,7 +70,9 @@ class CostModel:
         prompt, new, sequences = self.kv.prompt, self.kv.new, block.sequences
         if block.schedule == "diagonal":
             rows = sequences * prompt / new
-            return BlockCourse(0, new, rows, max(sequences / new, 1.0), sequences / new, 0.0, float(sequences))
+            ends = sequences / new
+            again = prompt * max(1 - ends, 0.0) / 2  # of one prompt in equal pieces
+            return BlockCourse(0, new, rows, max(ends, 1.0), ends, 0.0, float(sequences), again)
         return block_course(sequences, prompt, new, block.prompt_rows)
 
     def prefill(self, block: BlockShape) -> list[Term]:
@@ -87,13 +89,17 @@ class CostModel:
         """A sweep of sequences that decode, and of a course's prompts if some are read."""
         machine, kv, weights, n_layers = self.machine, self.kv, float(self.model.layer_bytes), len(self.model.layers)
         rows = course.prompt_rows if reading else 0.0
+        ended = course.ends if reading else 0.0
         entries, added = decoding * kv.step_bytes, (decoding + rows) * kv.new_bytes
+        settled = ended * kv.settles  # prompts that are planned, which reads them once more
+        again = settled * kv.prompt_bytes
+        moved = entries + again + (course.again * kv.prompt_bytes / kv.prompt if reading else 0.0)
         written = added + entries / MOST_PATCHES * kv.overwrites  # which waits in memory until it is worth a write
+        written += settled * kv.kept_bytes
         write = written / machine.write_per_s if machine.write_per_s else 0.0
         attend = decoding * kv.step_flops / self._plain_rate(kv.group)
         batches = ceil(decoding / min(block.micro_batch, block.sequences))
         products = (decoding + rows) * 2 * self._parameters / self._product_rate((decoding + rows) / max(batches, 1))
-        ended = course.ends if reading else 0.0
         head = (decoding + ended) * 2 * self.model.head_parameters / self._product_rate(decoding + ended)
         prompts = rows * kv.prompt_flops / kv.prompt
         pieces = course.pieces if reading else 0.0
@@ -106,14 +112,16 @@ class CostModel:
         read = weights / machine.read_per_s
         ahead = outside - min(block.slots, n_layers) * read / n_layers  # slots are full before all of it has passed
         terms = [
-            Term("disk reads", (0, 0, read, 0, 0, entries / machine.read_per_s), max(ahead, 0.0)),
+            Term("disk reads", (0, 0, read, 0, 0, moved / machine.read_per_s), max(ahead, 0.0)),
             Term("disk writes", (0, 0, 0, 0, 0, write), 0),
         ]
         device = machine.accelerator
         beside = n_layers * of_layer(machine.calls, ended * kv.evicts) + outside
         if device is None:
             busy = self._reading_cpu * machine.read_cpu_s
-            carried = attend + entries * (busy + 1 / CARRY_PER_S) + n_layers * of_layer(machine.disk_calls, ended)
+            carried = attend + moved * busy + (moved + written) / CARRY_PER_S
+            carried += again / machine.read_per_s  # a plan waits for its layer, and nothing else is computed meanwhile
+            carried += n_layers * of_layer(machine.disk_calls, settled)
             here = products + beside + prompts / machine.attention
             return [*terms, Term("compute", (0, 0, weights * busy, attend, attend, carried), here)]
         hidden = 2 * (decoding + rows) * self.model.width * self._item * n_layers / device.link_per_s

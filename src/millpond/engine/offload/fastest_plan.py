@@ -45,7 +45,7 @@ def fastest_plan(
     limits = Limits(
         memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit
     )  # fmt: skip
-    can = _capabilities(disk)
+    can = _capabilities(None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
     if workload is not None:
         workload.check_context(size.context)
         kv = _kv_that_fits(size, config, workload, limits, can)

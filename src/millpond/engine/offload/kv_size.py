@@ -16,7 +16,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
-from millpond.engine.memory_estimate import entries_of, estimate, unquantized
+from millpond.engine.memory_estimate import entries_of, estimate, held_while_reading, keeps_pages, unquantized
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
 from millpond.hf.compress import budget_of, policy_of
@@ -36,6 +36,8 @@ class KVSize:
             of each head, two layers at a time): while the prompt is read, and while it decodes.
         step_bytes: of keys and values that a decoding step reads on average. new_bytes: of those that a token adds.
         evicts: of a prompt that has ended less stays than was read.
+        prompt_bytes: of keys and values of a prompt that is being read. kept_bytes: of those that its plan keeps.
+        settles: the end of a prompt reads its pages and writes those that stay; else they stay as they are.
         overwrites: entries take the places of others, so that pages on a disk are written again now and then.
         step_flops, prompt_flops: of attention in a decoding step, and while the prompt is read.
         group: query heads that read one KV head. pools: kinds of pages. arena_bytes: grain in which pools take memory.
@@ -50,6 +52,9 @@ class KVSize:
     far_held: int
     step_bytes: float
     new_bytes: float
+    prompt_bytes: float
+    kept_bytes: float
+    settles: bool
     evicts: bool
     overwrites: bool
     step_flops: float
@@ -92,7 +97,7 @@ def kv_size(
     layout = cache_layout(model, method, options or {}, budget, codec)
     need = estimate(layout, shapes, prompt, new, 1)
     far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
-    kept = [_entries(layout, shape, prompt, new) for shape in shapes]
+    kept = [sum(_held(layout, shape, prompt, new)) / 2 for shape in shapes]
     heads = [layer.n_heads for layer in model.layers]
     flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
     return KVSize(
@@ -101,7 +106,10 @@ def kv_size(
         far_reading=far.reading, far_held=far.each,
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
-        evicts=need.each < need.reading, overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
+        prompt_bytes=sum(_prompt_bytes(layout, shape, prompt) for shape in shapes),
+        kept_bytes=sum(_bytes(layout, shape, _held(layout, shape, prompt, new)[0]) for shape in shapes),
+        settles=not keeps_pages(layout, shapes), evicts=need.each < need.reading,
+        overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
         step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
@@ -144,10 +152,17 @@ def cache_layout(
     return CacheLayout(policy, kept, pools, model.shapes, model.dtype, torch.device("cpu"))
 
 
-def _entries(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> float:
-    """Entries per KV head on average over the answer."""
+def _held(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> tuple[int, int]:
+    """Entries per KV head after the plan of the prompt, and at most while the answer is decoded."""
     table = PageTable(layout.pool(shape), 1, shape.n_kv_heads)
-    return sum(entries_of(layout, shape.index, shape, table, prompt, new)) / 2
+    return entries_of(layout, shape.index, shape, table, prompt, new)
+
+
+def _prompt_bytes(layout: CacheLayout, shape: LayerShape, prompt: int) -> float:
+    """Bytes of keys and values of a layer while a prompt is read."""
+    pool = layout.prompt_pool(shape)
+    entries = held_while_reading(layout, shape.index, shape, prompt)
+    return shape.n_kv_heads * entries * pool.kv_bytes_per_page / pool.slots
 
 
 def _bytes(layout: CacheLayout, shape: LayerShape, entries: float) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.budget import parse_bytes
+from millpond.cache.tiered.block_store import STORE_BYTES
 from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
@@ -140,12 +141,18 @@ def open_in_memory(
         if plan.model:
             plan.check_model(fingerprint(skeleton, config.weights))
     size, searched = size_of(folder, skeleton, config.weights), False
+    beside = 0 if config.prefix_disk is None else STORE_BYTES
     if plan is not None:
         config = _with_plan(config, plan)
-    elif limit is None or _whole_bytes(size, config) <= limit:
+    elif limit is None or _whole_bytes(size, config) + beside <= limit:
         plan, workload = Plan(), None
     else:
-        plan, workload = fastest_plan(size, config, limit, place, machine, workload, report)
+        try:
+            plan, workload = fastest_plan(size, config, limit - beside, place, machine, workload, report)
+        except BudgetError as error:
+            if not beside:
+                raise
+            raise BudgetError(f"{error}; besides, prefix_disk= takes {beside:,} bytes of memory for slots") from error
         config, searched = _with_plan(config, plan), True
     step = _step(size, config)
     every = range(len(size.layers))
@@ -155,9 +162,9 @@ def open_in_memory(
     kept = [index for index in every if index not in {*streamed_layers, *on_device}]
     n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None))
     if limit is not None and device is None:
-        _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes, config, plan)
+        _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes + beside, config, plan)
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
-    for purpose, nbytes in step.by_purpose.items():
+    for purpose, nbytes in {**step.by_purpose, "slots for prompts": beside}.items():
         ledger.take(HOST, purpose, nbytes)
     sizes = _sizes(skeleton, name, place, config.weights, report)
     streamed: StreamedLayers | None = None

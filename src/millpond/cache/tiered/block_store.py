@@ -1,0 +1,185 @@
+"""Store of blocks of prompts on a disk: pages of all layers, with checksums, inside a limit of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.swap.pages import read_pages, write_pages
+from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, PageRun, Transit
+from millpond.errors import DataError
+from millpond.tiers.aligned import aligned_buffer, aligned_up
+from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.files import ScratchFile
+from millpond.tiers.loader import Backend, Loader
+from millpond.tiers.slots import Slot
+
+#: Slots that blocks are read and written through, and bytes of each.
+N_READING, N_WRITING, SLOT_BYTES = 2, 2, 256 << 10
+#: Bytes of memory that a store takes.
+STORE_BYTES = (N_READING + N_WRITING) * SLOT_BYTES
+
+Pools = Sequence[RefCountedPool[Any]]
+
+
+@dataclass(slots=True, eq=False)
+class StoredBlock:
+    """A block on the disk.
+
+    Attributes:
+        runs: where its bytes lie, in their order. counts: pages of each layer. gone: called when it had to make room.
+    """
+
+    runs: list[PageRun]
+    counts: list[int]
+    gone: Callable[[], None]
+
+
+class BlockStore:
+    """Blocks of pages, of which the one that was stored or used longest ago makes room for a new one.
+
+    Where the disk has less than the limit, what the file has is the limit from then on.
+
+    Args:
+        folder: where the bytes lie, in a file without a name. capacity_bytes: of the file, at most.
+        backend: who reads and writes; None: two threads. open_file: makes a file in the folder.
+
+    Raises:
+        DataError: no file can be made there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        *,
+        backend: Backend | None = None,
+        open_file: Callable[[Path], GrowingFile] = ScratchFile,
+    ) -> None:
+        file = open_file(folder)
+        slots = [Slot(aligned_buffer(SLOT_BYTES)) for _ in range(N_READING + N_WRITING)]
+        self._loader = Loader(backend or ThreadBackend(2))
+        self._extents = LayerExtents(file, Transit(self._loader, slots[:N_READING], slots[N_READING:]))
+        self._capacity = capacity_bytes
+        self._blocks: dict[StoredBlock, None] = {}  # the longest unused first
+
+    def __len__(self) -> int:
+        """Blocks held."""
+        return len(self._blocks)
+
+    @property
+    def bytes_used(self) -> int:
+        """Of the file, now."""
+        return self._extents.used
+
+    def put(self, pools: Pools, pages: Sequence[PageIds], gone: Callable[[], None]) -> StoredBlock | None:
+        """Write a block, of each layer its pages of a pool; None where there is no room for it.
+
+        Args:
+            gone: called when the block must make room for others. A block that is taken back, or freed, is not.
+        """
+        data = _packed(pools, pages)
+        runs: list[PageRun] = []
+        for begin in range(0, len(data), SLOT_BYTES):
+            part = data[begin : begin + SLOT_BYTES]
+            if not self._make_room(aligned_up(len(part))):
+                for run in runs:
+                    self._extents.free(run)
+                return None
+            runs.append(self._extents.write(partial(_fill, part), len(part), 1))
+        block = StoredBlock(runs, [len(ids) for ids in pages], gone)
+        self._blocks[block] = None
+        return block
+
+    def use(self, block: StoredBlock) -> None:
+        """Let a block be the last that makes room."""
+        del self._blocks[block]
+        self._blocks[block] = None
+
+    def read(self, block: StoredBlock) -> Tensor:
+        """(n,) uint8: the bytes of a block, for `unpack`.
+
+        Raises:
+            DataError: they could not be written or read, or are not those that were written.
+        """
+        for run in block.runs:
+            if (lost := run.lost()) is not None:
+                raise lost
+        room = torch.empty(sum(run.needed for run in block.runs), dtype=torch.uint8)
+        places = dict(zip(block.runs, np.cumsum([0, *(run.needed for run in block.runs[:-1])]).tolist(), strict=True))
+
+        def take(run: PageRun, data: Tensor) -> None:
+            room[places[run] : places[run] + run.needed] = data
+
+        errors = [errand.finish() for errand, _ in self._extents.read(block.runs, take)]
+        for error in errors:
+            if error is not None:
+                raise error
+        return room
+
+    def free(self, block: StoredBlock) -> None:
+        """The block is not needed any more."""
+        del self._blocks[block]
+        for run in block.runs:
+            self._extents.free(run)
+
+    def close(self) -> None:
+        """End reads and writes and give the disk back; a second call changes nothing."""
+        self._loader.close()
+        self._extents.close()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Whether a run of `nbytes` has a place, for which the longest unused blocks go."""
+        extents = self._extents
+        while (more := extents.growth(nbytes)) > 0:
+            spare = self._capacity - extents.size
+            if more <= spare:
+                try:
+                    extents.reserve(extents.size + max(more, min(GRAIN, spare)))
+                except DataError:  # the disk is full
+                    self._capacity = extents.size
+            elif self._blocks:
+                oldest = next(iter(self._blocks))
+                self.free(oldest)
+                oldest.gone()
+            else:
+                return False
+        return True
+
+
+def unpack(pools: Pools, pages: Sequence[PageIds], data: Tensor) -> None:
+    """Give pages the content that `BlockStore.read` returned of a block with as many pages of the same pools."""
+    begin = 0
+    for pool, ids in _by_pool(pools, pages):
+        content = []
+        for arenas in pool.arrays.arrays:
+            shape, dtype = (len(ids), *arenas[0].shape[1:]), arenas[0].dtype
+            end = begin + int(np.prod(shape)) * dtype.itemsize
+            content.append(data[begin:end].clone().view(dtype).reshape(shape))
+            begin = end
+        write_pages(pool, ids, tuple(content))
+    assert begin == len(data), "the block has these pages"
+
+
+def _packed(pools: Pools, pages: Sequence[PageIds]) -> Tensor:
+    """(n,) uint8: all that pages hold, with positions and scores."""
+    found = [array for pool, ids in _by_pool(pools, pages) for array in read_pages(pool, ids)]
+    return torch.cat([array.reshape(-1).view(torch.uint8) for array in found])
+
+
+def _by_pool(pools: Pools, pages: Sequence[PageIds]) -> Iterator[tuple[RefCountedPool[Any], PageIds]]:
+    """Pages of all layers of one pool together, pools in the order in which they come."""
+    for pool in dict.fromkeys(pools):
+        yield pool, np.concatenate([ids for own, ids in zip(pools, pages, strict=True) if own is pool])
+
+
+def _fill(data: Tensor, room: Tensor) -> None:
+    room.copy_(data)
