@@ -135,7 +135,10 @@ def test_sequences_beside_each_other_swapped_and_cancelled() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("method", "codec"), [("h2o", "int4"), ("streaming", "int8"), pytest.param("h2o", "0=bf16,*=int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [("h2o", "int4"), ("streaming", "int8"), pytest.param("h2o", "0=bf16,*=int4", marks=pytest.mark.slow)],
+)
 def test_codes_stay_when_positions_change(method: str, codec: str) -> None:
     """Together, alone and moved to another engine: the same tokens; and codes are never encoded again."""
     options: dict[str, Any] = {"budget": 200, "codec": codec}
@@ -235,7 +238,7 @@ def test_what_cannot_go_on_is_refused(name: str, options: dict[str, Any], error:
 
 def test_frequencies_that_change_with_the_text_are_refused() -> None:
     scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="changes its rotary frequencies.*overflow='refuse'"):
+    with pytest.raises(UnsupportedModelError, match=r"changes its rotary frequencies.*overflow='refuse'"):
         engine_for(of=family("llama").make(max_position_embeddings=CONTEXT, rope_parameters=scaled))
 
 

@@ -36,7 +36,8 @@ def cases(draw: st.DrawFn) -> PackedCase:
         slots = draw(st.sampled_from([32, 64]))
         key = side(draw(st.sampled_from(OF_PAGES)), True, draw(st.sampled_from([32, slots])))
     lens = [
-        m // slots * slots for m in draw(st.lists(st.integers(0, draw(st.sampled_from([64, 900]))), min_size=n, max_size=n))
+        m // slots * slots
+        for m in draw(st.lists(st.integers(0, draw(st.sampled_from([64, 900]))), min_size=n, max_size=n))
     ]
     plain = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
     dead = draw(st.sampled_from([0, 5]))

@@ -62,7 +62,7 @@ def held_positions(core: LayerCache, sequence: int) -> list[Tensor]:
 
 
 def _marks(core: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
-    """Positions in the text (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where there is nothing.
+    """Positions in the text (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where nothing is.
 
     Keys and values stay where they are. Entries that are stored as they are come first, then those that are codes.
     """

@@ -28,7 +28,7 @@ def checked_spans(
     if any(codec.ages for codec in recipe.pools.codecs):
         raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
     if recipe.reach is not None:
-        raise OptionError("spans cannot be kept with overflow='rolling', which moves positions; leave one of the two out")
+        raise OptionError("spans cannot be kept with overflow='rolling', which moves positions; leave one out")
     found = kept_spans(spans, "keep")
     if found and found[-1][1] > n_tokens:
         raise OptionError(

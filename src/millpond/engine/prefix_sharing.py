@@ -17,8 +17,8 @@ from millpond.cache.pages.sum_memory import SumMemory
 from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
-from millpond.engine.breakpoints import common_ends
 from millpond.cache.tiered.block_store import BlockStore
+from millpond.engine.breakpoints import common_ends
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState

@@ -33,8 +33,8 @@ from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.kernels.decode_rules import Evict
 from millpond.option_files import OptionFile
-from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.policy.rolling import rolling_policy
+from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.carried_states import CarriedStates
 from millpond.runner.packed_model import PackedModel
 from millpond.runner.rolling import check_room_to_roll, formats_before_rope

@@ -42,7 +42,8 @@ class SessionReuse:
             Tokens of its prompt that the cache has read.
         """
         recipe = live.group.recipe
-        if not live.answers or live.spans or live.kept or live.prompt_logprobs is not None or why_not(recipe) is not None:
+        own = live.spans or live.kept or live.prompt_logprobs is not None
+        if not live.answers or own or why_not(recipe) is not None:
             return 0
         for place, turn in self.store.beginnings(live.request.cache_salt, self._scope(recipe), live.numbers):
             if place.length <= least:

@@ -79,7 +79,7 @@ class PackedRegions:
         if self.table.shape[0] != n_regions:
             raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
         if self.rope is not None and not (layout.key.per_channel and self.channels is None and self.balance is None):
-            raise OptionError("keys are stored before RoPE with scales per channel only, in all channels and unbalanced")
+            raise OptionError("keys are stored before RoPE with scales per channel only, in all channels, unbalanced")
         for given in (self.key_scales, self.key_zeros):
             if layout.key.fixed != (given is not None):
                 need = "needs" if layout.key.fixed else "takes no"
