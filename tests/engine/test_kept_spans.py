@@ -1,4 +1,4 @@
-"""Kept spans of requests: held after the prompt and while decoding, whatever runs in the same batch, wherever they go."""
+"""Kept spans of requests: held while decoding, whatever runs in the same batch, wherever they go."""
 
 from __future__ import annotations
 

@@ -74,7 +74,11 @@ def test_a_prompt_keeps_characters_or_tokens(llm: mp.AsyncLLM, in_ids: bool) -> 
         ("completions", {"prompt": ["anna", "kettle"], "millpond": {"keep": [[0, 2]]}}, "one prompt"),
         ("completions", {"prompt": [5, 6], "millpond": {"keep": [[0, 3]]}}, "must lie in the prompt"),
         ("completions", {"prompt": "anna", "millpond": {"keep": [[0, 1]] * 65}}, "64"),
-        ("completions", {"prompt": f"{STORY}", "millpond": {"keep": [[0, 600]]}}, "124 kept tokens and 1 entries that the method protects are more than the budget"),
+        (
+            "completions",
+            {"prompt": f"{STORY}", "millpond": {"keep": [[0, 600]]}},
+            "124 kept tokens and 1 entries that the method protects are more than the budget",
+        ),
         ("chat/completions", {"messages": [ASK], "millpond": {"keep": [[0, 2]]}}, "mark messages"),
         ("chat/completions", {"messages": [ASK | {"millpond": {"keep": 1}}]}, "keep"),
         ("chat/completions", {"messages": [ASK | {"millpond": {"hold": True}}]}, "hold"),
