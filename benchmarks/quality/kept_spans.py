@@ -3,15 +3,9 @@
 Usage: python benchmarks/quality/kept_spans.py [--samples 40] [--length 1000] [--facts 8] [--budget 10%] [--threads 1]
     [--seed 0] [--out benchmarks/results/kept-spans]
 
-<<<<<<< HEAD
-A text begins with `facts` facts among words that say nothing, and goes on without facts. When it was read and
-compressed a question about one of the facts comes as a later turn. Each method reads every text twice: as it is, and
-with the beginning kept. An answer is right if the token behind the name is the right one; greedy, float32.
-=======
 A text begins with `facts` facts among words that say nothing, and goes on without facts. When it was compressed, a
 question about one of the facts comes as a later turn. Each method reads every text twice: as it is, and with the
 beginning kept. An answer is right if the token behind the name is the right one; greedy, float32.
->>>>>>> spans
 """
 
 from __future__ import annotations
@@ -104,13 +98,8 @@ def main() -> None:
     }  # fmt: skip
     text = (
         f"# Facts in a kept beginning, pond-recall\n\n{args.samples} texts of {args.length} tokens, budget "
-<<<<<<< HEAD
-        f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. "
-        f"Right answers to a later turn:\n\n{table}\n"
-=======
         f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right answers to a "
         f"later turn:\n\n{table}\n"
->>>>>>> spans
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Kept spans of requests: held after the prompt and while decoding, whatever runs with them, wherever they go."""
-=======
 """Kept spans of requests: held while decoding, whatever runs in the same batch, wherever they go."""
->>>>>>> spans
 
 from __future__ import annotations
 

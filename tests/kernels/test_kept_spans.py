@@ -22,9 +22,6 @@ def full_call(evict: Evict, shared: bool = False, lens: int = 40) -> Call:
     rule = DecodeRule(Signal.SUM, evict=evict, sinks=2, shared=shared, seed=3)
     n = 6
     call = Case(
-<<<<<<< HEAD
-        [lens] * n, 3, 2, 2, 16, 16, 8, torch.float32, 8, [lens] * n, [3] * n, set(), rule, 0.0, 0, False, shared,
-=======
         [lens] * n,
         3,
         2,
@@ -42,7 +39,6 @@ def full_call(evict: Evict, shared: bool = False, lens: int = 40) -> Call:
         0,
         False,
         shared,
->>>>>>> spans
         seed=4,
     ).build()
     call.kept = torch.tensor(SPANS, dtype=torch.int32)

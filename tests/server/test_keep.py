@@ -75,12 +75,8 @@ def test_a_prompt_keeps_characters_or_tokens(llm: mp.AsyncLLM, in_ids: bool) -> 
         ("completions", {"prompt": [5, 6], "millpond": {"keep": [[0, 3]]}}, "must lie in the prompt"),
         ("completions", {"prompt": "anna", "millpond": {"keep": [[0, 1]] * 65}}, "64"),
         (
-<<<<<<< HEAD
-            "completions", {"prompt": f"{STORY}", "millpond": {"keep": [[0, 600]]}},
-=======
             "completions",
             {"prompt": f"{STORY}", "millpond": {"keep": [[0, 600]]}},
->>>>>>> spans
             "124 kept tokens and 1 entries that the method protects are more than the budget",
         ),
         ("chat/completions", {"messages": [ASK], "millpond": {"keep": [[0, 2]]}}, "mark messages"),

@@ -34,13 +34,8 @@ class OpSet(Protocol):
         the new entry has log mass 0. A region never holds more than its cap.
 
         Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, the `recent[r]`
-<<<<<<< HEAD
-        newest positions (q_pos - position < recent[r]), and those in `kept` spans of their sequence. Chosen first:
-        what the sliding window hides from the next query.
-=======
         newest positions (q_pos - position < recent[r]), and those in `kept` spans of their sequence. Chosen first: what
         the sliding window hides from the next query.
->>>>>>> spans
 
         Regions of two parts have one softmax, one score update and one victim over both. The new entry is stored in
         the plain part: it is appended where the region holds fewer entries than its cap; where the victim is packed,
