@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import millpond as mp
 from millpond.engine.request import CacheOptions, Request
+from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.errors import OptionError
 from tests.helpers.engine.sessions import NEW, TURNS, ask, kv, model, open_engine, said, stored, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-METHODS = ("full", "h2o", "snapkv", "streaming", "ada", "kvmerger")
+METHODS = ("full", "h2o", "snapkv", "streaming", "ada", "kvmerger", "expected_attention")
 #: Those whose entries a format of codes can hold.
 CASES = [(method, codec) for codec in (None, "int4") for method in METHODS if codec is None or method != "streaming"]
 BUDGETS = {"full": None}
@@ -103,8 +107,39 @@ def test_the_longest_stored_beginning_goes_on_and_branches_do_too(tmp_path: Path
 def test_an_answer_of_one_token_is_stored(tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     ids = words(40, 0)
-    ids += said(ask(engine, ids, new=1)) + words(5, 1)
+    output = ask(engine, ids, new=1)
+    assert kv(output).held == 20, "it was planned"
+    ids += said(output) + words(5, 1)
     assert kv(ask(engine, ids)).restored_tokens == 40
+    engine.close()
+
+
+@pytest.mark.parametrize(("method", "name"), [("snapkv", "0.queries"), ("expected_attention", "0.moments.total")])
+def test_what_later_plans_look_at_is_stored(method: str, name: str, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, method)
+    ids = words(40, 0)
+    ids += said(ask(engine, ids))
+    (file,) = stored(tmp_path)
+    place = Place.of(file)
+    assert place is not None
+    assert name in StoredTurn.from_bytes(file.read_bytes(), place, np.array(ids[: place.length])).tensors
+    engine.close()
+
+
+def test_an_approximate_turn_makes_no_exact_one(tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, "full")
+    ids = words(40, 0)
+    ids += said(ask(engine, ids)) + words(5, 1)
+    (file,) = stored(tmp_path)
+    place = Place.of(file)
+    assert place is not None
+    turn = StoredTurn.from_bytes(file.read_bytes(), place, np.array(ids[: place.length]))
+    file.write_bytes(replace(turn, exact=False).to_bytes(place))
+    for _ in range(2):  # of it, and of the turn behind it
+        output = ask(engine, ids)
+        assert kv(output).restored_tokens == len(ids) - 6
+        assert not kv(output).exact
+        ids += said(output) + words(5, 2)
     engine.close()
 
 

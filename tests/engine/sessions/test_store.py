@@ -120,6 +120,8 @@ def test_turns_are_read_while_they_wait(store: SessionStore, monkeypatch: pytest
     assert store.stats().waiting_bytes > 0
     ((_, read),) = store.beginnings(None, store.scope("s"), longer(first))
     read.tensors["0.keys"].fill_(9)  # who goes on from it changes nothing of what is written
+    ((_, again),) = store.beginnings(None, store.scope("s"), longer(first))
+    assert not again.tensors["0.keys"].any()
     assert store.remove(None) == 2, "removed while it waits: it never comes"
     assert found(store, longer(first)) == []
     go.set()
