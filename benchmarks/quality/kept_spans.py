@@ -1,4 +1,4 @@
-"""Facts in a kept "system prompt" of pond-recall, beside the same prompts without keep.
+"""Facts in a kept "system prompt" of pond-recall, and the same prompts without keep.
 
 Usage: python benchmarks/quality/kept_spans.py [--samples 40] [--length 1000] [--facts 8] [--budget 10%] [--threads 1]
     [--seed 0] [--out benchmarks/results/kept-spans]

@@ -291,15 +291,16 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path, monkeypatch: p
     store = opened(tmp_path)
     store.put(variant(1))
     reached, tell = os.pipe()
-    real = files._write_bytes
+    real = files.write_part
 
-    def half(path: Path, data: bytes) -> None:
-        real(path, data[: len(data) // 2])
+    def half(path: Path, data: bytes) -> Path:
+        part = real(path, data[: len(data) // 2])
         os.write(tell, b"x")
         signal.pause()
+        return part
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_write_bytes", half)
+        patched.setattr(files, "write_part", half)
         child = in_child(lambda: store.put(variant(2)))
     assert os.read(reached, 1) == b"x"
     os.kill(child, signal.SIGKILL)

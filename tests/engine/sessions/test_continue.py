@@ -12,7 +12,7 @@ import torch
 
 import millpond as mp
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.errors import OptionError
 from tests.helpers.engine.sessions import NEW, TURNS, ask, kv, model, open_engine, said, stored, words
@@ -120,7 +120,7 @@ def test_what_later_plans_look_at_is_stored(method: str, name: str, tmp_path: Pa
     ids = words(40, 0)
     ids += said(ask(engine, ids))
     (file,) = stored(tmp_path)
-    place = Place.of(file)
+    place = TurnPlace.of(file)
     assert place is not None
     assert name in StoredTurn.from_bytes(file.read_bytes(), place, np.array(ids[: place.length])).tensors
     engine.close()
@@ -131,7 +131,7 @@ def test_an_approximate_turn_makes_no_exact_one(tmp_path: Path) -> None:
     ids = words(40, 0)
     ids += said(ask(engine, ids)) + words(5, 1)
     (file,) = stored(tmp_path)
-    place = Place.of(file)
+    place = TurnPlace.of(file)
     assert place is not None
     turn = StoredTurn.from_bytes(file.read_bytes(), place, np.array(ids[: place.length]))
     file.write_bytes(replace(turn, exact=False).to_bytes(place))

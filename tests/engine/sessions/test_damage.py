@@ -14,7 +14,7 @@ import torch
 
 from millpond.engine.engine import Engine
 from millpond.engine.sessions.folder import SessionFolder
-from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.engine.transfer.container import pack
 from millpond.errors import CacheMismatchError, MillpondError
@@ -22,7 +22,7 @@ from tests.helpers.engine.sessions import NEW, ask, kv, model, open_engine, said
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-PLACE = Place("a" * 32, "b" * 32, 3, "c" * 32)
+PLACE = TurnPlace("a" * 32, "b" * 32, 3, "c" * 32)
 IDS = np.array([5, 6, 7])
 
 
@@ -122,7 +122,7 @@ def test_a_whole_file_with_a_cache_of_another_shape_is_a_miss(
 ) -> None:
     """What the checksum cannot see: it was written so."""
     engine, ids, file = begun
-    place = Place.of(file)
+    place = TurnPlace.of(file)
     assert place is not None
     found = StoredTurn.from_bytes(file.read_bytes(), place, np.array(ids[: place.length]))
     bad: dict[str, Any] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 
+from millpond.cache.atomic_files import PART, publish, remove_file, write_part
 from millpond.cache.chunks.file_format import FORMAT, ForeignFileError, TornFileError, content, header, serialized
 from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.tier_rule import ChunkUse, Place, TierRule
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 #: Age of unfinished files after which they are left-overs of a process that was killed, in seconds.
 LEFT_OVER_S = 3600.0
-SUFFIX, _PART, _NAME = ".safetensors", ".part", "store.json"
+SUFFIX, _NAME = ".safetensors", "store.json"
 
 
 class ChunkFiles:
@@ -120,14 +120,11 @@ class ChunkFiles:
             return False
         place = Place(variant.facts.chunk, variant.facts.name)
         path = self._path(place)
-        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_PART}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_bytes(part, data)
-            part.replace(path)
+            publish(write_part(path, data), path)
         except OSError:
             self._count("write_failures")
-            _unlink(part)
             return False
         with self._lock:
             self.nbytes += len(data)
@@ -139,7 +136,7 @@ class ChunkFiles:
 
     def remove(self, place: Place) -> None:
         """Remove a variant's file; one that is gone is no error."""
-        gone = _unlink(self._path(place))
+        gone = remove_file(self._path(place))
         with self._lock:
             self.nbytes -= gone
             self.counts["removed"] += 1
@@ -166,7 +163,7 @@ class ChunkFiles:
             self._evict(newest)
 
     def _evict(self, place: Place) -> None:
-        self.nbytes -= _unlink(self._path(place))
+        self.nbytes -= remove_file(self._path(place))
         self.counts["evicted"] += 1
         self._forget(place)
 
@@ -191,10 +188,10 @@ class ChunkFiles:
 
     def _remove_left_overs(self) -> None:
         """Remove files that processes had not finished when they were killed."""
-        for path in self._all(_PART):
+        for path in self._all(PART):
             try:
                 if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-                    _unlink(path)
+                    remove_file(path)
             except OSError:
                 self._count("read_failures")
 
@@ -257,9 +254,8 @@ def _claim(folder: Path, mark: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = mark_of(folder)
         if found is None:
-            part = folder / f"{_NAME}.{secrets.token_hex(8)}{_PART}"
-            part.write_text(json.dumps({"format": FORMAT, "mark": mark}), encoding="utf-8")
-            part.replace(folder / _NAME)
+            own = folder / _NAME
+            publish(write_part(own, json.dumps({"format": FORMAT, "mark": mark}).encode()), own)
             return
     except OSError as error:
         raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
@@ -275,20 +271,3 @@ def _claim(folder: Path, mark: str) -> None:
         f"{str(folder)!r} holds chunks of another model, dtype or format of weights; name another folder, or empty it "
         "with `millpond chunks rm`"
     )
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _unlink(path: Path) -> int:
-    """Remove a file; returns the bytes that it had. One that cannot be removed stays."""
-    try:
-        size = path.stat().st_size
-        path.unlink()
-    except OSError:
-        return 0
-    return size

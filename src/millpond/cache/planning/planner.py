@@ -232,7 +232,7 @@ class Planner:
     def _choose(
         self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
     ) -> EvictionPlan | None:
-        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps; None: it is not asked.
+        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps; None: it is not needed.
 
         Raises:
             BudgetError: kept spans leave less of the budget than the policy protects.

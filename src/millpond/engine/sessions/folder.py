@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from millpond.cache.atomic_files import PART, publish, remove_file, write_part
-from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.sessions.stats import SessionInfo
 from millpond.errors import OptionError
 
@@ -67,12 +67,12 @@ class SessionFolder:
             self.counts["read_failures"] += 1
             return found
         for name in names:
-            place = Place.of(self.folder / salt / scope / name)
+            place = TurnPlace.of(self.folder / salt / scope / name)
             if place is not None:
                 found.setdefault(place.length, set()).add(place.key)
         return found
 
-    def read(self, place: Place) -> bytes | None:
+    def read(self, place: TurnPlace) -> bytes | None:
         """The bytes of a file, which counts as used; None where it is gone, cannot be read, or is above the limit."""
         path = place.path(self.folder)
         try:
@@ -89,7 +89,7 @@ class SessionFolder:
             return None
         return data
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: TurnPlace) -> bool:
         """Whether there is such a file, which counts as used now."""
         try:
             os.utime(place.path(self.folder))
@@ -101,7 +101,7 @@ class SessionFolder:
         """The turns of one salt, the last used first."""
         found = []
         for path in self._files(salt):
-            place = Place.of(path)
+            place = TurnPlace.of(path)
             with suppress(OSError):
                 if place is not None:
                     stat = path.stat()
@@ -111,7 +111,7 @@ class SessionFolder:
     # ------------------------------------------------------------------ writing
 
     def write(
-        self, place: Place, data: bytes, lock: AbstractContextManager[object], wanted: Callable[[], bool]
+        self, place: TurnPlace, data: bytes, lock: AbstractContextManager[object], wanted: Callable[[], bool]
     ) -> bool:  # fmt: skip
         """Write a file; False where it cannot be written, and then nothing is left of it.
 
@@ -140,7 +140,7 @@ class SessionFolder:
             return False
         return True
 
-    def remove(self, place: Place) -> int:
+    def remove(self, place: TurnPlace) -> int:
         """Remove a file; returns its bytes. One that is gone is no error."""
         return self._gone(remove_file(place.path(self.folder)))
 
@@ -148,7 +148,7 @@ class SessionFolder:
         """Remove the turns of one salt, or one of them; returns how many there were."""
         removed = 0
         for path in self._files(salt):
-            place = Place.of(path)
+            place = TurnPlace.of(path)
             if place is not None and session_id in (None, place.key):
                 removed += bool(self.remove(place))
         return removed

@@ -15,7 +15,7 @@ _NAME = re.compile(r"(\d{1,9})-([0-9a-f]{32})" + re.escape(SUFFIX))
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """Where a turn is stored.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place(NamedTuple):
         return folder / self.salt / self.scope / f"{self.length}-{self.key}{SUFFIX}"
 
     @classmethod
-    def of(cls, path: Path) -> Place | None:
+    def of(cls, path: Path) -> TurnPlace | None:
         """The place whose file this is; None: it is no file of a session."""
         found = _NAME.fullmatch(path.name)
         scope, salt = path.parent.name, path.parent.parent.name
@@ -51,7 +51,7 @@ def keyed(secret: bytes, *parts: str | None) -> str:
     return found.hexdigest()
 
 
-def places(secret: bytes, salt: str, scope: str, ids: np.ndarray, lengths: Iterable[int]) -> Iterator[Place]:
+def places(secret: bytes, salt: str, scope: str, ids: np.ndarray, lengths: Iterable[int]) -> Iterator[TurnPlace]:
     """Where the beginnings of a text of these lengths are stored, the shortest first.
 
     Args:
@@ -62,4 +62,4 @@ def places(secret: bytes, salt: str, scope: str, ids: np.ndarray, lengths: Itera
     for length in sorted(set(lengths)):
         digest.update(numbers[done:length].tobytes())
         done = length
-        yield Place(salt, scope, length, digest.copy().hexdigest())
+        yield TurnPlace(salt, scope, length, digest.copy().hexdigest())

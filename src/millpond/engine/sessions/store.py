@@ -13,7 +13,7 @@ import numpy as np
 
 from millpond.budget import parse_bytes
 from millpond.engine.sessions.folder import SessionFolder
-from millpond.engine.sessions.key import Place, keyed, places
+from millpond.engine.sessions.key import TurnPlace, keyed, places
 from millpond.engine.sessions.stats import SessionInfo, SessionStats
 from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.engine.sessions.write_queue import WriteQueue
@@ -29,7 +29,7 @@ DEFAULT_DISK = "20GiB"
 class _Waiting:
     """A turn that is not on the disk yet."""
 
-    place: Place
+    place: TurnPlace
     turn: StoredTurn
     wanted: bool = True
 
@@ -49,7 +49,7 @@ class SessionStore:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._files = SessionFolder(Path(folder), parse_bytes(disk))
-        self._waiting: dict[Place, _Waiting] = {}
+        self._waiting: dict[TurnPlace, _Waiting] = {}
         self._lock = RLock()
         self._queue: WriteQueue[_Waiting] = WriteQueue(self._write, waiting)
 
@@ -62,7 +62,7 @@ class SessionStore:
         """Name of all turns of a model whose caches are kept in one way, in words."""
         return keyed(self._files.secret, "scope", *parts)
 
-    def beginnings(self, salt: str | None, scope: str, ids: np.ndarray) -> Iterator[tuple[Place, StoredTurn]]:
+    def beginnings(self, salt: str | None, scope: str, ids: np.ndarray) -> Iterator[tuple[TurnPlace, StoredTurn]]:
         """The stored turns that a text continues, the longest first. One that is torn is removed and passed over.
 
         Args:
@@ -93,7 +93,7 @@ class SessionStore:
         self.counts["dropped"] += 1
         return False
 
-    def refuse(self, place: Place) -> None:
+    def refuse(self, place: TurnPlace) -> None:
         """A turn whose cache does not fit what it says: it is removed, and counted as torn."""
         with self._lock:
             self._forget(place)
@@ -138,7 +138,7 @@ class SessionStore:
     def _salt(self, salt: str | None) -> str:
         return keyed(self._files.secret, "salt", salt)
 
-    def _known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[Place]:
+    def _known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[TurnPlace]:
         own = self._salt(salt)
         stored = self._files.lengths(own, scope)
         with self._lock:
@@ -149,7 +149,7 @@ class SessionStore:
         found = places(self._files.secret, own, scope, ids, lengths)
         return [place for place in found if place.key in stored[place.length]][::-1]
 
-    def _read(self, place: Place, ids: np.ndarray) -> StoredTurn | None:
+    def _read(self, place: TurnPlace, ids: np.ndarray) -> StoredTurn | None:
         with self._lock:
             waiting = self._waiting.get(place)
         if waiting is not None:
@@ -178,7 +178,7 @@ class SessionStore:
                 if self._waiting.get(place) is waiting:
                     del self._waiting[place]
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: TurnPlace) -> None:
         waiting = self._waiting.pop(place, None)
         if waiting is not None:
             waiting.wanted = False

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.engine.sessions.key import Place
+from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.transfer.container import pack, unpack
 from millpond.errors import CacheMismatchError, DataError
 
@@ -36,14 +36,14 @@ class StoredTurn:
         """Bytes of all tensors."""
         return self.ids.nbytes + sum(t.nbytes for t in self.tensors.values())
 
-    def to_bytes(self, place: Place) -> bytes:
+    def to_bytes(self, place: TurnPlace) -> bytes:
         """As one safetensors buffer with a checksum, which names its place."""
         tensors = {_CACHE + name: t for name, t in self.tensors.items()}
         tensors["ids"] = torch.from_numpy(self.ids.astype(np.int64))
         return pack({"format": FORMAT, "place": _named(place), "exact": str(self.exact)}, tensors)
 
     @classmethod
-    def from_bytes(cls, data: bytes, place: Place, ids: np.ndarray) -> StoredTurn:
+    def from_bytes(cls, data: bytes, place: TurnPlace, ids: np.ndarray) -> StoredTurn:
         """What `to_bytes` was given.
 
         Args:
@@ -63,5 +63,5 @@ class StoredTurn:
         return cls(ids, {name.removeprefix(_CACHE): t for name, t in tensors.items()}, about["exact"] == "True")
 
 
-def _named(place: Place) -> str:
+def _named(place: TurnPlace) -> str:
     return " ".join(map(str, place))
