@@ -69,7 +69,7 @@ class ChunkReuse:
         for span in spans:
             if span.is_chunk:
                 self.store.check_size(span.end - span.begin)
-        apart = recipe.policy.scores_entries or not can_share(recipe)
+        apart = recipe.policy.scores_entries or recipe.policy.sums_prompt or not can_share(recipe)
         if options.recompute == 1:
             return not apart and not logprobs
         if apart:
