@@ -192,11 +192,12 @@ def test_metrics_name_the_rule() -> None:
 
     found = {
         (sample.name, sample.labels["rule"]): sample.value
-        for metric in _of_prefix_cache(PrefixStats("lfu", 5, 4, 3, 2, 9, 8, 7, 6))
+        for metric in _of_prefix_cache(PrefixStats("lfu", 5, 4, 3, 2, 10, 9, 8, 7, 6))
         for sample in metric.samples
     }
     assert found == {
         ("millpond_prefix_blocks", "lfu"): 5,
+        ("millpond_prefix_sums_bytes", "lfu"): 10,
         ("millpond_prefix_disk_blocks", "lfu"): 9,
         ("millpond_prefix_blocks_returned_total", "lfu"): 7,
         ("millpond_prefix_blocks_lost_total", "lfu"): 6,
