@@ -162,6 +162,8 @@ def test_what_moves_bits_is_refused(tmp_path: Any) -> None:
         EngineConfig(deterministic=True, runner="modules")
     with pytest.raises(OptionError, match="chunk_store="):
         EngineConfig(deterministic=True, chunk_store=mp.ChunkStore(tmp_path))
+    with pytest.raises(OptionError, match="cache_dir="):
+        EngineConfig(deterministic=True, cache_dir=tmp_path)
     engine = Engine(model(torch.float32), deterministic=True)
     with pytest.raises(OptionError, match="planned batch"):
         engine.add_batch(requests()[:2])

@@ -54,6 +54,7 @@ def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
     alone = small_engine(method)
     add(alone, ask(40), ask(31))
     before = finish(alone)
+    alone.close()
     engine = small_engine(method)
     add(engine, ask(40), ask(LENGTH, name="kept", keep=SPANS), ask(31))
     done = steps_that_hold(engine, ("kept",))

@@ -32,7 +32,7 @@ from millpond.train.gate.train import TrainedGates, flags_of, read_gated, train_
 from millpond.train.gate.weighted_attention import weighted_attention
 from millpond.train.retain.features import TextReader
 from tests.cli.test_cli import right, wrong
-from tests.helpers.hf.families import family as family_of
+from tests.helpers.hf.families import shared_model
 from tests.helpers.matrix.models import llama
 from tests.train.test_retain import Random
 
@@ -139,7 +139,7 @@ def test_the_loss_by_hand() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt", "gpt_neox", "gemma2"])
 def test_later_tokens_with_everything_kept_are_predicted_as_in_one_pass(family: str) -> None:
-    model, ids = family_of(family).make(), torch.randint(5, 90, (40,), generator=torch.Generator().manual_seed(2))
+    model, ids = shared_model(family), torch.randint(5, 90, (40,), generator=torch.Generator().manual_seed(2))
     text = Random().draw("any", 0, 0)._replace(ids=ids, begin=30)
     prompt = TextReader(model).read_prompt(ids, 30)
     flags = [torch.ones(len(layer.keys), 30) for layer in prompt.layers]

@@ -82,7 +82,5 @@ def _prefixes(found: Sequence[PrefixStats | None]) -> PrefixStats | None:
     there = [one for one in found if one is not None]
     if not there:
         return None
-    return PrefixStats(
-        there[0].rule, sum(one.blocks for one in there), sum(one.hits for one in there),
-        sum(one.misses for one in there), sum(one.evicted for one in there),
-    )  # fmt: skip
+    numbers = [field.name for field in fields(PrefixStats) if field.name != "rule"]
+    return PrefixStats(there[0].rule, **{name: sum(getattr(one, name) for one in there) for name in numbers})

@@ -37,7 +37,8 @@ class PrefixLedger:
         prompt, cache = request.prompt, request.cache
         if isinstance(prompt, Prompt):
             return ()
-        kind = repr((cache.method, sorted(cache.options), cache.budget, cache.codec, request.cache_salt, type(prompt)))
+        options = sorted(cache.options.items())
+        kind = repr((cache.method, options, cache.budget, cache.codec, request.cache_salt, type(prompt)))
         chain = hashlib.blake2b(kind.encode(), digest_size=16, key=self._secret)
         data, step = _bytes_of(prompt, self.block)
         found = []

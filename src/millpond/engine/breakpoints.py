@@ -15,7 +15,7 @@ from millpond.engine.request import MOST_BREAKPOINTS
 from millpond.errors import OptionError
 
 #: Prompts that wait with which a prompt is compared when it begins.
-_MOST_COMPARED = 64
+MOST_COMPARED = 64
 
 
 def check_breakpoints(breakpoints: Sequence[int], n_tokens: int) -> None:
@@ -53,7 +53,7 @@ def common_ends(prompt: np.ndarray, others: Sequence[np.ndarray], slots: int) ->
         slots: tokens of a block.
     """
     found: list[int] = []
-    for other in others[:_MOST_COMPARED]:
+    for other in others[:MOST_COMPARED]:
         most = min(len(other), len(prompt) - 1) // slots * slots
         if most and (other[:slots] == prompt[:slots]).all():
             differs = other[:most] != prompt[:most]

@@ -207,6 +207,23 @@ class EngineConfig:
                 "chunk_store= takes over keys and values that depend on what stood before a chunk when it was read; "
                 "leave it out with deterministic=True"
             )
+        if self.cache_dir is not None:
+            raise OptionError(
+                "cache_dir= goes on from decoded tokens, which have other bits than the same tokens in a prompt; leave "
+                "it out with deterministic=True"
+            )
+
+    def reach(self, context_length: int | None) -> int | None:
+        """Positions after which gaps close and a text goes on; None: it ends there.
+
+        Raises:
+            OptionError: texts should go on, and the model sets no limit.
+        """
+        if self.overflow == "refuse":
+            return None
+        if context_length is None:
+            raise OptionError("overflow='rolling': this model sets no limit to a text; leave it out")
+        return context_length
 
     @property
     def prompt_block(self) -> int | None:

@@ -7,17 +7,14 @@ step is one forward pass of the model over everything that runs.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from millpond.budget import parse_bytes
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import rule_named
@@ -30,6 +27,7 @@ from millpond.engine.chunk_loads import ChunkLoads
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.disk_conflicts import check_disk
 from millpond.engine.forgotten import note_forgotten
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
@@ -37,6 +35,7 @@ from millpond.engine.integrity import check_pages, check_untainted
 from millpond.engine.outputs import CacheSnapshot, EngineStats, FinishReason, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.prefix_store import open_prefix_store
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
@@ -55,7 +54,6 @@ from millpond.errors import MillpondError, OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.model_support import unwrapped
-from millpond.models.cache_folder import check_folder
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -92,23 +90,7 @@ class Engine:
         self.config = config = EngineConfig.of(config, options)
         limit = config.kv_limit
         self.tokenizer, self._tier = tokenizer, tier
-        if tier is not None and config.prefix_cache:
-            raise OptionError(
-                f"prefix_cache={config.prefix_cache!r} keeps pages of prompts in memory; leave it out where KV lies on "
-                "a disk"
-            )
-        if config.chunk_store is not None and (tier is not None or streamed is not None):
-            raise OptionError(
-                "chunk_store= needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
-            )
-        if config.overflow == "rolling" and tier is not None:
-            raise OptionError(
-                "overflow='rolling' writes all entries of a sequence at once; leave it out where KV lies on a disk"
-            )
-        if config.cache_dir is not None and (tier is not None or streamed is not None):
-            raise OptionError(
-                "cache_dir= needs weights and KV in memory; leave it out where memory= or plan= move them to a disk"
-            )
+        check_disk(config, streamed, tier)
         whole_mark = None if config.cache_dir is None else session_mark(model, config.weights)
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit)
@@ -135,7 +117,7 @@ class Engine:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
                 self._loads = None if config.chunk_store.folder is None else ChunkLoads(self._chunks)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
-            self._prefixes = _prefix_store(config)
+            self._prefixes = open_prefix_store(config)
             self._sharing = PrefixSharing(
                 self._account, self._model.layers, rule_named(config.prefix_cache, config.pager),
                 config.prompt_block or 1, self._prefixes,
@@ -146,7 +128,7 @@ class Engine:
             )  # fmt: skip
             self._recipes = GroupRegistry(
                 self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier, self._reach(), config.fit,
+                tier, config.reach(self.context_length), config.fit,
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
@@ -551,18 +533,6 @@ class Engine:
             self._model_mark = fingerprint(self._model.model)
         return self._model_mark
 
-    def _reach(self) -> int | None:
-        """Positions after which gaps close and a text goes on; None: it ends there.
-
-        Raises:
-            OptionError: the model sets no limit.
-        """
-        if self.config.overflow == "refuse":
-            return None
-        if self.context_length is None:
-            raise OptionError("overflow='rolling': this model sets no limit to a text; leave it out")
-        return self.context_length
-
     def _let_go(self) -> None:
         if self._loads is not None:
             self._loads.close()
@@ -593,16 +563,3 @@ class Engine:
             chunks=None if self._chunks is None else self._chunks.store.stats(),
             sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip
-
-
-def _prefix_store(config: EngineConfig) -> BlockStore | None:
-    """The disk of the prefix cache; None where it has none.
-
-    Raises:
-        OptionError: a folder that is missing or cannot be written. DataError: no file can be made there.
-    """
-    if config.prefix_disk is None:
-        return None
-    folder = Path(tempfile.gettempdir() if config.prefix_folder is None else config.prefix_folder)
-    check_folder(folder)
-    return BlockStore(folder, parse_bytes(config.prefix_disk))

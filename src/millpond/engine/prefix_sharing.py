@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -18,7 +19,7 @@ from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
-from millpond.engine.breakpoints import common_ends
+from millpond.engine.breakpoints import MOST_COMPARED, common_ends
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
 from millpond.engine.request_state import RequestState
@@ -108,7 +109,7 @@ class PrefixSharing:
         """Before a prompt begins: let it stop where others that have not begun would go on from it."""
         if live.spans or not live.group.recipe.policy.sums_prompt or not self._shares(live):
             return
-        alike = [
+        waiting = (
             other.numbers[: max(self._most(other), 0)]
             for other in others
             if other is not live
@@ -118,7 +119,8 @@ class PrefixSharing:
             and not other.spans
             and self._shares(other)
             and self._alike(live, other)
-        ]
+        )
+        alike = list(islice(waiting, MOST_COMPARED))
         if alike:
             unit = self._tokens_of_unit(live.group.slots)
             live.stops = sorted({*live.stops, *common_ends(live.numbers, alike, unit)})

@@ -194,7 +194,9 @@ class StepExecutor:
             live.numbers, live.spans, request.cache, window, request.cache_salt, loaded
         )
         for answer in live.answers:
-            answer.reuse = ReuseCounts(0, blend.n_reused, blend.n_recomputed, blend.exact)
+            answer.reuse = ReuseCounts(
+                reused_tokens=blend.n_reused, recomputed_tokens=blend.n_recomputed, exact=blend.exact
+            )
 
     def _mark_read(self, live: RequestState, n: int, computed: int) -> None:
         """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""

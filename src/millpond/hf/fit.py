@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from millpond.budget import Budget
+from millpond.cache.atomic_files import publish, write_part
 from millpond.codec import CodecSpec, codec_text, resolve
 from millpond.errors import CacheMismatchError, DataError, MillpondError, OptionError
 from millpond.hf.calibration.load import model_mark
@@ -140,12 +140,10 @@ class Fit:
             DataError: it cannot be written.
         """
         path = Path(path)
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         try:
+            text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(file.name, path)
+            publish(write_part(path, f"{text}\n".encode()), path)
         except (OSError, TypeError) as error:
             raise DataError(f"table {str(path)!r} cannot be written: {error}") from error
 

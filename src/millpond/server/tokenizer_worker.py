@@ -215,9 +215,9 @@ class TokenizerWorker:
         Raises:
             ApiError: as `chat_spans`.
         """
-        text, _ = await self.chat(said, body, use_tools)
+        text = await self._chat_text(said, body, use_tools)
         enclosed = EnclosedMessages(said, [kept_pieces(message) for message in said])
-        marked, _ = await self.chat(enclosed.messages, body, use_tools)
+        marked = await self._chat_text(enclosed.messages, body, use_tools)
         return await self.kept_in_text(text, enclosed.spans(marked, text), special=not self.has_template)
 
     async def kept_in_text(

@@ -13,7 +13,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.kept_spans import KeptSpans
 from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eviction import INF, eviction_value
+from millpond.kernels.eviction import INF, eviction_value, in_spans
 from millpond.policy.allocation.heads import HeadAllocation, lowest_scored
 
 
@@ -99,9 +99,8 @@ class HeadCompetition:
 
     def _aside(self, positions: Tensor, kept: KeptSpans, sinks: int) -> Tensor | None:
         """(n, N) bool: which positions (n, N) of the competing sequences are kept, sinks left out; None: none is."""
-        by_sequence = positions.view(len(self.sequences), self.table.n_kv_heads, -1)
-        masks = [kept.mask(s, own, sinks) for s, own in zip(self.sequences.tolist(), by_sequence, strict=True)]
-        if all(mask is None for mask in masks):
+        spans = kept.tensor(positions.device)
+        if spans is None:
             return None
-        none = torch.zeros_like(by_sequence[0], dtype=torch.bool)
-        return torch.cat([none if mask is None else mask for mask in masks])
+        own = spans[torch.from_numpy(self.sequences).to(spans.device)].repeat_interleave(self.table.n_kv_heads, 0)
+        return in_spans(positions, own) & (positions >= sinks)

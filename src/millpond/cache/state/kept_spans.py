@@ -64,6 +64,7 @@ class KeptSpans:
 
     def __init__(self) -> None:
         self._spans: list[tuple[Span, ...]] = []
+        self._any = False  # some sequence keeps some
         self._next: dict[int | None, tuple[Span, ...]] = {}  # by sequence; None: of each
         self._tensors: dict[torch.device, Tensor | None] = {}
 
@@ -87,7 +88,7 @@ class KeptSpans:
 
     def tensor(self, device: torch.device) -> Tensor | None:
         """(S, n, 2) int32: see `StepRegions.kept`."""
-        if not any(self._spans):
+        if not self._any:
             return None
         if device not in self._tensors:
             most = max(map(len, self._spans))
@@ -137,7 +138,7 @@ class KeptSpans:
 
     def select(self, sequences: Sequence[int]) -> None:
         """Follow a choice or re-ordering of sequences."""
-        self._set([self._spans[s] for s in sequences] if any(self._spans) else [()] * len(sequences))
+        self._set([self._spans[s] for s in sequences] if self._any else [()] * len(sequences))
 
     def copy(self, sequences: Sequence[int]) -> KeptSpans:
         """Those of some sequences, which change on their own."""
@@ -150,5 +151,5 @@ class KeptSpans:
         self._set([*self._spans, *other._spans])
 
     def _set(self, spans: list[tuple[Span, ...]]) -> None:
-        self._spans = spans
+        self._spans, self._any = spans, any(spans)
         self._tensors = {}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from millpond.cluster.plan.json_file import read_json
 from millpond.errors import DataError
-from millpond.option_files import read_file
 
 #: Number of the form of the file.
 FORMAT = 1
-#: Most bytes of a file, and most workers in it.
-MOST_BYTES, MOST_WORKERS = 1 << 20, 4096
+#: Most workers of a plan.
+MOST_WORKERS = 4096
 _WAY_OUT = "make one with 'millpond cluster plan --out'"
 
 
@@ -42,15 +41,7 @@ def load_plan(path: str) -> PlannedWorkers:
     Raises:
         OptionError: the file cannot be opened. DataError: it is no plan, or its workers do not go together.
     """
-    raw = read_file(path)
-    if len(raw) > MOST_BYTES:
-        raise DataError(f"{path}: {len(raw):,} bytes, a plan has at most {MOST_BYTES:,}; {_WAY_OUT}")
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: no JSON: {error}; {_WAY_OUT}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise DataError(f"{path}: not a plan of this version; {_WAY_OUT}")
+    found = read_json(path, "plan", FORMAT, _WAY_OUT)
     workers, copies = found.get("workers"), found.get("copies", 1)
     if not isinstance(workers, list) or not _is_count(copies) or not 0 < len(workers) * copies <= MOST_WORKERS:
         raise DataError(f"{path}: workers must be a list, and 1 to {MOST_WORKERS:,} with all copies; {_WAY_OUT}")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from millpond.budget import Budget
+from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.plan.cache_size import CacheSize
+from millpond.cluster.plan.json_file import parse_json, read_json
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepTimes
 from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
-from millpond.option_files import read_file
 
 #: Changes when the meaning of a field does.
 FORMAT = 1
@@ -24,8 +24,8 @@ FORMAT = 1
 BUILT_IN = "a100:"
 #: Layers and width of the models whose times are built in: keys and values of a token are 4 bytes x layers x width.
 _SHAPES = {"opt-13b": (40, 5120, 128), "opt-66b": (64, 9216, 128)}
-#: Most bytes of a file, and most sizes of a worker in it.
-MOST_BYTES, MOST_SIZES = 1 << 20, 64
+#: Most sizes of a worker in a file.
+MOST_SIZES = 64
 _WAY_OUT = "make one with 'millpond cluster profile'"
 
 
@@ -98,10 +98,7 @@ def load_profile(source: str) -> Profile:
     """
     if source.startswith(BUILT_IN):
         return built_in(source.removeprefix(BUILT_IN))
-    raw = read_file(source)
-    if len(raw) > MOST_BYTES:
-        raise DataError(f"{source}: {len(raw):,} bytes, a profile has at most {MOST_BYTES:,}; {_WAY_OUT}")
-    return from_json(raw, source)
+    return _profile(read_json(source, "profile", FORMAT, _WAY_OUT), source)
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -112,9 +109,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(to_json(profile))
-        os.replace(file.name, path)
+        publish(write_part(path, to_json(profile).encode()), path)
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror}; name a folder that is there") from None
 
@@ -137,12 +132,14 @@ def from_json(text: str | bytes, name: str = "profile") -> Profile:
     Raises:
         DataError: it is no JSON, of another format, or a field is missing or out of its range.
     """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: no JSON: {error}; {_WAY_OUT}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise DataError(f"{name}: not a profile of this version; {_WAY_OUT}")
+    return _profile(parse_json(text, name, "profile", FORMAT, _WAY_OUT), name)
+
+
+def _profile(found: dict[str, Any], name: str) -> Profile:
+    """
+    Raises:
+        DataError: a field is missing or out of its range.
+    """
     try:
         times = found["times"]
         if not isinstance(times, dict) or not 0 < len(times) <= MOST_SIZES:

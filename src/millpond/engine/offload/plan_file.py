@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from millpond.cache.atomic_files import publish, write_part
 from millpond.engine.offload.plan import TIERS, Plan
 from millpond.engine.offload.prediction import Prediction
 from millpond.errors import DataError, OptionError, unknown
@@ -60,14 +60,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     place = Path(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{place.name}-", dir=place.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(to_json(plan))
-            os.replace(name, place)
-        except BaseException:
-            os.unlink(name)
-            raise
+        publish(write_part(place, to_json(plan).encode()), place)
     except OSError as error:
         raise OptionError(f"{place} cannot be written: {error.strerror or error}") from error
 

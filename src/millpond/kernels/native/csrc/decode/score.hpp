@@ -50,8 +50,8 @@ struct Valuation {
   const int32_t* kept;
 
   Valuation(const Call& c, int r)
-      : evict(c.a.evict), window(c.a.window), n_kept(c.a.n_kept), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)), recent(c.a.recent[r]),
-        unit_width(int32_t(c.a.unit_width)), unit_shift(int32_t(c.a.unit_shift)), stride(int32_t(c.a.stride)),
+      : evict(c.a.evict), window(c.a.window), n_kept(c.a.n_kept), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)),
+        recent(c.a.recent[r]), unit_width(int32_t(c.a.unit_width)), unit_shift(int32_t(c.a.unit_shift)), stride(int32_t(c.a.stride)),
         seed(uint32_t(c.a.seed)), head(c.a.shared ? 0u : uint32_t(c.head(r))),
         kept(c.a.n_kept > 0 ? c.a.kept + 2 * c.a.n_kept * c.seq(r) : nullptr) {}
 
