@@ -60,7 +60,9 @@ def fit(
         method: what is kept. options: of the method, as `compress` takes them.
         budgets: shares of the prompt, as "20%", or tokens; a method that takes none is measured without.
         codecs: names of number formats, as `compress` takes them.
-        context, continuation: tokens of a window. windows: how many, at least 19, spread over the text.
+        context: tokens of a window that are read and compressed.
+        continuation: tokens of a window that are fed one by one.
+        windows: how many, at least 19, spread over the text.
         batch: windows that are read together. seed: where in the text the windows begin.
         out: the file to write; None: in the user's cache folder, where `compress` and the engine look for it.
 
